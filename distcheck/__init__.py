@@ -1,0 +1,37 @@
+"""Correctness and determinism tests for gradient synchronisation in PyTorch.
+
+    import distcheck
+
+    def test_my_sync():
+        distcheck.verify("my_pkg.sync:allreduce", world=4).raise_for_verdict()
+
+Importing this package imports no torch; the work is done in processes of its own.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Report", "Step", "VerdictError", "__version__", "strategy", "verify"]
+
+if TYPE_CHECKING:
+    from distcheck.contract import Step, strategy
+    from distcheck.errors import VerdictError
+    from distcheck.records import Report
+    from distcheck.verify import verify
+
+_HOMES = {
+    "Report": "distcheck.records",
+    "Step": "distcheck.contract",
+    "VerdictError": "distcheck.errors",
+    "strategy": "distcheck.contract",
+    "verify": "distcheck.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolves the public names on first use (PEP 562), so that importing stays cheap."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'distcheck' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,67 @@
+"""Matching what ranks recorded against expectations, tensor by tensor.
+
+Ranks that recorded the same bits are compared once and counted each.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from distcheck.checks.comparison import Comparison
+from distcheck.checks.evidence import Recorded, recorded
+from distcheck.checks.tally import Tally
+from distcheck.records import TensorSpec
+from distcheck.traces.layout import Kind, State
+from distcheck.traces.reader import TraceReader
+
+Compare = Callable[[torch.Tensor], Comparison]
+
+
+def match_ranks(
+    tally: Tally,
+    trace: TraceReader,
+    *,
+    kind: Kind,
+    slot: int,
+    step: int,
+    index: int,
+    ranks: Iterable[int],
+    compare: Compare | None,
+) -> None:
+    """Compares one tensor of every rank with one expectation.
+
+    `compare` is None where no tensor is expected (a parameter without a gradient). What a rank
+    never recorded is not counted: the verdict will then be unknown.
+    """
+    spec = trace.layout.specs(kind)[index]
+    known: dict[bytes, Comparison] = {}
+    for rank in ranks:
+        found = recorded(trace, rank, kind, slot, index)
+        if found.tensor is None or compare is None:
+            _without_tensor(tally, found, spec, rank, step, expected=compare is not None)
+            continue
+        if found.digest not in known:
+            known[found.digest] = compare(found.tensor)
+        tally.add(known[found.digest], parameter=spec.name, rank=rank, step=step)
+
+
+def _without_tensor(
+    tally: Tally, found: Recorded, spec: TensorSpec, rank: int, step: int, *, expected: bool
+) -> None:
+    if found.state is State.UNWRITTEN:
+        return
+    tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
+    if found.state is State.ABSENT and not expected:
+        return
+    actual = {State.ABSENT: "absent", State.STORED: "a tensor", State.MALFORMED: "malformed"}
+    wanted = "a tensor" if expected else "absent"
+    shape = f" of shape {spec.shape} and dtype {spec.dtype}" if expected else ""
+    tally.fail(
+        f"{spec.name} on rank {rank} at step {step} is {actual[found.state]}; "
+        f"expected is {wanted}{shape}",
+        parameter=spec.name,
+        rank=rank,
+        step=step,
+        actual=actual[found.state],
+        expected=wanted,
+    )

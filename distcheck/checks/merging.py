@@ -1,0 +1,68 @@
+"""Putting the results of one check together, and holding them against what was owed. No torch."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck.records import (
+    CheckResult,
+    Compared,
+    Difference,
+    VerdictName,
+    merge_verdicts,
+)
+
+
+def share_of_bound(difference: Difference) -> float:
+    """Error as a share of its bound; under a bound of zero every error is beyond measure."""
+    error, bound = float(difference.error), float(difference.bound)
+    if math.isnan(error):
+        return math.inf
+    if bound == 0:
+        return error * 1e308 if error else 0.0
+    return error / bound
+
+
+def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
+    """One result out of those for disjoint sets of steps, in the order of the steps."""
+    failed = [part for part in parts if part.first is not None]
+    first = min(failed, key=lambda part: part.first.step if part.first else 0, default=None)
+    verdicts: list[VerdictName] = [part.verdict for part in parts]
+    worst = max(
+        (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
+    )
+    return CheckResult(
+        check=parts[0].check,
+        layer=parts[0].layer,
+        verdict=merge_verdicts(verdicts),
+        compared=Compared(
+            tensors=max(part.compared.tensors for part in parts),
+            elements=sum(part.compared.elements for part in parts),
+            ranks=max(part.compared.ranks for part in parts),
+            steps=sum(part.compared.steps for part in parts),
+        ),
+        worst=worst,
+        first=first.first if first else None,
+        reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+    )
+
+
+def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
+    """A pass that compared less than it owes is no pass: unknown, with what is missing."""
+    if result.verdict != "pass":
+        return result
+    missing = [
+        f"{have:,} of {want:,} {what}"
+        for what, have, want in (
+            ("tensors", result.compared.tensors, owed.tensors),
+            ("elements", result.compared.elements, owed.elements),
+            ("ranks", result.compared.ranks, owed.ranks),
+            ("steps", result.compared.steps, owed.steps),
+        )
+        if have < want
+    ]
+    if not missing:
+        return result
+    reason = "; ".join(filter(None, [f"compared only {', '.join(missing)}", result.reason]))
+    return msgspec.structs.replace(result, verdict="unknown", reason=reason)

@@ -1,0 +1,67 @@
+"""CIFAR-shaped images made from a hash of their index: no download, no RNG state, learnable.
+
+Every class has a coarse pattern of its own; a sample is its class's pattern under noise. The
+same index gives the same bits in every process, whatever was drawn before.
+"""
+
+import torch
+
+_PATTERN_STRENGTH = 0.25
+_GRID, _SIZE, _CHANNELS, _CLASSES = 4, 32, 3, 10
+_TEST_OFFSET = 1 << 40  # the test split continues far behind the training split
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+# generators", OOPSLA 2014), as signed 64-bit integers: torch's integer arithmetic wraps.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right; torch's own is arithmetic."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hash24(keys: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function over int64 `keys` of any shape, its top 24 bits."""
+    z = keys * _GOLDEN
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return _shifted(z ^ _shifted(z, 31), 40)
+
+
+def _uniform(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values in [-1, 1), exact in float32: 24 bits."""
+    return hash24(keys).to(torch.float32).div_(2**23).sub_(1.0).to(dtype)
+
+
+class SyntheticSamples:
+    """50,000 training and 10,000 test images, 3x32x32, ten classes, mean 0, variance about 1."""
+
+    shape = (_CHANNELS, _SIZE, _SIZE)
+    classes = _CLASSES
+
+    def size(self, *, train: bool) -> int:
+        """As many as CIFAR-10 has."""
+        return 50_000 if train else 10_000
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images [n, 3, 32, 32] in `dtype`, labels [n] int64."""
+        ids = ids if train else ids + _TEST_OFFSET
+        labels = hash24(ids * 8191 + 1) % _CLASSES
+        pixels = torch.arange(_CHANNELS * _SIZE * _SIZE)
+        noise = _uniform(ids.unsqueeze(1) * 4099 + pixels, dtype).mul_(3**0.5)
+        images = noise.view(-1, *self.shape)
+        return images.add_(self._patterns(dtype)[labels], alpha=_PATTERN_STRENGTH), labels
+
+    def _patterns(self, dtype: torch.dtype) -> torch.Tensor:
+        cells = torch.arange(_CLASSES * _CHANNELS * _GRID * _GRID)
+        coarse = _uniform(cells - 10**9, dtype).view(_CLASSES, _CHANNELS, _GRID, _GRID)
+        block = _SIZE // _GRID
+        return coarse.repeat_interleave(block, 2).repeat_interleave(block, 3)

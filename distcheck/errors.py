@@ -1,0 +1,47 @@
+"""Errors that a person sees: one clear sentence each, with the exit code it leads to."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `distcheck` exits with; docs/how-it-works.md explains each."""
+
+    PASS = 0
+    MISMATCH = 1
+    USAGE = 2
+    CANNOT_RUN = 3
+    RANK_FAILED = 4
+    UNKNOWN = 5
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class DistcheckError(Exception):
+    """Base of the errors whose text is meant for the person who ran distcheck."""
+
+    exit_code = ExitCode.UNKNOWN
+
+
+class UsageError(DistcheckError):
+    """What was asked for makes no sense as asked: an unknown name, a bad value, a broken file."""
+
+    exit_code = ExitCode.USAGE
+
+
+class CannotRunError(DistcheckError):
+    """What was asked for is sound, but this machine cannot run it."""
+
+    exit_code = ExitCode.CANNOT_RUN
+
+
+class HelperError(DistcheckError):
+    """The process that forks the ranks ended on its own account."""
+
+    exit_code = ExitCode.CANNOT_RUN
+
+
+class VerdictError(DistcheckError, AssertionError):
+    """Raised by `Report.raise_for_verdict()`; its text is the report's failing part."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

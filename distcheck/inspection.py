@@ -1,0 +1,95 @@
+"""The first job of a run: look at strategy, workload, data and machine before any rank starts."""
+
+import os
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import torch
+
+from distcheck import __version__, seeds
+from distcheck.jobs import CaseFacts, Facts, InspectionJob
+from distcheck.loading import load_strategy
+from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
+from distcheck.records import ModelLayout
+from distcheck.worlds.child import Reporter
+
+
+def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
+    job = msgspec.msgpack.decode(payload, type=InspectionJob)
+    data_fd = fds[0] if job.has_data else None
+    seeds.pin_determinism()
+    known: dict[tuple[str, str], tuple[ModelLayout, int, int, bool]] = {}
+    facts = []
+    for case in job.cases:
+        reporter.progress(0, f"inspect {case.id}")
+        strategy = load_strategy(case.strategy)
+        key = (case.workload, case.dtype)
+        if key not in known:
+            ingredients = open_ingredients(case, job.description, data_fd)
+            known[key] = (
+                describe_model(ingredients),
+                ingredients.samples.size(train=True),
+                _saved_bytes_per_sample(ingredients),
+                ingredients.loaded.sampler is not None,
+            )
+        model, size, saved, own_sampler = known[key]
+        facts.append(
+            CaseFacts(
+                contract=strategy.contract,
+                strategy_file=strategy.file,
+                model=model,
+                train_size=size,
+                saved_bytes_per_sample=saved,
+                own_sampler=own_sampler,
+            )
+        )
+    return msgspec.msgpack.encode(Facts(environment=environment(), cases=tuple(facts)))
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and settings, as a report records them."""
+    return {
+        "distcheck": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "backend": "gloo",
+        "device": "cpu",
+        **seeds.describe_settings(),
+        "libraries": {name: version(name) for name in ("msgspec", "safetensors", "xxhash")},
+        "executable": sys.executable,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def _saved_bytes_per_sample(ingredients: Ingredients) -> int:
+    """What one sample's forward pass keeps for backward, from a pass over two samples."""
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        if not isinstance(tensor, torch.nn.Parameter):
+            total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    model = ingredients.model()
+    batch = ingredients.batch(torch.arange(2), 2)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        ingredients.loaded.workload.loss(model, batch)
+    return total // 2

@@ -1,0 +1,107 @@
+"""The jobs that the front gives to forked processes, and what some of them answer.
+
+No torch here: the front writes these, the process that does the job reads them. The constants name
+the function that does each job; descriptors are passed in the order that each job names.
+"""
+
+from typing import Any
+
+import msgspec
+
+from distcheck.contract import Contract
+from distcheck.records import Case, ModelLayout
+from distcheck.traces.layout import TraceLayout
+from distcheck.worlds.rendezvous import Rendezvous
+
+INSPECT = "distcheck.inspection:inspect_cases"
+PREPARE = "distcheck.datasets.files:prepare_job"
+CALIBRATE = "distcheck.oracles.calibration:calibrate_rank"
+RECORD = "distcheck.ranks.jobs:record"
+TRAIN = "distcheck.ranks.jobs:train"
+JUDGE = "distcheck.judge:judge"
+
+
+class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Read a data set into the descriptor that comes along."""
+
+    name: str
+    data_dir: str
+    download: bool
+
+
+class InspectionJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases to look at. Descriptor: the data, if `has_data`."""
+
+    cases: tuple[Case, ...]
+    description: bytes
+    has_data: bool
+
+
+class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case turned out to be."""
+
+    contract: Contract
+    strategy_file: str
+    model: ModelLayout
+    train_size: int
+    saved_bytes_per_sample: int
+    own_sampler: bool
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found: the machine, and one entry per case."""
+
+    environment: dict[str, Any]
+    cases: tuple[CaseFacts, ...]
+
+
+class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is to try; `orders` are the tags of the orders in `distcheck.contract`."""
+
+    rendezvous: Rendezvous
+    orders: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """Per order: why it does not hold; an empty text where it does."""
+
+    failures: dict[str, str]
+
+    def failure(self, contract: Contract) -> str:
+        """Why the contract's order cannot be relied on; empty where it can."""
+        order = contract.order
+        tag = "" if order is None else str(type(order).__struct_config__.tag)
+        return self.failures.get(tag, "")
+
+
+class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Train `case.steps` steps and record them.
+
+    Descriptors: the listening socket, the trace, then the data (if `has_data`), then the
+    first run's trace (if `has_baseline`).
+    """
+
+    case: Case
+    rendezvous: Rendezvous
+    layout: TraceLayout
+    description: bytes
+    has_data: bool
+    has_baseline: bool
+
+
+class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
+
+    Descriptors: the trace, then the data (if `has_data`), then the rerun's trace (if
+    `has_rerun`).
+    """
+
+    case: Case
+    contract: Contract
+    layout: TraceLayout
+    description: bytes
+    steps: tuple[int, ...]
+    planned: tuple[tuple[str, str], ...]
+    has_data: bool
+    has_rerun: bool

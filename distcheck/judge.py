@@ -1,0 +1,69 @@
+"""The job that judges: oracles and checks over a recorded trace, in a process of their own."""
+
+import traceback
+
+import msgspec
+
+from distcheck import checks, seeds
+from distcheck.checks.evidence import Evidence
+from distcheck.checks.tally import Tally
+from distcheck.jobs import JudgeJob
+from distcheck.oracles.expectation import References, StepExpectation
+from distcheck.oracles.lattice import HeadroomError
+from distcheck.oracles.shards import NotRecordedError
+from distcheck.ranks.training import Ingredients, open_ingredients
+from distcheck.records import CheckResult
+from distcheck.traces.reader import TraceReader
+from distcheck.worlds.child import Reporter
+
+
+def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Runs the planned checks; returns a list of CheckResult."""
+    job = msgspec.msgpack.decode(payload, type=JudgeJob)
+    remaining = list(fds)
+    trace = TraceReader(remaining.pop(0), job.layout)
+    data_fd = remaining.pop(0) if job.has_data else None
+    rerun = TraceReader(remaining.pop(0), job.layout, baseline=trace) if job.has_rerun else None
+    seeds.pin_determinism()
+    ingredients = open_ingredients(job.case, job.description, data_fd)
+    results = judge_trace(job, ingredients, trace, rerun, reporter)
+    return msgspec.msgpack.encode(results)
+
+
+def judge_trace(
+    job: JudgeJob,
+    ingredients: Ingredients,
+    trace: TraceReader,
+    rerun: TraceReader | None,
+    reporter: Reporter | None = None,
+) -> list[CheckResult]:
+    """Every planned check over the job's steps. A check that crashes is unknown, never a pass."""
+    references = References(ingredients, job.contract, trace)
+    expectations = [
+        StepExpectation(ingredients, job.contract, trace, references, step) for step in job.steps
+    ]
+    evidence = Evidence(ingredients, job.contract, trace, expectations, rerun)
+    results = []
+    for name, layer in job.planned:
+        if reporter is not None:
+            reporter.progress(job.steps[0] if job.steps else 0, f"check {name}")
+        tally = Tally(name, layer)
+        try:
+            checks.load(name).compare(evidence, tally)
+        except (HeadroomError, NotRecordedError) as error:
+            results.append(_not_judged(tally, str(error)))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            reason = f"the check itself failed: {type(error).__name__}: {error} ({where})"
+            results.append(_not_judged(tally, reason))
+        else:
+            results.append(tally.result())
+    return results
+
+
+def _not_judged(tally: Tally, reason: str) -> CheckResult:
+    tally.remark(reason)
+    so_far = tally.result()
+    verdict = so_far.verdict if so_far.verdict == "fail" else "unknown"
+    return msgspec.structs.replace(so_far, verdict=verdict)

@@ -1,0 +1,37 @@
+"""Tensors in files and shared memory, without pickles and without numpy."""
+
+import ctypes
+import mmap
+import os
+import warnings
+
+import torch
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense CPU tensor, not copied; valid as long as the tensor lives."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at `offset`. Raises OSError when the file cannot grow."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def mapped_tensor(
+    mapping: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """The tensor that lies at `offset` of a read-only mapping, not copied. Do not write to it."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it is not writable: that is the point
+        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)

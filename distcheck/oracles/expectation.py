@@ -1,0 +1,131 @@
+"""All expectations of one step, each computed when a check first asks for it."""
+
+from functools import cached_property
+
+from distcheck.contract import Contract
+from distcheck.oracles import order_exact, rounding
+from distcheck.oracles.full_batch import FullBatch, FullBatchReference
+from distcheck.oracles.lattice import LatticeOracle, LatticeStep
+from distcheck.oracles.rounding import Interval
+from distcheck.oracles.shards import ShardReference, ShardResult
+from distcheck.ranks.training import Ingredients
+from distcheck.traces.reader import StepHeader, TraceReader
+
+import torch
+
+
+class StepExpectation:
+    """What should have been at `step`, given what the ranks recorded before it."""
+
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        references: "References",
+        step: int,
+    ) -> None:
+        self.ingredients, self.contract, self.trace = ingredients, contract, trace
+        self.step = step
+        self._references = references
+
+    @cached_property
+    def headers(self) -> list[StepHeader]:
+        """The ranks' headers."""
+        return [self.trace.header(r, self.step) for r in range(self.trace.layout.world)]
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """The ranks' sample weights n_r * W / N: 1.0 for equal shards."""
+        sizes = [len(header.ids) for header in self.headers]
+        return [size * len(sizes) / sum(sizes) for size in sizes]
+
+    @cached_property
+    def shards(self) -> list[ShardResult]:
+        """Every rank's own part, computed again."""
+        run = self._references.shards.run
+        return [run(rank, self.step) for rank in range(self.trace.layout.world)]
+
+    @cached_property
+    def order_exact(self) -> list[torch.Tensor | None]:
+        """X: the synchronised gradients to the bit."""
+        return order_exact.expected_gradients(
+            self.contract,
+            self.ingredients.case.backend,
+            [shard.gradients for shard in self.shards],
+            weights=self.weights,
+            step=self.step,
+            ready_order=self.trace.header(0, 0).ready_order,
+        )
+
+    def interval(self, index: int) -> Interval | None:
+        """R: mean and bound of one parameter's gradient; None where no rank has a gradient."""
+        parts = [shard.gradients[index] for shard in self.shards]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        world = len(parts)
+        in_loss = self.contract.weighting == "loss"
+        shares = [(1.0 if in_loss else weight) / world for weight in self.weights]
+        filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
+        return rounding.interval(filled, shares)
+
+    @cached_property
+    def full_batch(self) -> FullBatch:
+        """S32, S64: the whole batch in one process."""
+        return self._references.full_batch.run(self.step)
+
+    @cached_property
+    def full_batch_norm(self) -> float:
+        """L2 norm of the full batch's gradient over all parameters."""
+        squares = [
+            float(g.double().square().sum()) for g in self.full_batch.gradients if g is not None
+        ]
+        return sum(squares) ** 0.5
+
+    @property
+    def normalises_batches(self) -> bool:
+        """Whether the full batch is a ghost batch, because the model has BatchNorm."""
+        return self._references.full_batch.normalises_batches
+
+    def ghost_distance(self) -> float:
+        """How far the ghost batch's gradient is from that of true full-batch training."""
+        return self._references.full_batch.distance_from_true(self.step, self.full_batch)
+
+    @cached_property
+    def lattice(self) -> LatticeStep:
+        """The lattice's closed form. Raises HeadroomError."""
+        return self._references.lattice_step(self.step)
+
+
+class References:
+    """The models that expectations are computed with, built once per process."""
+
+    def __init__(
+        self, ingredients: Ingredients, contract: Contract, trace: TraceReader
+    ) -> None:
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        self._lattice: list[LatticeStep] = []
+
+    @cached_property
+    def shards(self) -> ShardReference:
+        """For X and R."""
+        return ShardReference(self._ingredients, self._contract, self._trace)
+
+    @cached_property
+    def full_batch(self) -> FullBatchReference:
+        """For S32 and S64."""
+        return FullBatchReference(self._ingredients, self._trace)
+
+    @cached_property
+    def _lattice_oracle(self) -> LatticeOracle:
+        return LatticeOracle(self._contract, self._ingredients.case.dtype)
+
+    def lattice_step(self, step: int) -> LatticeStep:
+        """The lattice trains on from its own beginning, so earlier steps come first."""
+        world = self._trace.layout.world
+        while len(self._lattice) <= step:
+            done = len(self._lattice)
+            ids = [self._trace.header(rank, done).ids for rank in range(world)]
+            self._lattice.append(self._lattice_oracle.step(ids))
+        return self._lattice[step]

@@ -1,0 +1,248 @@
+"""The lattice workload in closed form, in Python integers: no tensor, no autograd, no torch.
+
+Nothing here is shared with `distcheck.workloads.lattice` or the training loop: sizes, data,
+weights, gradients and updates are written down a second time, by hand. With cotangents c and
+features x, one sample contributes to the gradient of
+
+    dense     c_h [z_h > 0] x          z = A x + b
+    head      c_o max(x, 0)
+    conv      c_k sum over patches [conv_k(patch) > 0] patch
+    scale     c
+    table     c pattern
+
+Let a rank's shard have n = odd * 2^k of the step's N samples. Its loss is N / 2^k times the sum
+over its samples, so its gradient is N / 2^k * K with K the sum of those contributions, and the
+mean over all samples, weighted by n / N, is the sum over the ranks of odd * K: an integer.
+
+An update with learning rate 2^-6 takes that integer off the weights, counted in units of 2^-6.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from distcheck.contract import Contract
+
+_FEATURES, _HIDDEN, _SIDE, _HEAD_IN, _HEAD_OUT, _KERNELS, _TABLE = 12, 8, 4, 6, 4, 2, 300_007
+_UNIT = 64  # weights are counted in units of 2^-6
+_SIGNIFICAND_BITS = {"float32": 24, "float64": 53}
+
+Vector = list[int]
+
+
+class HeadroomError(Exception):
+    """A sum may exceed what the dtype holds exactly, so that bits are not owed any more."""
+
+
+@dataclass(frozen=True)
+class LatticeStep:
+    """Exact values of one step, by parameter name; `table` is given by its period."""
+
+    local: list[dict[str, list[Fraction]]]  # per rank
+    synced: dict[str, list[Fraction]]
+    after: dict[str, list[Fraction]]
+    losses: list[Fraction]  # per rank
+
+
+def mixed(row: int, column: int, span: int) -> int:
+    """The value of sample `row` in `column`; also the initial weights."""
+    t = (131 * row + 71 * column + 17) % 257
+    return t * t % 257 % span - span // 2
+
+
+def why_not_exact(
+    contract: Contract, *, dtype: str, world: int, shard_sizes: Sequence[Sequence[int]]
+) -> str:
+    """Why the bits of a correct strategy are not determined; empty where they are.
+
+    `shard_sizes` lists per step the ranks' numbers of samples.
+    """
+    if dtype not in _SIGNIFICAND_BITS:
+        return f"{dtype} is too short for exact sums"
+    for sizes in shard_sizes:
+        total = sum(sizes)
+        if len(set(sizes)) > 1 and total & (total - 1):
+            return f"{total} samples over {world} ranks have weights that are not exact"
+    if contract.scale != "divide-after" and not reciprocal_is_exact(world, dtype):
+        return f"multiplying by 1/{world} does not invert multiplying by {world} in {dtype}"
+    return ""
+
+
+def reciprocal_is_exact(world: int, dtype: str) -> bool:
+    """Whether (world * m) * fl(1 / world) rounds to m for every integer m.
+
+    With fl(1/W) = (1 + d) / W the product is m + m d, which rounds to m if |m d| is below half
+    a unit in the last place of m; that unit is at least 2^-bits * |m|, so |d| < 2^-(bits + 1)
+    will do, however large m is.
+    """
+    bits = _SIGNIFICAND_BITS[dtype]
+    exponent = world.bit_length() - 1 + bits
+    scaled = Fraction(2**exponent, world)
+    while scaled >= 2**bits:
+        scaled, exponent = scaled / 2, exponent - 1
+    rounded = Fraction(round(scaled), 2**exponent)
+    return abs(rounded * world - 1) <= Fraction(1, 2 ** (bits + 1))
+
+
+class LatticeOracle:
+    """Trains in integers, step by step, from the samples that each rank read."""
+
+    def __init__(self, contract: Contract, dtype: str) -> None:
+        self._weighted_loss = contract.weighting == "loss"
+        self._limit = 2 ** _SIGNIFICAND_BITS[dtype]
+        self._weights = {name: [_UNIT * w for w in values] for name, values in initial().items()}
+
+    def step(self, shards: Sequence[Sequence[int]]) -> LatticeStep:
+        """Advances by one step; `shards` are the ranks' sample indices.
+
+        Raises HeadroomError where a sum could leave the exact range.
+        """
+        world, total = len(shards), sum(map(len, shards))
+        sums = [_Contributions(self._weights, ids) for ids in shards]
+        odds = [_odd(len(ids)) for ids in shards]
+        self._check(sums, odds, world, total)
+        synced: dict[str, Vector] = {}
+        for name in self._weights:
+            columns = [contribution.total[name] for contribution in sums]
+            synced[name] = [
+                sum(odd * k for odd, k in zip(odds, column, strict=True))
+                for column in zip(*columns, strict=True)
+            ]
+            self._weights[name] = [
+                w - g for w, g in zip(self._weights[name], synced[name], strict=True)
+            ]
+        scales = [Fraction(total * odd, len(ids)) for odd, ids in zip(odds, shards, strict=True)]
+        seen = [
+            scale * (Fraction(len(ids) * world, total) if self._weighted_loss else 1)
+            for scale, ids in zip(scales, shards, strict=True)
+        ]
+        return LatticeStep(
+            local=[
+                {name: [factor * k for k in part] for name, part in c.total.items()}
+                for factor, c in zip(seen, sums, strict=True)
+            ],
+            synced={name: [Fraction(g) for g in part] for name, part in synced.items()},
+            after={n: [Fraction(w, _UNIT) for w in part] for n, part in self._weights.items()},
+            losses=[scale * c.loss for scale, c in zip(scales, sums, strict=True)],
+        )
+
+    def _check(
+        self, sums: "list[_Contributions]", odds: list[int], world: int, total: int
+    ) -> None:
+        weighted = [odd * world * c.largest for odd, c in zip(odds, sums, strict=True)]
+        local = max(_odd(total) * c.largest for c in sums)
+        activation = max(c.largest_activation for c in sums)
+        weight = max(abs(w) for part in self._weights.values() for w in part)
+        for what, value in (
+            ("a sum over all ranks", sum(weighted)),
+            ("a local gradient", local),
+            ("an activation", activation),
+            ("a weight", weight),
+        ):
+            if value >= self._limit:
+                raise HeadroomError(f"{what} may reach {value}, more than {self._limit} exactly")
+
+
+class _Contributions:
+    """What a shard adds to every gradient, and how large any partial sum of it may become."""
+
+    def __init__(self, weights: dict[str, Vector], ids: Sequence[int]) -> None:
+        self.total = {name: [0] * len(part) for name, part in weights.items()}
+        self.loss = 0
+        self.largest_activation = 0
+        self._sizes = dict.fromkeys(weights, 0)
+        for i in ids:
+            self._add(weights, i)
+        self.largest = max(self._sizes.values())
+
+    def _add(self, weights: dict[str, Vector], i: int) -> None:
+        at = 0
+
+        def take(count: int, span: int) -> Vector:
+            nonlocal at
+            at += count
+            return [mixed(i, column, span) for column in range(at - count, at)]
+
+        x, image = take(_FEATURES, 5), take(_SIDE * _SIDE, 5)
+        to_dense, to_head, to_conv = take(_HIDDEN, 3), take(_HEAD_OUT, 3), take(_KERNELS, 3)
+        (to_scale,), (to_table,), (own,) = take(1, 3), take(1, 3), take(1, 5)
+        self.loss += own
+        self._dense(weights, x, to_dense)
+        self._put("head.weight", [c * max(f, 0) for c in to_head for f in x[:_HEAD_IN]])
+        self._conv(weights["conv.weight"], image, to_conv)
+        self._put("scale", [to_scale])
+        self._put("table", [to_table * p for p in TABLE_PERIOD])
+
+    def _dense(self, weights: dict[str, Vector], x: Vector, cotangents: Vector) -> None:
+        rows, bias = weights["dense.weight"], weights["dense.bias"]
+        active = []
+        for h in range(_HIDDEN):
+            products = [
+                rows[h * _FEATURES + j] * x[j] for j in range(_FEATURES)
+            ] + [bias[h]]
+            self._note_activation(sum(map(abs, products)))
+            active.append(cotangents[h] if sum(products) > 0 else 0)
+        self._put("dense.weight", [c * f for c in active for f in x])
+        self._put("dense.bias", active)
+
+    def _conv(self, kernels: Vector, image: Vector, cotangents: Vector) -> None:
+        corners = [
+            [image[(row + r) * _SIDE + column + c] for r in (0, 1) for c in (0, 1)]
+            for row in range(_SIDE - 1)
+            for column in range(_SIDE - 1)
+        ]
+        gradient = []
+        for k, cotangent in enumerate(cotangents):
+            kernel = kernels[4 * k : 4 * k + 4]
+            part = [0, 0, 0, 0]
+            for patch in corners:
+                products = [w * p for w, p in zip(kernel, patch, strict=True)]
+                self._note_activation(sum(map(abs, products)))
+                if sum(products) > 0:
+                    part = [s + cotangent * p for s, p in zip(part, patch, strict=True)]
+            gradient += part
+        self._put("conv.weight", gradient, largest=2 * len(corners))
+
+    def _put(self, name: str, values: Vector, largest: int | None = None) -> None:
+        self.total[name] = [s + v for s, v in zip(self.total[name], values, strict=True)]
+        self._sizes[name] += max(map(abs, values)) if largest is None else largest
+
+    def _note_activation(self, size: int) -> None:
+        self.largest_activation = max(self.largest_activation, size)
+
+
+def initial() -> dict[str, Vector]:
+    """The weights before the first step; the table by its period, see `expand`."""
+    return {
+        "dense.weight": _initial(2, _HIDDEN * _FEATURES),
+        "dense.bias": _initial(3, _HIDDEN),
+        "head.weight": _initial(4, _HEAD_OUT * _HEAD_IN),
+        "conv.weight": _initial(5, _KERNELS * 4),
+        "scale": _initial(0, 1),
+        "table": _initial(1, 257),
+    }
+
+
+def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
+    """All elements of a parameter as floats; the table repeats every 257."""
+    floats = array("d", map(float, values))
+    if name != "table":
+        return floats
+    return (floats * (_TABLE // 257 + 1))[:_TABLE]
+
+
+def _initial(position: int, count: int) -> Vector:
+    """The parameter's position in the model decides its column: parameters of the module
+    itself come first (scale, table), then those of its layers in order (dense, head, conv).
+    """  # noqa: D205
+    return [mixed(element, position, 3) for element in range(count)]
+
+
+def _odd(n: int) -> int:
+    while n % 2 == 0:
+        n //= 2
+    return n
+
+
+TABLE_PERIOD = [mixed(element, 6, 7) for element in range(257)]

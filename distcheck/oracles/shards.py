@@ -1,0 +1,80 @@
+"""Each rank's own part of a step, computed again in one process from the state it recorded."""
+
+from dataclasses import dataclass
+
+import torch
+
+from distcheck import seeds
+from distcheck.contract import Contract
+from distcheck.ranks.training import Ingredients, trainable
+from distcheck.traces.layout import Kind
+from distcheck.traces.reader import TraceReader
+
+
+class NotRecordedError(Exception):
+    """The trace lacks something that an expectation starts from."""
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """One rank's shard: mean loss, gradients per parameter, buffers after the forward pass."""
+
+    loss: float
+    gradients: list[torch.Tensor | None]
+    buffers: list[torch.Tensor]
+
+
+def load_state(
+    model: torch.nn.Module, trace: TraceReader, *, rank: int, buffers_of: int, step: int
+) -> None:
+    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`."""
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(trainable(model)):
+            recorded = trace.tensor(rank, Kind.PARAMETER, step, index)
+            if recorded is None:
+                raise NotRecordedError(f"rank {rank} has no {name} before step {step}")
+            parameter.copy_(recorded)
+            parameter.grad = None
+        for index, (name, buffer) in enumerate(model.named_buffers()):
+            recorded = trace.tensor(buffers_of, Kind.BUFFER, step, index)
+            if recorded is None:
+                raise NotRecordedError(f"rank {buffers_of} has no {name} before step {step}")
+            buffer.copy_(recorded)
+
+
+class ShardReference:
+    """Runs shards one after the other on a single model."""
+
+    def __init__(
+        self, ingredients: Ingredients, contract: Contract, trace: TraceReader
+    ) -> None:
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        seeds.pin_determinism()
+        self._model = ingredients.model()
+
+    def run(self, rank: int, step: int) -> ShardResult:
+        """One rank's forward and backward at one step. Raises NotRecordedError."""
+        headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
+        header = headers[rank]
+        total = sum(len(h.ids) for h in headers)
+        from_rank_0 = self._contract.buffers == "rank 0"
+        load_state(
+            self._model,
+            self._trace,
+            rank=rank,
+            buffers_of=0 if from_rank_0 else rank,
+            step=step,
+        )
+        batch = self._ingredients.batch(torch.tensor(header.ids, dtype=torch.int64), total)
+        torch.set_rng_state(torch.frombuffer(bytearray(header.rng_state), dtype=torch.uint8))
+        loss = self._ingredients.loaded.workload.loss(self._model, batch)
+        loss_value = float(loss.detach())
+        weight = len(header.ids) * len(headers) / total
+        if self._contract.weighting == "loss" and weight != 1.0:
+            loss = loss * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        return ShardResult(
+            loss=loss_value,
+            gradients=[p.grad for _, p in trainable(self._model)],
+            buffers=[b.clone() for b in self._model.buffers()],
+        )

@@ -1,0 +1,281 @@
+"""From what was asked for to cases, and from a case to the checks that it owes. No torch."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck import backends, datasets, loading
+from distcheck.contract import Contract
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.oracles import lattice
+from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+EXACT_DTYPES = ("float32", "float64")
+DEFAULT_WORKLOADS = ("lattice", "cnn")
+# Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
+QUICK_IN_FLOAT64 = ("mlp", "cnn")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What `distcheck verify` was asked for; the options' own names."""
+
+    strategies: tuple[str, ...]
+    worlds: tuple[int, ...] = (4,)
+    workloads: tuple[str, ...] = ()
+    data: str = datasets.SYNTHETIC
+    data_dir: str | None = None
+    download: bool = False
+    batch: int = 256
+    steps: int = 3
+    seed: int = 0
+    dtype: str | None = None
+    backend: str = "gloo"
+    device: str = "cpu"
+    deadline_s: float = 30.0
+
+
+def check_request(request: Request) -> None:
+    """Raises UsageError or CannotRunError for what can be told without torch."""
+    if not request.strategies:
+        known = ", ".join(sorted(loading.strategy_names()))
+        raise UsageError(
+            f"no strategy was given; known are {known}, or give path/to/file.py:object"
+        )
+    for spec in request.strategies:
+        loading.check_spelling("strategy", spec, loading.strategy_names())
+    for spec in request.workloads:
+        loading.check_spelling("workload", spec, loading.workload_names())
+    datasets.check_dataset(request.data)
+    for what, value, least in (
+        ("--batch", request.batch, 1),
+        ("--steps", request.steps, 1),
+        ("--seed", request.seed, 0),
+    ):
+        if value < least:
+            raise UsageError(f"{what} {value} is too small; it must be at least {least}")
+    if not request.deadline_s > 0:
+        raise UsageError(f"--deadline-s {request.deadline_s} is not a positive number of seconds")
+    for world in request.worlds:
+        if world < 1:
+            raise UsageError(f"--world {world} is no world; it needs at least 1 rank")
+        if request.batch < world:
+            raise UsageError(
+                f"--batch {request.batch} is smaller than --world {world}: a rank would have no "
+                f"sample; give --batch {world} or more, or fewer ranks"
+            )
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
+    if request.backend not in backends.backend_names():
+        raise CannotRunError(
+            f"backend {request.backend!r} is not available; available is "
+            f"{', '.join(backends.backend_names())}"
+        )
+    if request.device != "cpu":
+        raise CannotRunError(f"device {request.device!r} is not available; available is cpu")
+
+
+def plan_cases(request: Request) -> list[Case]:
+    """The cases, strategy by strategy, world by world."""
+    check_request(request)
+    workloads = dict.fromkeys(request.workloads or DEFAULT_WORKLOADS)
+    cases = [
+        _case(request, strategy, world, workload, dtype)
+        for strategy in dict.fromkeys(request.strategies)
+        for world in dict.fromkeys(request.worlds)
+        for workload in workloads
+        for dtype in _dtypes(request, workload)
+    ]
+    ids = [case.id for case in cases]
+    return [
+        case if ids.count(case.id) == 1 else msgspec.structs.replace(case, id=f"{case.id}-{n}")
+        for n, case in enumerate(cases)
+    ]
+
+
+def _dtypes(request: Request, workload: str) -> list[str]:
+    if workload == "lattice":  # low precision holds no sum of 256 integers exactly
+        return [request.dtype if request.dtype in EXACT_DTYPES else "float32"]
+    if request.dtype is not None:
+        return [request.dtype]
+    return ["float32", "float64"] if workload in QUICK_IN_FLOAT64 else ["float32"]
+
+
+def _case(request: Request, strategy: str, world: int, workload: str, dtype: str) -> Case:
+    name = strategy.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
+    place = workload.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
+    layers = {
+        "float32": ("X", "R", "S32"),
+        "float64": ("X", "R", "S64"),
+        "bfloat16": ("X", "R"),
+        "float16": ("X", "R"),
+    }[dtype]
+    companion = dtype == "float64" and request.dtype is None
+    return Case(
+        id=f"{name}-w{world}-{place}-{dtype}",
+        strategy=strategy,
+        world=world,
+        backend=request.backend,
+        device=request.device,
+        dtype=dtype,
+        workload=workload,
+        data=request.data if workload != "lattice" else "lattice",
+        data_dir=request.data_dir,
+        batch=request.batch,
+        steps=request.steps,
+        seed=request.seed,
+        deadline_s=request.deadline_s,
+        layers=("lattice",) if workload == "lattice" else ("S64",) if companion else layers,
+        rerun=not companion,
+    )
+
+
+def notes_on(case: Case, sizes: Sequence[Sequence[int]]) -> list[str]:
+    """What a person should know about a case before reading its verdict."""
+    notes = []
+    if case.world == 1:
+        notes.append(
+            "world 1 has nothing to synchronise: it shows that the code runs and leaves the "
+            "gradients of one rank alone, nothing about scale, order or agreement"
+        )
+    if case.world == 2:
+        notes.append(
+            "world 2 cannot tell orders of summation apart: every order adds the same two numbers"
+        )
+    uneven = next((step for step in sizes if len(set(step)) > 1), None)
+    if uneven is not None:
+        shards = " + ".join(map(str, uneven))
+        notes.append(f"unequal shards ({shards}): each must count by its number of samples")
+    return notes
+
+
+class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A check that a case owes, under one layer, and how much it must compare to count."""
+
+    check: str
+    layer: str
+    scope: str
+    owed: Compared
+    note: str = ""
+
+
+def plan_checks(
+    case: Case,
+    contract: Contract,
+    model: ModelLayout,
+    *,
+    sizes: Sequence[Sequence[int]],
+    calibration_failure: str,
+) -> list[PlannedCheck]:
+    """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
+    owes = _Owed(case, model, sizes)
+    exact, bounded, semantic = _layers(case, contract, sizes, calibration_failure)
+    own = "lattice" if exact == "lattice" else "X"
+    gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
+    planned = [
+        PlannedCheck(check="outcome", layer="-", scope="front", owed=owes.outcome()),
+        PlannedCheck(check="data", layer="-", scope="run", owed=owes.data()),
+        PlannedCheck(check="initial state", layer="-", scope="step", owed=owes.initial()),
+    ]
+    if exact or bounded:
+        planned.append(owes.check("local gradients", own, model.parameters))
+    planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
+    if exact or bounded:
+        planned.append(owes.loss(own))
+    planned += [owes.loss(layer) for layer in semantic]
+    updated = () if own == "lattice" else model.optimizer
+    planned.append(owes.check("parameters", own, (*model.parameters, *updated)))
+    if model.buffers and (exact or bounded):
+        planned.append(owes.check("buffers", "X", model.buffers))
+    compared = (*model.parameters, *model.parameters, *model.optimizer)
+    planned.append(owes.check("agreement", "-", compared))
+    if case.rerun:
+        planned.append(owes.rerun())
+    note = _fallback_note(case, contract, sizes, calibration_failure)
+    return [
+        msgspec.structs.replace(p, note=note) if (p.check, p.layer) == ("gradients", "R") else p
+        for p in planned
+    ]
+
+
+def _layers(
+    case: Case, contract: Contract, sizes: Sequence[Sequence[int]], calibration_failure: str
+) -> tuple[str, str, list[str]]:
+    """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    if "lattice" in case.layers:
+        inexact = _lattice_inexact(case, contract, sizes)
+        return ("", "R", []) if inexact else ("lattice", "", [])
+    exact = "X" if "X" in case.layers and contract.order and not calibration_failure else ""
+    bounded = "R" if "R" in case.layers else ""
+    return exact, bounded, [layer for layer in ("S32", "S64") if layer in case.layers]
+
+
+def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
+    return lattice.why_not_exact(
+        contract, dtype=case.dtype, world=case.world, shard_sizes=sizes
+    )
+
+
+def _fallback_note(
+    case: Case, contract: Contract, sizes: Sequence[Sequence[int]], calibration_failure: str
+) -> str:
+    if "lattice" in case.layers:
+        inexact = _lattice_inexact(case, contract, sizes)
+        return f"no bits are owed: {inexact}; judged by R" if inexact else ""
+    if contract.order and calibration_failure:
+        return f"X falls back to R: {calibration_failure}"
+    return ""
+
+
+class _Owed:
+    """How much each check must compare: everything, on every rank, at every step."""
+
+    def __init__(
+        self, case: Case, model: ModelLayout, sizes: Sequence[Sequence[int]]
+    ) -> None:
+        self._case, self._model, self._sizes = case, model, sizes
+
+    def check(
+        self, name: str, layer: str, tensors: Sequence[TensorSpec], scope: str = "step"
+    ) -> PlannedCheck:
+        elements = sum(t.elements for t in tensors) * self._case.world * self._case.steps
+        return PlannedCheck(
+            check=name,
+            layer=layer,
+            scope=scope,
+            owed=self._all(len({t.name for t in tensors}), elements),
+        )
+
+    def loss(self, layer: str) -> PlannedCheck:
+        owed = self._all(1, self._case.world * self._case.steps)
+        return PlannedCheck(check="loss", layer=layer, scope="step", owed=owed)
+
+    def outcome(self) -> Compared:
+        return Compared(ranks=self._case.world)
+
+    def data(self) -> Compared:
+        return self._all(0, sum(map(sum, self._sizes)))
+
+    def initial(self) -> Compared:
+        tensors = (*self._model.parameters, *self._model.buffers)
+        elements = sum(t.elements for t in tensors) * self._case.world
+        return Compared(
+            tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1
+        )
+
+    def rerun(self) -> PlannedCheck:
+        model, case = self._model, self._case
+        state = (*model.parameters, *model.buffers, *model.optimizer)
+        per_step = sum(t.elements for t in (*model.parameters, *model.parameters, *state))
+        before = sum(t.elements for t in state)
+        elements = case.world * (case.steps * per_step + before)
+        tensors = 2 * len(model.parameters) + len(state)
+        return PlannedCheck(
+            check="rerun", layer="-", scope="run", owed=self._all(tensors, elements)
+        )
+
+    def _all(self, tensors: int, elements: int) -> Compared:
+        case = self._case
+        return Compared(
+            tensors=tensors, elements=elements, ranks=case.world, steps=case.steps
+        )

@@ -1,0 +1,167 @@
+"""What happens before ranks start: data into memory, a look at everything, calibration."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from distcheck import limits, plan
+from distcheck.contract import BackendAllReduce, DDPBuckets, Order
+from distcheck.datasets import FILE_DATASETS, ArrayDescription
+from distcheck.errors import CannotRunError
+from distcheck.jobs import (
+    CALIBRATE,
+    INSPECT,
+    PREPARE,
+    Calibration,
+    CalibrationJob,
+    CaseFacts,
+    Facts,
+    InspectionJob,
+    PrepareJob,
+)
+from distcheck.positions import shard_sizes
+from distcheck.records import Case
+from distcheck.session import CaseRun
+from distcheck.traces.layout import TraceLayout
+from distcheck.worlds.launch import error_of, job_result, run_until_over, start_job, start_world
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+
+_PREPARE_DEADLINE_S = 600.0
+_DEFAULT_DATA_DIR = "data"
+
+
+@dataclass(frozen=True)
+class Data:
+    """A file data set in shared memory; `fd` is None where samples are computed."""
+
+    fd: int | None = None
+    description: bytes = b""
+    note: str = ""
+
+
+@contextlib.contextmanager
+def prepared_data(
+    pool: Pool, name: str, data_dir: str | None, *, download: bool
+) -> Iterator[Data]:
+    """Reads a data set of files once, in a process of its own. Raises CannotRunError."""
+    if name not in FILE_DATASETS:
+        yield Data()
+        return
+    fd = os.memfd_create(f"distcheck-{name}")
+    try:
+        job = PrepareJob(name=name, data_dir=data_dir or _DEFAULT_DATA_DIR, download=download)
+        description = _run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        about = msgspec.msgpack.decode(description, type=ArrayDescription)
+        yield Data(fd, description, about.note)
+    finally:
+        os.close(fd)
+
+
+def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
+    """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
+    job = InspectionJob(
+        cases=tuple(cases), description=data.description, has_data=data.fd is not None
+    )
+    fds = [data.fd] if data.fd is not None else []
+    answer = _run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
+    return msgspec.msgpack.decode(answer, type=Facts)
+
+
+def plan_runs(
+    pool: Pool, cases: Sequence[Case], facts: Sequence[CaseFacts], data: Data
+) -> list[CaseRun]:
+    """Layouts and planned checks of every case; calibrates what X relies on, once per world.
+
+    Raises CannotRunError for a case that does not fit on this machine.
+    """
+    calibrations: dict[tuple[str, int], Calibration] = {}
+    runs = []
+    for case, about in zip(cases, facts, strict=True):
+        sizes = shard_sizes(
+            case.steps, size=about.train_size, batch=case.batch, world=case.world
+        )
+        layout = TraceLayout(
+            world=case.world,
+            steps=case.steps,
+            max_shard=max(map(max, sizes)),
+            model=about.model,
+        )
+        limits.check_room(case, about, layout)
+        key = (case.backend, case.world)
+        if key not in calibrations:
+            calibrations[key] = _calibrate(pool, case, cases, facts)
+        planned = plan.plan_checks(
+            case,
+            about.contract,
+            about.model,
+            sizes=sizes,
+            calibration_failure=calibrations[key].failure(about.contract),
+        )
+        run = CaseRun(case, about, about.contract, planned, layout)
+        run.notes += [data.note] if data.note and case.data in FILE_DATASETS else []
+        run.notes += plan.notes_on(case, sizes)
+        runs.append(run)
+    return runs
+
+
+def _calibrate(
+    pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
+) -> Calibration:
+    """Tries the orders that any case on this world relies on, in a world of this size."""
+    orders: set[type[Order]] = set()
+    dtypes: set[str] = set()
+    for other, about in zip(cases, facts, strict=True):
+        if other.world == case.world and about.contract.order is not None:
+            orders.add(type(about.contract.order))
+            dtypes.add(other.dtype)
+    tags = {BackendAllReduce: "all-reduce", DDPBuckets: "ddp-buckets"}
+    wanted = tuple(tag for order, tag in tags.items() if order in orders)
+    if not wanted or case.world == 1:
+        return Calibration(failures={})
+
+    def payload(rendezvous: Rendezvous) -> bytes:
+        job = CalibrationJob(
+            rendezvous=rendezvous, orders=wanted, dtypes=tuple(sorted(dtypes))
+        )
+        return msgspec.msgpack.encode(job)
+
+    world = start_world(
+        pool,
+        target=CALIBRATE,
+        backend=case.backend,
+        size=case.world,
+        payload=payload,
+        fds=[],
+        deadline_s=case.deadline_s,
+    )
+    run_until_over(pool, world)
+    try:
+        if not world.succeeded:
+            failed = next(c for c in world.children if c.done is None)
+            raise CannotRunError(
+                f"a plain all_reduce over {case.world} ranks on {case.backend} failed: "
+                f"{error_of(failed)}"
+            )
+        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in world.results]
+    finally:
+        world.close()
+    failures: dict[str, str] = {}
+    for answer in answers:
+        for tag, failure in answer.failures.items():
+            failures[tag] = failures.get(tag) or failure
+    return Calibration(failures=failures)
+
+
+def _run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:
+    world = start_job(
+        pool, target=target, payload=payload, fds=fds, deadline_s=_PREPARE_DEADLINE_S
+    )
+    run_until_over(pool, world)
+    try:
+        return job_result(world)
+    finally:
+        world.close()

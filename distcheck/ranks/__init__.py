@@ -1,0 +1,1 @@
+"""What runs in a rank: the one training loop, the shard it reads, and what it writes down."""

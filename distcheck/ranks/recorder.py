@@ -1,0 +1,124 @@
+"""Watches one rank train and writes down, per step, what the checks need."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from distcheck.memory import raw_bytes
+from distcheck.ranks.training import state_tensors, trainable
+from distcheck.traces.layout import Kind, TraceLayout
+from distcheck.traces.writer import TraceWriter
+
+
+class Observer(Protocol):
+    """What the training loop tells whoever listens, in this order at every step."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Once, before the strategy has wrapped the model."""
+        ...
+
+    def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Once, before the first step."""
+        ...
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """The shard is known, nothing has been computed."""
+        ...
+
+    def synced(self, step: int, model: nn.Module) -> None:
+        """Gradients are what the optimizer will see."""
+        ...
+
+    def updated(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
+class TraceRecorder:
+    """Records into a trace.
+
+    Local gradients are taken by hooks on the parameters, registered before the strategy sees
+    the model, so they are what backward produced on this rank alone, also for strategies that
+    synchronise while backward is running. The order in which the hooks fire is the order in
+    which gradients became ready, which is what DDP forms its buckets from.
+    """
+
+    def __init__(self, writer: TraceWriter, layout: TraceLayout) -> None:
+        self._writer = writer
+        self._layout = layout
+        self._step = 0
+        self._epoch = 0
+        self._ids: list[int] = []
+        self._rng_state = b""
+        self._ready: list[int] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks."""
+        for index, (_, parameter) in enumerate(trainable(model)):
+            if parameter.requires_grad:
+                parameter.register_hook(self._hook(index))
+
+    def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Records the initial state: slot 0."""
+        self._record_state(0, model, optimizer)
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """Opens a step; the RNG state is the one that the forward pass will start from."""
+        self._step, self._epoch, self._ids = step, epoch, ids.tolist()
+        rng_state = torch.get_rng_state()
+        self._rng_state = bytes(raw_bytes(rng_state))
+        self._ready.clear()
+
+    def synced(self, step: int, model: nn.Module) -> None:
+        """Records local gradients that no hook saw as absent, and the synchronised ones."""
+        parameters = dict(trainable(model))
+        for index, spec in enumerate(self._layout.model.parameters):
+            if index not in self._ready:
+                self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
+            parameter = parameters.get(spec.name)
+            gradient = None if parameter is None else parameter.grad
+            self._writer.put(Kind.GRADIENT, step, index, gradient)
+
+    def updated(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """Records the state after the step, slot `step + 1`, and closes the step."""
+        self._record_state(step + 1, model, optimizer)
+        missing = len(self._layout.model.parameters) - len(self._ready)
+        self._writer.put_header(
+            step,
+            ids=self._ids,
+            loss=loss,
+            epoch=self._epoch,
+            rng_state=self._rng_state,
+            ready_order=self._ready + [-1] * missing,
+        )
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        return partial(self._local_gradient, index)
+
+    def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        if index in self._ready:  # a second backward within the step adds to the first
+            gradient = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index) + gradient
+        else:
+            self._ready.append(index)
+        self._writer.put(Kind.LOCAL_GRADIENT, self._step, index, gradient)
+
+    def _record_state(
+        self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        model_layout = self._layout.model
+        found: dict[str, torch.Tensor] = dict(trainable(model))
+        for index, spec in enumerate(model_layout.parameters):
+            self._writer.put(Kind.PARAMETER, slot, index, found.get(spec.name))
+        found = dict(model.named_buffers())
+        for index, spec in enumerate(model_layout.buffers):
+            self._writer.put(Kind.BUFFER, slot, index, found.get(spec.name))
+        found = dict(state_tensors(model, optimizer))
+        for index, spec in enumerate(model_layout.optimizer):
+            self._writer.put(Kind.OPTIMIZER, slot, index, found.get(spec.name))

@@ -1,0 +1,49 @@
+"""Which samples a rank reads at a step.
+
+Every rank walks its own DistributedSampler; a step takes as many of its indices as the rank has
+positions in the step's stretch of the epoch. So the shards of a step, over all ranks, are
+exactly the batch that one process would read, also when the batch does not divide by the world:
+then shard sizes differ by one, and the sampler's padding is never read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from distcheck import seeds
+from distcheck.loading import LoadedWorkload
+from distcheck.positions import Stretch, stretch_of
+
+
+class Shards:
+    """One rank's view of the data set, step by step."""
+
+    def __init__(
+        self, loaded: LoadedWorkload, *, size: int, batch: int, world: int, rank: int, seed: int
+    ) -> None:
+        self._sampler = loaded.sampler
+        self._size, self._batch, self._world, self._rank = size, batch, world, rank
+        self._seed = seeds.derive(seed, "data order") % 2**31
+        self._epoch, self._order = -1, list[int]()
+
+    def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
+        """The step's stretch, and this rank's indices into the data set, int64 [n]."""
+        stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
+        if stretch.epoch != self._epoch:
+            self._epoch, self._order = stretch.epoch, list(self._epoch_order(stretch.epoch))
+        ids = stretch.pick(self._order, self._world, self._rank)
+        return stretch, torch.tensor(ids, dtype=torch.int64)
+
+    def _epoch_order(self, epoch: int) -> Sequence[int]:
+        if self._sampler is not None:
+            return self._sampler(self._size, self._world, self._rank, self._seed, epoch)
+        sampler: DistributedSampler[int] = DistributedSampler(
+            range(self._size),  # type: ignore[arg-type]
+            num_replicas=self._world,
+            rank=self._rank,
+            shuffle=True,
+            seed=self._seed,
+        )
+        sampler.set_epoch(epoch)
+        return list(sampler)

@@ -1,0 +1,70 @@
+"""Where randomness comes from, and the settings that change bits.
+
+Every random stream of a run is `derive(root seed, purpose, numbers...)`, so that two streams
+never coincide by accident and each can be made again without running what came before it.
+"""
+
+import hashlib
+import os
+import random
+from typing import Any
+
+# What must be pinned before torch is imported. More than one intra-op thread changes bits (the
+# matrix kernels split their sums by thread) and slows many ranks on few cores down; a parallel
+# OpenMP region in a process that later forks makes its children hang.
+PINNED_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+}
+
+
+def derive(root: int, purpose: str, *numbers: int) -> int:
+    """A 63-bit seed for `purpose` (and a rank, a step, ...) under the root seed of a case."""
+    text = ":".join([str(root), purpose, *map(str, numbers)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, `random` and (if it is loaded) numpy.
+
+    A forked rank inherits its parent's generators, so all three must be set in every rank.
+    """
+    import sys
+
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def pin_determinism() -> None:
+    """Fixes the settings that change bits; call it in every rank and every reference.
+
+    Deterministic algorithms are asked for with `warn_only`, because code under test may use
+    an operation that has none, and the rerun check will say whether that matters.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
+def describe_settings() -> dict[str, Any]:
+    """The settings that change bits, as they are now; recorded in every report."""
+    import torch
+
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+    }

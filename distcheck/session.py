@@ -1,0 +1,307 @@
+"""Runs planned cases on a pool: worlds one after the other, judges beside them.
+
+A case goes through: first world -> its steps judged, while the second world reruns it -> what
+spans the whole run judged -> its report. Worlds are never run two at a time, because their ranks
+fill the cores; as many judges run as there are cores.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from distcheck.contract import Contract
+from distcheck.errors import CannotRunError
+from distcheck.jobs import JUDGE, RECORD, CaseFacts, JudgeJob, RecordJob
+from distcheck.plan import PlannedCheck
+from distcheck.records import Case, CheckResult, Outcome
+from distcheck.traces.layout import TraceLayout, steps_written
+from distcheck.worlds import blame
+from distcheck.worlds.launch import error_of, start_job, start_world
+from distcheck.worlds.messages import Progress
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.world import World
+
+_MOST_JUDGES = 8
+_JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
+
+
+class Listener(Protocol):
+    """Whoever wants to see progress as it happens."""
+
+    def preparing(self, what: str) -> None:
+        """Before any case runs."""
+        ...
+
+    def planned(self, cases: Sequence[Case]) -> None:
+        """Every case that will run."""
+        ...
+
+    def progress(self, case: Case, what: str) -> None:
+        """A case moved on."""
+        ...
+
+    def finished(self, case: Case) -> None:
+        """A case has been judged."""
+        ...
+
+
+@dataclass
+class CaseRun:
+    """A case on its way from plan to report."""
+
+    case: Case
+    facts: CaseFacts
+    contract: Contract
+    planned: list[PlannedCheck]
+    layout: TraceLayout
+    notes: list[str] = field(default_factory=list)
+    trace_fd: int = -1
+    rerun_fd: int = -1
+    outcomes: list[Outcome] = field(default_factory=list)
+    rerun_outcomes: list[Outcome] = field(default_factory=list)
+    results: list[CheckResult] = field(default_factory=list)
+    timings_s: dict[str, float] = field(default_factory=dict)
+    judges_left: int = 0
+    worlds_left: int = 0
+    finished: bool = False
+
+    def close(self) -> None:
+        """Frees the traces."""
+        for name in ("trace_fd", "rerun_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+
+@dataclass(frozen=True)
+class _Judging:
+    run: CaseRun
+    steps: tuple[int, ...]
+    planned: tuple[tuple[str, str], ...]
+    whole_run: bool
+
+
+class Session:
+    """Runs cases to their end. `on_finished` is called with each as it is done."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        listener: Listener,
+        *,
+        description: bytes,
+        data_fd: int | None,
+    ) -> None:
+        self._pool, self._listener = pool, listener
+        self._description, self._data_fd = description, data_fd
+        self._worlds: deque[tuple[CaseRun, bool]] = deque()
+        self._judgings: deque[_Judging] = deque()
+        self._world: tuple[World, CaseRun, bool] | None = None
+        self._judges: list[tuple[World, _Judging]] = []
+        self._on_finished: Callable[[CaseRun], None] = lambda run: None
+        self._most_judges = min(len(os.sched_getaffinity(0)), _MOST_JUDGES)
+
+    def run(self, runs: Sequence[CaseRun], *, on_finished: Callable[[CaseRun], None]) -> None:
+        """Blocks until every case is finished; ends everything it started if interrupted."""
+        self._on_finished = on_finished
+        for run in runs:
+            run.worlds_left = 2 if run.case.rerun else 1
+            self._worlds.append((run, False))
+        self._until_finished(runs)
+
+    def rejudge(self, run: CaseRun) -> None:
+        """Judges a case whose traces are there already; starts no rank."""
+        self._plan_step_judges(run)
+        self._judge_whole_run_if_due(run)
+        self._until_finished([run])
+
+    def _until_finished(self, runs: Sequence[CaseRun]) -> None:
+        try:
+            while not all(run.finished for run in runs):
+                self._start_what_fits()
+                self._pool.pump(0.05)
+                self._tick_world()
+                self._tick_judges()
+        except BaseException:
+            self._end_everything()
+            raise
+
+    def _start_what_fits(self) -> None:
+        if self._world is None and self._worlds and len(self._judgings) < self._most_judges:
+            run, again = self._worlds.popleft()
+            self._world = (self._start_ranks(run, again=again), run, again)
+        while self._judgings and len(self._judges) < self._most_judges:
+            judging = self._judgings.popleft()
+            self._judges.append((self._start_judge(judging), judging))
+
+    def _start_ranks(self, run: CaseRun, *, again: bool) -> World:
+        case, fds = run.case, []
+        fd = os.memfd_create(f"distcheck-{case.id}"[:200])
+        os.ftruncate(fd, run.layout.total_bytes)
+        fds.append(fd)
+        if again:
+            run.rerun_fd = fd
+        else:
+            run.trace_fd = fd
+        if self._data_fd is not None:
+            fds.append(self._data_fd)
+        if again:
+            fds.append(run.trace_fd)
+
+        def payload(rendezvous: Rendezvous) -> bytes:
+            job = RecordJob(
+                case=case,
+                rendezvous=rendezvous,
+                layout=run.layout,
+                description=self._description,
+                has_data=self._data_fd is not None,
+                has_baseline=again,
+            )
+            return msgspec.msgpack.encode(job)
+
+        def on_progress(rank: int, progress: Progress) -> None:
+            if rank == 0:
+                again_text = "rerun, " if again else ""
+                at = f"step {progress.step + 1}/{case.steps}, {progress.phase}"
+                self._listener.progress(case, again_text + at)
+
+        return start_world(
+            self._pool,
+            target=RECORD,
+            backend=case.backend,
+            size=case.world,
+            payload=payload,
+            fds=fds,
+            deadline_s=case.deadline_s,
+            on_progress=on_progress,
+        )
+
+    def _tick_world(self) -> None:
+        if self._world is None:
+            return
+        world, run, again = self._world
+        world.tick()
+        if not world.over:
+            return
+        self._world = None
+        run.worlds_left -= 1
+        run.timings_s["rerun" if again else "world"] = time.monotonic() - world.begun
+        unstarted = [c for c in world.children if c.spawn_error]
+        outcomes = blame.outcomes(world.children, hung=world.hung)
+        world.close()
+        if unstarted:
+            raise CannotRunError(
+                f"{len(unstarted)} of {run.case.world} ranks could not be started "
+                f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
+            )
+        if again:
+            run.rerun_outcomes = outcomes
+        else:
+            self._first_world_over(run, outcomes, succeeded=world.succeeded)
+        self._judge_whole_run_if_due(run)
+
+    def _first_world_over(
+        self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool
+    ) -> None:
+        run.outcomes = outcomes
+        self._plan_step_judges(run)
+        if not succeeded:
+            run.worlds_left = 0
+        elif run.case.rerun:
+            self._worlds.appendleft((run, True))
+
+    def _plan_step_judges(self, run: CaseRun) -> None:
+        with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
+            written = steps_written(index, run.layout)
+        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+        for steps in self._shares(run, written):
+            self._judgings.append(_Judging(run, steps, planned, whole_run=False))
+            run.judges_left += 1
+
+    def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
+        """Steps per judge. The lattice trains on from its own beginning, so it is not shared."""
+        if steps == 0:
+            return []
+        if "lattice" in run.case.layers:
+            return [tuple(range(steps))]
+        judges = min(steps, 2 * self._most_judges)
+        bounds = [steps * k // judges for k in range(judges + 1)]
+        return [tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def _judge_whole_run_if_due(self, run: CaseRun) -> None:
+        if run.worlds_left:
+            return
+        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
+        self._judgings.append(_Judging(run, (), planned, whole_run=True))
+        run.judges_left += 1
+
+    def _start_judge(self, judging: _Judging) -> World:
+        run = judging.run
+        has_rerun = judging.whole_run and run.rerun_fd >= 0
+        fds = [run.trace_fd]
+        fds += [self._data_fd] if self._data_fd is not None else []
+        fds += [run.rerun_fd] if has_rerun else []
+        job = JudgeJob(
+            case=run.case,
+            contract=run.contract,
+            layout=run.layout,
+            description=self._description,
+            steps=judging.steps,
+            planned=judging.planned,
+            has_data=self._data_fd is not None,
+            has_rerun=has_rerun,
+        )
+        payload = msgspec.msgpack.encode(job)
+        return start_job(
+            self._pool, target=JUDGE, payload=payload, fds=fds, deadline_s=_JUDGE_DEADLINE_S
+        )
+
+    def _tick_judges(self) -> None:
+        for entry in list(self._judges):
+            world, judging = entry
+            world.tick()
+            if not world.over:
+                continue
+            self._judges.remove(entry)
+            run = judging.run
+            spent = time.monotonic() - world.begun
+            run.timings_s["judge"] = run.timings_s.get("judge", 0.0) + spent
+            run.results += self._judged(world, judging)
+            world.close()
+            run.judges_left -= 1
+            self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
+            if run.judges_left == 0 and run.worlds_left == 0:
+                run.finished = True
+                self._on_finished(run)
+                run.close()
+                self._listener.finished(run.case)
+
+    @staticmethod
+    def _judged(world: World, judging: _Judging) -> list[CheckResult]:
+        if world.succeeded:
+            return msgspec.msgpack.decode(world.results[0], type=list[CheckResult])
+        reason = f"the check itself failed: {error_of(world.children[0])}"
+        return [
+            CheckResult(check=check, layer=layer, verdict="unknown", reason=reason)
+            for check, layer in judging.planned
+        ]
+
+    def _end_everything(self) -> None:
+        worlds = [world for world, _ in self._judges]
+        if self._world is not None:
+            worlds.append(self._world[0])
+        for world in worlds:
+            world.kill()
+        deadline = time.monotonic() + 5
+        while not all(world.over for world in worlds) and time.monotonic() < deadline:
+            self._pool.pump(0.05)
+            for world in worlds:
+                world.tick()

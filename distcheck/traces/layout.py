@@ -1,0 +1,180 @@
+"""Where everything lies in the trace of one world.
+
+A trace is one file of fixed layout (a memfd: shared memory without a name, so that nothing is
+left behind whatever dies). Every rank writes into regions of its own:
+
+    step headers    per rank and step: sample ids, loss, RNG state, order of gradients
+    slot table      per rank, kind, slot and tensor: digest and where the bytes are
+    data            per rank, kind, slot and tensor: the bytes
+
+The file is sparse: a region that nobody writes costs no memory. Ranks that hold the same bits
+store them once (the table entry of the others points at the first), which is what keeps the
+trace of a correct run small.
+"""
+
+import mmap
+import struct
+from enum import IntEnum
+from functools import cached_property
+
+import msgspec
+
+from distcheck.records import ModelLayout, TensorSpec
+
+_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+NO_DIGEST = bytes(16)
+_ALIGNMENT = 64
+RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
+
+ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, reserved
+HEADER = struct.Struct("<BxxxIdqI16s")  # written, samples, loss, epoch, RNG bytes, RNG digest
+
+
+class Kind(IntEnum):
+    """What is recorded of a step. The first two belong to a step, the others to a moment:
+    slot k is the state before step k, slot k + 1 that after it.
+    """  # noqa: D205
+
+    LOCAL_GRADIENT = 0
+    GRADIENT = 1
+    PARAMETER = 2
+    BUFFER = 3
+    OPTIMIZER = 4
+
+
+class State(IntEnum):
+    """What a table entry says."""
+
+    UNWRITTEN = 0  # the rank never got there
+    ABSENT = 1  # the rank got there and there was no such tensor (a gradient of None)
+    STORED = 2  # the bytes are in the trace that `source` names, in the region of `rank`
+    MALFORMED = 3  # a tensor of another shape or dtype than the layout's
+
+
+class Source(IntEnum):
+    """Which trace holds the bytes of an entry."""
+
+    OWN = 0
+    BASELINE = 1  # the first run, when this one is the rerun
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Size of a tensor in bytes."""
+    return spec.elements * _BYTES[spec.dtype]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps."""
+
+    world: int
+    steps: int
+    max_shard: int
+    model: ModelLayout
+
+    def specs(self, kind: Kind) -> tuple[TensorSpec, ...]:
+        """The tensors of a kind; gradients are shaped like parameters."""
+        if kind is Kind.BUFFER:
+            return self.model.buffers
+        if kind is Kind.OPTIMIZER:
+            return self.model.optimizer
+        return self.model.parameters
+
+    def slots(self, kind: Kind) -> int:
+        """How many slots a kind has: one per step, or one more for the state before the first."""
+        return self.steps if kind in (Kind.LOCAL_GRADIENT, Kind.GRADIENT) else self.steps + 1
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Size of one step header."""
+        ready_order = 4 * len(self.model.parameters)
+        return _aligned(HEADER.size + RNG_STATE_BYTES + 8 * self.max_shard + ready_order)
+
+    @cached_property
+    def _entries_before(self) -> dict[Kind, int]:
+        """Per kind, the number of table entries of one rank that come before it."""
+        before, total = {}, 0
+        for kind in Kind:
+            before[kind] = total
+            total += self.slots(kind) * len(self.specs(kind))
+        return before
+
+    @cached_property
+    def entries_per_rank(self) -> int:
+        """Table entries of one rank."""
+        return sum(self.slots(kind) * len(self.specs(kind)) for kind in Kind)
+
+    @cached_property
+    def table_offset(self) -> int:
+        """Where the slot tables begin."""
+        return self.world * self.steps * self.header_bytes
+
+    @cached_property
+    def index_bytes(self) -> int:
+        """Size of headers and tables together: what a reader maps at once."""
+        return _aligned(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
+
+    @cached_property
+    def _tensor_offsets(self) -> dict[Kind, tuple[list[int], int]]:
+        """Per kind: each tensor's offset within a slot, and the size of a slot."""
+        offsets: dict[Kind, tuple[list[int], int]] = {}
+        for kind in Kind:
+            starts, total = [], 0
+            for spec in self.specs(kind):
+                starts.append(total)
+                total = _aligned(total + spec_bytes(spec))
+            offsets[kind] = (starts, total)
+        return offsets
+
+    @cached_property
+    def _data_before(self) -> dict[Kind, int]:
+        before, total = {}, 0
+        for kind in Kind:
+            before[kind] = total
+            total += self.slots(kind) * self._tensor_offsets[kind][1]
+        return before
+
+    @cached_property
+    def data_bytes_per_rank(self) -> int:
+        """What one rank would write if it shared nothing with the others."""
+        return sum(self.slots(kind) * self._tensor_offsets[kind][1] for kind in Kind)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Size of the whole (sparse) file."""
+        return self.index_bytes + self.world * self.data_bytes_per_rank
+
+    def header_offset(self, rank: int, step: int) -> int:
+        """Where a rank's header of a step begins."""
+        return (rank * self.steps + step) * self.header_bytes
+
+    def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """Where the table entry of a tensor lies."""
+        entry = (
+            rank * self.entries_per_rank
+            + self._entries_before[kind]
+            + slot * len(self.specs(kind))
+            + index
+        )
+        return self.table_offset + entry * ENTRY.size
+
+    def data_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """Where the bytes of a tensor lie."""
+        starts, slot_bytes = self._tensor_offsets[kind]
+        within = self._data_before[kind] + slot * slot_bytes + starts[index]
+        return self.index_bytes + rank * self.data_bytes_per_rank + within
+
+
+def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:
+    """How many steps, from the first, every rank has finished; `index` maps the trace's start."""
+    for step in range(layout.steps):
+        if not all(index[layout.header_offset(rank, step)] for rank in range(layout.world)):
+            return step
+    return layout.steps

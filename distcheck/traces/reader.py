@@ -1,0 +1,105 @@
+"""A trace as the oracles and checks see it: tensors, digests and headers by rank and step."""
+
+import mmap
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.memory import mapped_tensor
+from distcheck.traces.layout import (
+    RNG_STATE_BYTES,
+    ENTRY,
+    HEADER,
+    Kind,
+    Source,
+    State,
+    TraceLayout,
+    steps_written,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHeader:
+    """What a rank recorded of a step besides tensors; ids and ready_order are indices."""
+
+    written: bool
+    ids: tuple[int, ...]
+    loss: float
+    epoch: int
+    rng_state: bytes
+    rng_digest: bytes
+    ready_order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table entry: what a rank recorded in one slot, and its 128-bit digest."""
+
+    state: State
+    digest: bytes
+    source: Source
+    holder: int
+
+
+class TraceReader:
+    """Reads the trace behind a file descriptor, without copying; it may still be growing."""
+
+    def __init__(
+        self, fd: int, layout: TraceLayout, baseline: "TraceReader | None" = None
+    ) -> None:
+        self.layout = layout
+        self._fd = fd
+        self._baseline = baseline
+        self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
+
+    def header(self, rank: int, step: int) -> StepHeader:
+        """The step header of a rank."""
+        at = self.layout.header_offset(rank, step)
+        written, samples, loss, epoch, rng_bytes, digest = HEADER.unpack_from(self._map, at)
+        at += HEADER.size
+        rng_state = bytes(self._map[at : at + rng_bytes])
+        at += RNG_STATE_BYTES
+        ids = struct.unpack_from(f"<{samples}q", self._map, at)
+        at += 8 * self.layout.max_shard
+        order = struct.unpack_from(f"<{len(self.layout.model.parameters)}i", self._map, at)
+        return StepHeader(
+            written=bool(written),
+            ids=ids,
+            loss=loss,
+            epoch=epoch,
+            rng_state=rng_state,
+            rng_digest=digest,
+            ready_order=tuple(i for i in order if i >= 0),
+        )
+
+    def steps_written(self) -> int:
+        """How many steps, from the first, every rank has finished."""
+        return steps_written(self._map, self.layout)
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        """The table entry of one tensor."""
+        at = self.layout.entry_offset(rank, kind, slot, index)
+        digest, state, source, holder, _ = ENTRY.unpack_from(self._map, at)
+        return Entry(State(state), digest, Source(source), holder)
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
+        entry = self.entry(rank, kind, slot, index)
+        if entry.state is not State.STORED:
+            return None
+        if entry.source is Source.BASELINE:
+            if self._baseline is None:
+                raise LookupError("the rerun's trace was opened without the first run's")
+            return self._baseline._mapped(entry.holder, kind, slot, index)
+        return self._mapped(entry.holder, kind, slot, index)
+
+    def tensors(self, rank: int, kind: Kind, slot: int) -> list[torch.Tensor | None]:
+        """All tensors of a kind in one slot, in the layout's order."""
+        count = len(self.layout.specs(kind))
+        return [self.tensor(rank, kind, slot, index) for index in range(count)]
+
+    def _mapped(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
+        spec = self.layout.specs(kind)[index]
+        offset = self.layout.data_offset(rank, kind, slot, index)
+        return mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)

@@ -1,0 +1,122 @@
+"""From what a case's ranks and judges left behind to its report."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck import diagnosis
+from distcheck.checks.merging import hold_against, merge_results
+from distcheck.plan import PlannedCheck
+from distcheck.records import CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.session import CaseRun
+
+
+# Settings and versions that the bits of a float computation depend on.
+BIT_SETTINGS = ("torch", "cpu", "cpu_capability", "threads", "mkldnn")
+
+
+def report_of(run: CaseRun, *, replay: str) -> CaseReport:
+    """The report of a case that is finished, or that was interrupted."""
+    outcomes = _decisive(run)
+    results = _results(run, outcomes)
+    return CaseReport(
+        case=run.case,
+        strategy_file=run.facts.strategy_file,
+        verdict=merge_verdicts([result.verdict for result in results]),
+        outcomes=tuple(outcomes),
+        checks=tuple(results),
+        diagnosis=tuple(diagnosis.diagnose(outcomes, results)),
+        timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
+        replay=replay,
+        notes=tuple(run.notes),
+    )
+
+
+def allow_for_machine(
+    report: CaseReport, recorded: dict[str, object], here: dict[str, object]
+) -> CaseReport:
+    """Turns failures of bits alone into unknown where another machine recorded them."""
+    other = [
+        f"{name} {recorded.get(name)} there, {here.get(name)} here"
+        for name in BIT_SETTINGS
+        if recorded.get(name) != here.get(name)
+    ]
+    if not other:
+        return report
+    note = f"recorded elsewhere ({'; '.join(other)}): bits computed here need not be the same"
+    checks = tuple(
+        _with_note(msgspec.structs.replace(result, verdict="unknown"), note)
+        if result.layer == "X" and result.verdict == "fail"
+        else result
+        for result in report.checks
+    )
+    return msgspec.structs.replace(
+        report,
+        checks=checks,
+        verdict=merge_verdicts([result.verdict for result in checks]),
+        notes=(*report.notes, note),
+    )
+
+
+def _decisive(run: CaseRun) -> list[Outcome]:
+    """The outcomes of the run that failed, the first of the two if none did."""
+    if any(o.outcome != "finished" for o in run.rerun_outcomes):
+        return [
+            Outcome(rank=o.rank, outcome=o.outcome, detail=f"in the rerun: {o.detail}")
+            if o.outcome != "finished"
+            else o
+            for o in run.rerun_outcomes
+        ]
+    return run.outcomes
+
+
+def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
+    parts: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
+    for result in run.results:
+        parts[result.check, result.layer].append(result)
+    results = []
+    for planned in run.planned:
+        if planned.scope == "front":
+            results.append(_outcome_check(planned, outcomes))
+            continue
+        found = parts.get((planned.check, planned.layer))
+        if found:
+            found.sort(key=lambda part: part.first.step if part.first else 0)
+            merged = merge_results(found)
+        else:
+            merged = CheckResult(
+                check=planned.check,
+                layer=planned.layer,
+                verdict="unknown",
+                reason=_why_not_judged(outcomes),
+            )
+        results.append(_with_note(hold_against(merged, planned.owed), planned.note))
+    return results
+
+
+def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckResult:
+    failed = [o for o in outcomes if o.outcome != "finished"]
+    result = CheckResult(
+        check=planned.check,
+        layer=planned.layer,
+        verdict="fail" if failed else "pass" if outcomes else "unknown",
+        compared=Compared(ranks=len(outcomes)),
+        reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
+    )
+    return hold_against(result, planned.owed)
+
+
+def _why_not_judged(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return "not judged: interrupted"
+    if any(o.outcome != "finished" for o in outcomes):
+        return "not judged: the ranks did not finish a step"
+    return "not judged"
+
+
+def _with_note(result: CheckResult, note: str) -> CheckResult:
+    if not note:
+        return result
+    reason = "; ".join(filter(None, [note, result.reason]))
+    return msgspec.structs.replace(result, reason=reason)

@@ -1,0 +1,1 @@
+"""The yardsticks that strategies are measured with, one file each; each defines `workload`."""

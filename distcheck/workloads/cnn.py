@@ -1,0 +1,48 @@
+"""A small convolutional network without BatchNorm, so that shards must add up to the full batch.
+
+Its first linear layer is larger than DDP's first bucket, so that bucket boundaries are crossed.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+from distcheck.errors import UsageError
+
+
+class CNN:
+    """Two 3x3 convolutions with pooling, two linear layers; SGD with momentum."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Wants images [channels, height, width] of at least 4 x 4."""
+        if len(sample_shape) != 3 or min(sample_shape[1:]) < 4:
+            raise UsageError(
+                f"workload cnn takes images of at least 4x4, not samples of shape {sample_shape}"
+            )
+        channels, height, width = sample_shape
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * (height // 4) * (width // 4), 160),
+            nn.ReLU(),
+            nn.Linear(160, classes),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, the mean over the shard."""
+        return F.cross_entropy(model(batch.inputs), batch.labels)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD, learning rate 0.05, momentum 0.9."""
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+workload = CNN()

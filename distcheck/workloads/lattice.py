@@ -1,0 +1,136 @@
+"""Integer-valued training: every sum is exact, so every correct strategy owes the same bits.
+
+Inputs, weights and cotangents are small integers and every layer is piecewise linear, so that
+each gradient is a sum of integers that float32 holds exactly, in whatever order it is added up.
+What the gradient must be is then known in closed form (`distcheck.oracles.lattice`), by a
+program that shares nothing with this one.
+
+Three devices keep it exact over many steps:
+
+- A parameter enters the loss through `v - v.detach()`: the gradient is v's, the value is 0. What
+  the weights have grown to never enters the loss, whose value is a sum of integers of its own.
+- The learning rate is a power of two and there is no momentum.
+- A mean over a shard of n = odd * 2^k samples is not exact. The loss is scaled by
+  total / 2^k instead of 1 / n: as if each sample's own loss carried the factor odd * total.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+
+FEATURES, HIDDEN, IMAGE, CHANNELS, OUTPUTS = 12, 8, 4, 2, 4
+HEAD_FEATURES = 6
+TABLE = 300_007  # 1.2 MB in float32: more than one bucket, more than one ring segment
+LEARNING_RATE = 2.0**-6
+
+# Columns of a sample, in order: features, image, cotangents of each part, and its own loss.
+WIDTHS = {
+    "features": FEATURES,
+    "image": IMAGE * IMAGE,
+    "dense": HIDDEN,
+    "head": OUTPUTS,
+    "conv": CHANNELS,
+    "scale": 1,
+    "table": 1,
+    "loss": 1,
+}
+
+
+def mix(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
+    """Small integers in [-(span // 2), span // 2] that look random: a square modulo 257."""
+    t = (row * 131 + column * 71 + 17) % 257
+    return (t * t) % 257 % span - span // 2
+
+
+def _integers(count: int, column: int, span: int) -> torch.Tensor:
+    return mix(torch.arange(count), torch.tensor(column), span).to(torch.get_default_dtype())
+
+
+class LatticeModel(nn.Module):
+    """A dense layer, a linear head, a convolution, one scalar, and one large vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(FEATURES, HIDDEN)
+        self.head = nn.Linear(HEAD_FEATURES, OUTPUTS, bias=False)
+        self.conv = nn.Conv2d(1, CHANNELS, 2, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.table = nn.Parameter(torch.empty(TABLE))
+        self.pattern = _integers(TABLE, 6, 7)  # a constant, not a buffer: nobody updates it
+        for column, parameter in enumerate(self.parameters()):
+            with torch.no_grad():
+                parameter.copy_(_integers(parameter.numel(), column, 3).view(parameter.shape))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, columns] -> each sample's loss [n], an integer."""
+        part = dict(zip(WIDTHS, inputs.split(list(WIDTHS.values()), dim=1), strict=True))
+        image = part["image"].view(-1, 1, IMAGE, IMAGE)
+        hidden = F.relu(self.dense(part["features"]))
+        outputs = self.head(F.relu(part["features"][:, :HEAD_FEATURES]))
+        maps = F.relu(self.conv(image)).sum((2, 3))
+        table = (_only_gradient(self.table) * self.pattern.to(inputs.dtype)).sum()
+        return (
+            part["loss"][:, 0]
+            + (_only_gradient(hidden) * part["dense"]).sum(1)
+            + (_only_gradient(outputs) * part["head"]).sum(1)
+            + (_only_gradient(maps) * part["conv"]).sum(1)
+            + _only_gradient(self.scale) * part["scale"][:, 0]
+            + table * part["table"][:, 0]
+        )
+
+
+def _only_gradient(value: torch.Tensor) -> torch.Tensor:
+    return value - value.detach()
+
+
+class LatticeSamples:
+    """Sample i, column j is `mix(i, j)`: cotangents in -1..1, everything else in -2..2."""
+
+    shape = (sum(WIDTHS.values()),)
+    classes = 1
+
+    def size(self, *, train: bool) -> int:
+        """As many as CIFAR-10 has."""
+        return 50_000 if train else 10_000
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs [n, columns] and labels [n], all zero."""
+        rows = (ids if train else ids + self.size(train=True)).unsqueeze(1)
+        start, columns = 0, []
+        for name, width in WIDTHS.items():
+            span = 5 if name in ("features", "image", "loss") else 3
+            columns.append(mix(rows, torch.arange(start, start + width), span))
+            start += width
+        return torch.cat(columns, 1).to(dtype), torch.zeros_like(ids)
+
+
+class Lattice:
+    """The workload; see the module's text."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The same integers whatever the seed."""
+        return LatticeModel()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The shard's scaled sum of losses: a mean in all but an exact factor."""
+        per_sample: torch.Tensor = model(batch.inputs)
+        samples = len(batch.ids)
+        power_of_two = samples & -samples
+        return per_sample.sum() * (batch.total / power_of_two)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+    def samples(self) -> LatticeSamples:
+        """Integer samples of its own, in place of `--data`."""
+        return LatticeSamples()
+
+
+workload = Lattice()

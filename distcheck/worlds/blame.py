@@ -1,0 +1,97 @@
+"""How each rank of a world ended, and who is to blame: causes first, victims after."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+from distcheck.records import Outcome, OutcomeName
+from distcheck.worlds.pool import Child
+
+# What gloo says on the ranks that are left when another one has gone.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|peer closed|"
+    r"connectFullMesh|Connection was likely closed|timed out",
+    re.IGNORECASE,
+)
+
+
+def finished(child: Child) -> bool:
+    """Whether a rank did its job and then left in peace, exit status included."""
+    return child.done is not None and child.gone and child.exit_code == 0
+
+
+def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
+    """How each rank ended, the original cause first and ranks that finished last.
+
+    A rank that died without a word outranks ranks that raised because they lost a peer; among
+    ranks that raised on their own account the earliest comes first.
+    """
+    judged = [(_outcome(child, rank, hung=hung), child) for rank, child in enumerate(children)]
+    return [outcome for outcome, _ in sorted(judged, key=lambda pair: _order(*pair))]
+
+
+def is_victim(child: Child) -> bool:
+    """Whether a rank raised only because a peer was gone."""
+    return child.raised is not None and bool(_LOST_PEER.search(child.raised.message))
+
+
+def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
+    at = child.raised.at if child.raised is not None else 0.0
+    if outcome.outcome == "raised":
+        return (2 if is_victim(child) else 0, at, outcome.rank)
+    place = {"killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
+    return (place[outcome.outcome], at, outcome.rank)
+
+
+def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
+    name, detail = _classify(child, hung=hung)
+    return Outcome(rank=rank, outcome=name, detail=detail.strip())
+
+
+def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
+    where = _where(child)
+    if child.spawn_error:
+        return "exited", f"could not be started: {child.spawn_error}"
+    if child.raised is not None:
+        collective = f"\nlast collective: {child.raised.collective}"
+        text = child.raised.traceback + (collective if child.raised.collective else "")
+        return "raised", f"{where}\n{text}{_output(child)}"
+    if finished(child):
+        return "finished", ""
+    if child.done is None and child.stacks is None and child.exit_signal not in (None, 9):
+        name = _signal_name(child.exit_signal)
+        return "killed", f"{where}\nkilled by {name}\n{child.low_level_stacks}{_output(child)}"
+    asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
+    if asked and child.exit_signal == signal.SIGKILL:
+        stacks = child.stacks.text if child.stacks else child.low_level_stacks
+        collective = child.stacks.collective if child.stacks else ""
+        last = f"\nlast collective: {collective}" if collective else ""
+        return ("hung" if hung else "ended"), f"{where}{last}\n{stacks}{_output(child)}"
+    if child.exit_signal is not None:
+        hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
+        name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
+        return "killed", f"{where}\nkilled by {name}{_output(child)}"
+    after = " after its last step" if child.done is not None else " without a word"
+    return "exited", f"{where}\nleft with exit code {child.exit_code}{after}{_output(child)}"
+
+
+def _where(child: Child) -> str:
+    if child.progress is None:
+        return "before the first step"
+    return f"step {child.progress.step}, {child.progress.phase}"
+
+
+def _signal_name(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _output(child: Child) -> str:
+    text = child.output.strip()
+    if not text:
+        return ""
+    lines = text.splitlines()
+    shown = "\n".join(lines[-20:])
+    return f"\nits output{f' (last 20 of {len(lines)} lines)' if len(lines) > 20 else ''}:\n{shown}"

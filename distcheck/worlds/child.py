@@ -1,0 +1,157 @@
+"""What a forked process does before, during and after its job."""
+
+import faulthandler
+import importlib
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from distcheck.errors import DistcheckError
+from distcheck.worlds import linux, messages
+
+# The descriptors that come with a Spawn, in this order; the job's own come after them.
+EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
+
+
+class Reporter:
+    """A child's line to the front. Its methods may be called from any thread."""
+
+    def __init__(self, events_fd: int) -> None:
+        self._fd = events_fd
+        self._lock = threading.Lock()
+
+    def send(self, event: messages.Event) -> None:
+        """Sends one event; a front that is gone is no reason to fail."""
+        with self._lock:
+            try:
+                messages.write_all(self._fd, messages.frame(event))
+            except BrokenPipeError:
+                os._exit(1)
+
+    def progress(self, step: int, phase: str) -> None:
+        """Says which phase of which step begins: the sign of life that deadlines watch."""
+        self.send(messages.Progress(step, phase))
+
+
+Target = Callable[[bytes, list[int], Reporter], bytes]
+
+
+def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
+    """Runs a job in this freshly forked process, and ends it. Never returns."""
+    linux.die_with_parent(parent)
+    _settle(request, fds)
+    reporter = Reporter(fds[EVENTS])
+    threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
+    code = 0
+    try:
+        module, _, name = request.target.partition(":")
+        target: Target = getattr(importlib.import_module(module), name)
+        result = target(request.payload, fds[FIRST_OF_JOB:], reporter)
+        _flush()
+        reporter.send(messages.Done(result))
+        os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
+    except BaseException as error:
+        _flush()
+        reporter.send(_as_event(error))
+        code = 1
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _settle(request: messages.Spawn, fds: list[int]) -> None:
+    """Gives the process its own environment, folder, streams, signals and randomness."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(fds[OUTPUT], 1)
+    os.dup2(fds[OUTPUT], 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+    faulthandler.enable(fds[STACKS], all_threads=True)
+    faulthandler.register(signal.SIGUSR1, fds[STACKS], all_threads=True)
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
+    sys.path[:] = request.path
+    random.seed(0)  # inherited from the helper, where it came from the system
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+
+
+def _as_event(error: BaseException) -> messages.Raised:
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
+    ]
+    text = "".join(traceback.format_list(frames))
+    text += "".join(traceback.format_exception_only(error))
+    exit_code = int(error.exit_code) if isinstance(error, DistcheckError) else None
+    return messages.Raised(
+        kind=type(error).__qualname__,
+        message=str(error),
+        traceback=text,
+        at=time.monotonic(),
+        exit_code=exit_code,
+        collective=last_collective(),
+    )
+
+
+def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
+    """A thread that waits for the front to close the pipe, then tells what everybody is doing.
+
+    It needs the GIL; a rank that holds it in C answers through faulthandler only.
+    """
+    os.read(dump_fd, 1)
+    own = threading.get_ident()
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            summary = traceback.extract_stack(frame)
+            shown = [f for f in summary if not f.filename.endswith(_PLUMBING)]
+            parts.append("".join(traceback.format_list(shown)))
+    reporter.send(messages.Stacks("\n".join(parts), last_collective()))
+
+
+_PLUMBING = (
+    "distcheck/worlds/child.py", "distcheck/worlds/helper.py", "<string>", "importlib/__init__.py",
+)  # fmt: skip
+
+
+def last_collective() -> str:
+    """The last collective that this process entered, with the line that called it.
+
+    From torch's flight recorder (TORCH_FR_BUFFER_SIZE), which works for gloo on CPU as well.
+    Empty where there was none, or torch has none.
+    """
+    try:
+        from torch._C import _distributed_c10d
+
+        dump: dict[str, Any] = pickle.loads(_distributed_c10d._dump_fr_trace())
+        entry = dump["entries"][-1]
+    except (ImportError, AttributeError, KeyError, IndexError, RuntimeError):
+        return ""
+    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
+    frames = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
+    where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+    state = "finished" if entry.get("retired") else "not finished"
+    number = entry["collective_seq_id"] if not entry["is_p2p"] else entry["p2p_seq_id"]
+    return f"{name} of [{shapes}], number {number}, {state}{where}"

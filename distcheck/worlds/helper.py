@@ -1,0 +1,164 @@
+"""The helper: imports torch once, then forks every rank, reference and check from itself.
+
+It stays single-threaded and never touches a process group, a GPU or code under test, so that
+what it forks is clean. It ends when the front does (a pidfd tells, whatever thread started it),
+and its children end with it.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+
+from distcheck.seeds import PINNED_ENVIRONMENT
+from distcheck.worlds import child, linux, messages
+
+# The first optimizer in a process imports torch._dynamo, for about as long as torch itself
+# takes: here once, not in every rank.
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
+
+
+class Helper:
+    """Forks on request, reaps, and reports."""
+
+    def __init__(self, connection: socket.socket, front_pid: int) -> None:
+        self._connection = connection
+        self._children: dict[int, int] = {}  # pid -> key
+        self._selector = selectors.DefaultSelector()
+        self._front = os.pidfd_open(front_pid)
+        self._selector.register(self._front, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._wakeup = self._wake_on_child_exit()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serves until the front closes the connection or dies."""
+        try:
+            while True:
+                ready = {key.fileobj for key, _ in self._selector.select()}
+                if self._front in ready:
+                    return
+                if self._wakeup in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+                    self._reap()
+                if self._connection in ready:
+                    self._serve()
+        except (EOFError, ConnectionError):
+            return
+        finally:
+            self._end_children()
+
+    def say(self, notice: messages.Notice) -> None:
+        """Tells the front."""
+        self._connection.sendall(messages.frame(notice))
+
+    def _wake_on_child_exit(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        self._wakeup_writer = theirs
+        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return ours
+
+    def _serve(self) -> None:
+        request, fds = messages.receive_with_fds(self._connection, messages.Request)
+        if isinstance(request, messages.Signal):
+            for pid, key in self._children.items():
+                if key == request.key:  # not reaped yet, so the pid is still its own
+                    os.kill(pid, request.signal)
+            return
+        helper_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.say(messages.Spawned(request.key, 0, f"fork: {error.strerror}"))
+            pid = -1
+        if pid == 0:
+            self._become_child(request, fds, helper_pid)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._children[pid] = request.key
+            self.say(messages.Spawned(request.key, pid))
+
+    def _become_child(self, request: messages.Spawn, fds: list[int], parent: int) -> None:
+        try:
+            signal.set_wakeup_fd(-1)
+            self._selector.close()
+            self._connection.close()
+            self._wakeup.close()
+            self._wakeup_writer.close()
+            os.close(self._front)
+            child.run(request, fds, parent)
+        finally:
+            os._exit(70)  # child.run never returns; whatever happens, do not serve as a helper
+
+    def _reap(self) -> None:
+        gone = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            key = self._children.pop(pid, None)
+            if key is None:
+                continue  # an orphan of a rank
+            gone = True
+            code = os.waitstatus_to_exitcode(status)
+            notice = messages.Exited(key, code, None) if code >= 0 else None
+            self.say(notice or messages.Exited(key, None, -code))
+        if gone:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Processes that a dead rank left behind are this process's children now."""
+        for pid in linux.children_of_self():
+            if pid not in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _end_children(self) -> None:
+        for pid in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(self._children):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self._children.clear()
+        self._end_orphans()
+
+
+def main(control_fd: int, front_pid: int) -> None:
+    """Entry point of the helper process; see `pool.py` for how it is started."""
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(name, signal.SIG_IGN)  # the front decides, the front dies
+    os.environ.update(PINNED_ENVIRONMENT)
+    linux.adopt_orphans()
+    helper = Helper(socket.socket(fileno=control_fd), front_pid)
+    try:
+        version = _preload()
+    except Exception as error:
+        helper.say(messages.Ready("", f"{type(error).__name__}: {error}"))
+        return
+    helper.say(messages.Ready(version))
+    helper.run()
+
+
+def _preload() -> str:
+    import gc
+    import importlib
+
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"importing torch left {threads} threads; forking needs one")
+    gc.collect()
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    return str(sys.modules["torch"].__version__)

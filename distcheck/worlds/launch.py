@@ -1,0 +1,100 @@
+"""Starting the two shapes of work that there are: a world of ranks, and a lone job."""
+
+from collections.abc import Callable
+
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.worlds import messages
+from distcheck.worlds.pool import Child, Pool
+from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
+from distcheck.worlds.world import World
+
+OnProgress = Callable[[int, messages.Progress], None]
+
+
+def start_world(
+    pool: Pool,
+    *,
+    target: str,
+    backend: str,
+    size: int,
+    payload: Callable[[Rendezvous], bytes],
+    fds: list[int],
+    deadline_s: float,
+    on_progress: OnProgress | None = None,
+) -> World:
+    """Starts `size` ranks that will meet; each gets the listening socket before `fds`."""
+    with listening() as server:
+        meetings = [
+            Rendezvous(
+                backend=backend,
+                rank=rank,
+                world=size,
+                port=server.getsockname()[1],
+                deadline_s=deadline_s,
+            )
+            for rank in range(size)
+        ]
+        return World(
+            pool,
+            target=target,
+            payloads=[payload(meeting) for meeting in meetings],
+            fds=[server.fileno(), *fds],
+            environments=[environment_of(meeting) for meeting in meetings],
+            deadline_s=deadline_s,
+            on_progress=on_progress,
+        )
+
+
+def start_job(
+    pool: Pool, *, target: str, payload: bytes, fds: list[int], deadline_s: float
+) -> World:
+    """Starts one process that meets nobody."""
+    return World(
+        pool,
+        target=target,
+        payloads=[payload],
+        fds=fds,
+        environments=[{}],
+        deadline_s=deadline_s,
+    )
+
+
+def run_until_over(pool: Pool, world: World) -> None:
+    """Blocks until the world is over; ends it if this process is interrupted."""
+    try:
+        while not world.over:
+            pool.pump(0.05)
+            world.tick()
+    except BaseException:
+        world.kill()
+        raise
+
+
+def job_result(world: World) -> bytes:
+    """The result of a lone job that is over.
+
+    Raises what the job raised for a person (`DistcheckError`), and CannotRunError where it
+    ended in any other way.
+    """
+    child = world.children[0]
+    if child.done is not None and world.succeeded:
+        return child.done.payload
+    raise error_of(child)
+
+
+def error_of(child: Child) -> DistcheckError:
+    """The error that a failed child stands for."""
+    raised = child.raised
+    if raised is None:
+        how = f"signal {child.exit_signal}" if child.exit_signal else f"code {child.exit_code}"
+        if child.spawn_error:
+            how = child.spawn_error
+        said = child.output.strip().splitlines()[-1:] or ["it said nothing"]
+        return CannotRunError(f"a process of distcheck's ended with {how}: {said[0]}")
+    if raised.exit_code == ExitCode.USAGE:
+        return UsageError(raised.message)
+    if raised.exit_code is not None:
+        return CannotRunError(raised.message)
+    lines = [line.strip() for line in raised.traceback.splitlines() if line.strip()]
+    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return UsageError(f"{raised.kind}: {raised.message} ({where})" if where else raised.message)

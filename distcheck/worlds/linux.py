@@ -1,0 +1,56 @@
+"""The few Linux calls that Python does not wrap: prctl, and reading /proc."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends; ends at once if it already has.
+
+    The kernel means the parent *thread* (prctl(2)), so the parent must be single-threaded.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes processes whose parents die children of this one, so that they can be ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children_of_self() -> list[int]:
+    """The process ids of this process's children; empty where the kernel does not tell."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    try:
+        return [int(pid) for pid in path.read_text().split()]
+    except OSError:
+        return []
+
+
+def busy_seconds(pid: int) -> float:
+    """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
+
+    A rank that waits for a peer gathers nothing here, one that computes on a crowded machine
+    does (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds).
+    """
+    total = 0
+    try:
+        for task in os.scandir(f"/proc/{pid}/task"):
+            ran, waited, _ = Path(task.path, "schedstat").read_text().split()
+            total += int(ran) + int(waited)
+    except (OSError, ValueError):
+        pass
+    return total / 1e9

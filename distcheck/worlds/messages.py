@@ -1,0 +1,163 @@
+"""What front, helper and children say to each other: msgpack in frames of known length.
+
+    front -> helper    Spawn (with the child's file descriptors), Signal
+    helper -> front    Ready, Spawned, Exited
+    child -> front     Progress, Done, Raised, Stacks, over a pipe of the child's own
+"""
+
+import os
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+_MOST_FDS = 32
+
+
+class Spawn(msgspec.Struct, tag=True):
+    """Fork a child that calls `target` ("module:function") with `payload`.
+
+    The message carries file descriptors: events, output, stacks, release, dump, then the job's
+    own. `path`, `cwd` and `env` are the front's.
+    """
+
+    key: int
+    target: str
+    payload: bytes
+    cwd: str
+    path: list[str]
+    env: dict[str, str]
+
+
+class Signal(msgspec.Struct, tag=True):
+    """Send a signal to a child, if it is still there."""
+
+    key: int
+    signal: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The helper has imported what its children need; or says why it could not."""
+
+    torch_version: str
+    error: str = ""
+
+
+class Spawned(msgspec.Struct, tag=True):
+    """A child was forked; or not, and why."""
+
+    key: int
+    pid: int
+    error: str = ""
+
+
+class Exited(msgspec.Struct, tag=True):
+    """A child is gone: its exit code, or the signal that killed it."""
+
+    key: int
+    code: int | None
+    signal: int | None
+
+
+class Progress(msgspec.Struct, tag=True):
+    """A child entered a phase of a step."""
+
+    step: int
+    phase: str
+
+
+class Done(msgspec.Struct, tag=True):
+    """A child's job returned."""
+
+    payload: bytes
+
+
+class Raised(msgspec.Struct, tag=True):
+    """A child's job raised. `at` is the monotonic clock, which all processes share.
+
+    `exit_code` is set for errors that are meant for a person (`DistcheckError`).
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    at: float
+    exit_code: int | None = None
+    collective: str = ""
+
+
+class Stacks(msgspec.Struct, tag=True):
+    """What a child was doing when it was asked: Python stacks, and its last collective."""
+
+    text: str
+    collective: str
+
+
+Request = Spawn | Signal
+Notice = Ready | Spawned | Exited
+Event = Progress | Done | Raised | Stacks
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message with its length in front."""
+    body = _encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages of the union `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that `data` completes."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decode(bytes(self._buffer[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return messages
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes everything to a blocking descriptor."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def send_with_fds(connection: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
+    """Sends one message; the descriptors travel with its first byte."""
+    data = frame(message)
+    sent = socket.send_fds(connection, [data[:1]], fds)
+    connection.sendall(data[sent:])
+
+
+def receive_with_fds(connection: socket.socket, kind: Any) -> tuple[Any, list[int]]:
+    """Receives one whole message and its descriptors. Raises EOFError at the end."""
+    first, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
+    header = first + _exactly(connection, _LENGTH.size - 1) if first else b""
+    if not header:
+        raise EOFError
+    (length,) = _LENGTH.unpack(header)
+    return msgspec.msgpack.decode(_exactly(connection, length), type=kind), fds
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,46 @@
+"""Telling a hung world from a slow machine.
+
+A fixed deadline is either too long to wait for or too short on a crowded machine (the same
+passing world has been seen to take 35 ms on a quiet one and 310 ms at load 20). What counts here
+is time without progress in which the ranks neither ran nor waited for a core: a world that waits
+for a collective that will never complete gathers it at the pace of the clock, one that computes
+gathers none. A rank that spins for ever is caught by a limit of its own, ten times as long.
+"""
+
+from collections.abc import Sequence
+
+from distcheck.worlds import linux
+from distcheck.worlds.pool import Child
+
+_BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
+_BUSY_DEADLINES = 10.0
+
+
+class StallWatch:
+    """Decides when a world has hung. `look` at it a few times a second."""
+
+    def __init__(self, deadline_s: float, now: float) -> None:
+        self._deadline_s = deadline_s
+        self._idle_s = 0.0
+        self._busy_s = 0.0
+        self._last_look = now
+        self._last_count = -1
+        self._last_busy = 0.0
+
+    def look(self, children: Sequence[Child], now: float) -> bool:
+        """Whether the unfinished `children` have hung by `now` (monotonic seconds)."""
+        elapsed, self._last_look = now - self._last_look, now
+        count = sum(child.progress_count for child in children)
+        busy = sum(linux.busy_seconds(child.pid) for child in children if child.pid)
+        worked, self._last_busy = busy - self._last_busy, busy
+        if count != self._last_count:
+            self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
+            return False
+        if worked > _BUSY_SHARE * elapsed:
+            self._busy_s += elapsed
+        else:
+            self._idle_s += elapsed
+        return (
+            self._idle_s >= self._deadline_s
+            or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
+        )
