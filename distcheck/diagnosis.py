@@ -12,6 +12,12 @@ from distcheck.records import CheckResult, Diagnosis, Outcome
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
 
 
+_SAME_CALLS = (
+    "every rank must make the same collective calls, in the same order, with the same shapes: "
+    "look for a call inside a condition that depends on the rank or on its data"
+)
+
+
 def diagnose(
     outcomes: Sequence[Outcome], results: Sequence[CheckResult]
 ) -> list[Diagnosis]:
@@ -58,6 +64,14 @@ def _from_outcomes(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
+    if "collective mismatch" in cause.detail:
+        return [
+            Diagnosis(
+                cause="collective-mismatch",
+                evidence=f"the backend received a message of the wrong size on rank {cause.rank}",
+                suggestion=_SAME_CALLS,
+            )
+        ]
     if cause.outcome != "hung":
         last = cause.detail.splitlines()[0] if cause.detail else ""
         return [
@@ -68,34 +82,39 @@ def _from_outcomes(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 suggestion=f"read rank {cause.rank}'s traceback first",
             )
         ]
-    waiting = {o.rank: _LAST_COLLECTIVE.search(o.detail) for o in bad}
-    calls = {match.groups() for match in waiting.values() if match}
-    elsewhere = [rank for rank, match in waiting.items() if match is None]
-    finished = [o.rank for o in outcomes if o.outcome == "finished"]
-    if len(calls) > 1 or (calls and (elsewhere or finished)):
-        parts = [
-            f"rank {rank} is in {match[1]} of [{match[2]}], its collective number {match[3]}"
-            for rank, match in sorted(waiting.items())
-            if match
-        ]
-        parts += [f"rank {rank} is in none" for rank in elsewhere]
-        parts += [f"rank {rank} had finished" for rank in finished]
-        return [
-            Diagnosis(
-                cause="collective-mismatch",
-                evidence="; ".join(parts),
-                suggestion="every rank must make the same collective calls, in the same order, "
-                "with the same shapes: look for a call inside a condition that depends on the "
-                "rank or on its data",
-            )
-        ]
-    return [
-        Diagnosis(
-            cause="hang",
-            evidence=f"{len(bad)} ranks made no progress and used no processor time",
-            suggestion="the stacks above show where each rank waits",
+    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+
+
+def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+    """Ranks in different collectives, or waiting for one that has left: a mismatch. A rank that
+    is in no collective, while the others wait for it: a hang of that rank's own.
+    """  # noqa: D205
+    calls: dict[str, list[int]] = {}
+    elsewhere = []
+    for outcome in hung:
+        match = _LAST_COLLECTIVE.search(outcome.detail)
+        if match is None:
+            elsewhere.append(outcome.rank)
+        else:
+            call = f"{match[1]} of [{match[2]}], number {match[3]}"
+            calls.setdefault(call, []).append(outcome.rank)
+    parts = [f"{_ranks(ranks)} in {call}" for call, ranks in calls.items()]
+    parts += [f"{_ranks(elsewhere)} in no collective"] if elsewhere else []
+    parts += [f"{_ranks(finished)} finished"] if finished else []
+    evidence = "; ".join(parts)
+    if len(calls) > 1 or (calls and finished):
+        return Diagnosis(
+            cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS
         )
-    ]
+    return Diagnosis(
+        cause="hang",
+        evidence=f"no progress until the deadline: {evidence}",
+        suggestion=f"the stack of {_ranks(elsewhere or list(calls.values())[0])} shows where",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _where(result: CheckResult) -> str:

@@ -19,6 +19,8 @@ CALIBRATE = "distcheck.oracles.calibration:calibrate_rank"
 RECORD = "distcheck.ranks.jobs:record"
 TRAIN = "distcheck.ranks.jobs:train"
 JUDGE = "distcheck.judge:judge"
+SAVE = "distcheck.traces.files:save_job"
+LOAD = "distcheck.traces.files:load_job"
 
 
 class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,3 +107,10 @@ class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
     planned: tuple[tuple[str, str], ...]
     has_data: bool
     has_rerun: bool
+
+
+class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Move traces between shared memory and a folder. Descriptors: the traces, rerun last."""
+
+    folder: str
+    layout: TraceLayout

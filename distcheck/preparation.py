@@ -26,11 +26,10 @@ from distcheck.positions import shard_sizes
 from distcheck.records import Case
 from distcheck.session import CaseRun
 from distcheck.traces.layout import TraceLayout
-from distcheck.worlds.launch import error_of, job_result, run_until_over, start_job, start_world
+from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
-_PREPARE_DEADLINE_S = 600.0
 _DEFAULT_DATA_DIR = "data"
 
 
@@ -54,7 +53,7 @@ def prepared_data(
     fd = os.memfd_create(f"distcheck-{name}")
     try:
         job = PrepareJob(name=name, data_dir=data_dir or _DEFAULT_DATA_DIR, download=download)
-        description = _run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
         yield Data(fd, description, about.note)
     finally:
@@ -67,7 +66,7 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
         cases=tuple(cases), description=data.description, has_data=data.fd is not None
     )
     fds = [data.fd] if data.fd is not None else []
-    answer = _run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
+    answer = run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
     return msgspec.msgpack.decode(answer, type=Facts)
 
 
@@ -154,14 +153,3 @@ def _calibrate(
         for tag, failure in answer.failures.items():
             failures[tag] = failures.get(tag) or failure
     return Calibration(failures=failures)
-
-
-def _run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:
-    world = start_job(
-        pool, target=target, payload=payload, fds=fds, deadline_s=_PREPARE_DEADLINE_S
-    )
-    run_until_over(pool, world)
-    try:
-        return job_result(world)
-    finally:
-        world.close()

@@ -3,10 +3,7 @@
     cases/CASE.json                 written before the case starts: `distcheck replay` takes it
     report.json                     the verdict, as `--json` writes it
     traces/CASE/about.json          what `distcheck recheck` needs besides the traces
-    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun):
-        index.bin                   headers and tables, as they lay in memory
-        slot-N.safetensors          gradients of step N and the state before it, by
-                                    rank/kind/name; what ranks share is stored once
+    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py
 
 With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
 cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs.
@@ -19,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import safetensors
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.jobs import CaseFacts
+from distcheck.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
 from distcheck.plan import PlannedCheck
 from distcheck.records import Case, Outcome
-from distcheck.traces.layout import ENTRY, Kind, Source, State, TraceLayout, spec_bytes
+from distcheck.traces.layout import TraceLayout
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.pool import Pool
 
 DEFAULT_FOLDER = Path(".distcheck")
 _KEPT_RUNS = 10
@@ -107,20 +105,25 @@ class Store:
         """Whether a trace that takes up `stored_bytes` is to be kept."""
         return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
 
-    def write_trace(self, saved: SavedCase, fds: list[int]) -> None:
-        """Writes the traces of a case, the rerun's last. Removes them again on an error."""
+    def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
+        """Writes the traces of a case, the rerun's last. Removes them again on an error.
+
+        Raises CannotRunError or OSError.
+        """
         folder = self.folder / "traces" / saved.case.id
         try:
-            for number, fd in enumerate(fds, 1):
-                run = folder / f"run-{number}"
-                run.mkdir(parents=True)
-                (run / "index.bin").write_bytes(os.pread(fd, saved.layout.index_bytes, 0))
-                for slot in range(saved.layout.steps + 1):
-                    _write_slot(run / f"slot-{slot:03}.safetensors", saved.layout, fd, slot)
+            folder.mkdir(parents=True)
+            job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
+            run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
             (folder / "about.json").write_bytes(msgspec.json.encode(saved))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def discard_if_unused(self) -> None:
+        """Removes what was made for a run that never began: its folder holds only cases."""
+        if not (self.folder / "report.json").exists() and not (self.folder / "traces").exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
@@ -163,63 +166,21 @@ def read_case(path: Path) -> Case:
         raise UsageError(f"{path} is not a case file: {error}") from error
 
 
-def read_trace(folder: Path) -> tuple[SavedCase, list[int]]:
+def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
     """A saved case and its traces, in shared memory again; the caller closes the descriptors.
 
     Raises UsageError where files are missing or damaged.
     """
-    fds: list[int] = []
     try:
         saved = msgspec.json.decode((folder / "about.json").read_bytes(), type=SavedCase)
-        for run in sorted(folder.glob("run-*")):
-            fd = os.memfd_create("distcheck-saved")
-            fds.append(fd)
-            os.ftruncate(fd, saved.layout.total_bytes)
-            os.pwrite(fd, (run / "index.bin").read_bytes(), 0)
-            for slot in range(saved.layout.steps + 1):
-                _read_slot(run / f"slot-{slot:03}.safetensors", saved.layout, fd, slot)
-    except (OSError, msgspec.MsgspecError, safetensors.SafetensorError, KeyError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+    fds = [os.memfd_create("distcheck-saved") for _ in sorted(folder.glob("run-*"))]
+    job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
+    try:
+        run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)
+    except BaseException:
         for fd in fds:
             os.close(fd)
-        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+        raise
     return saved, fds
-
-
-def _stored_here(layout: TraceLayout, index: bytes, slot: int) -> dict[str, tuple[int, int, Any]]:
-    """Key -> (offset, bytes, spec) of every tensor whose bytes this trace holds in a slot."""
-    found = {}
-    for rank in range(layout.world):
-        for kind in Kind:
-            if slot >= layout.slots(kind):
-                continue
-            for number, spec in enumerate(layout.specs(kind)):
-                at = layout.entry_offset(rank, kind, slot, number)
-                _, state, source, holder, _ = ENTRY.unpack_from(index, at)
-                if (state, source, holder) == (State.STORED, Source.OWN, rank):
-                    key = f"rank{rank}/{kind.name.lower()}/{spec.name}"
-                    offset = layout.data_offset(rank, kind, slot, number)
-                    found[key] = (offset, spec_bytes(spec), spec)
-    return found
-
-
-def _write_slot(path: Path, layout: TraceLayout, fd: int, slot: int) -> None:
-    index = os.pread(fd, layout.index_bytes, 0)
-    tensors = {
-        key: {"dtype": spec.dtype, "shape": list(spec.shape), "data": os.pread(fd, size, offset)}
-        for key, (offset, size, spec) in _stored_here(layout, index, slot).items()
-    }
-    try:
-        safetensors.serialize_file(tensors, str(path))
-    except safetensors.SafetensorError as error:  # it wraps the system's error in a text
-        raise OSError(str(error)) from error
-
-
-def _read_slot(path: Path, layout: TraceLayout, fd: int, slot: int) -> None:
-    index = os.pread(fd, layout.index_bytes, 0)
-    tensors = dict(safetensors.deserialize(path.read_bytes()))
-    for key, (offset, size, _) in _stored_here(layout, index, slot).items():
-        data = bytes(tensors[key]["data"])
-        if len(data) != size:
-            raise KeyError(f"{key} in {path.name} has {len(data)} bytes, not {size}")
-        os.pwrite(fd, data, offset)
-

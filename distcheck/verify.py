@@ -18,7 +18,7 @@ from typing import Any
 
 from distcheck import limits, plan, preparation, store, verdicts
 from distcheck.datasets import SYNTHETIC
-from distcheck.errors import UsageError
+from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import Request
 from distcheck.records import Case, CaseReport, Report
 from distcheck.session import CaseRun, Listener, Session
@@ -124,7 +124,7 @@ def run_cases(
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned(cases)
-        book = _Book(runs, facts.environment, keep)
+        book = _Book(pool, runs, facts.environment, keep)
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         try:
             session.run(runs, on_finished=book.enter)
@@ -145,7 +145,7 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
     listener = listener or Silent()
     folders = store.saved_cases(folder)
     pool.wait_ready()
-    first, fds = store.read_trace(folders[0])
+    first, fds = store.read_trace(pool, folders[0])
     for fd in fds:
         os.close(fd)
     case = first.case
@@ -154,7 +154,7 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
         reports: list[CaseReport] = []
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         for place in folders:
-            saved, fds = store.read_trace(place)
+            saved, fds = store.read_trace(pool, place)
             run = _run_of(saved, fds)
             try:
                 session.rejudge(run)
@@ -169,8 +169,13 @@ class _Book:
     """Enters cases as they finish: their report, and what is kept of them."""
 
     def __init__(
-        self, runs: Sequence[CaseRun], environment: dict[str, Any], keep: Store | None
+        self,
+        pool: Pool,
+        runs: Sequence[CaseRun],
+        environment: dict[str, Any],
+        keep: Store | None,
     ) -> None:
+        self._pool = pool
         self._runs, self._environment, self._keep = runs, environment, keep
         self._reports: dict[str, CaseReport] = {}
         self._save_error = ""
@@ -196,8 +201,8 @@ class _Book:
             environment=self._environment,
         )
         try:
-            self._keep.write_trace(saved, fds)
-        except OSError as error:
+            self._keep.write_trace(self._pool, saved, fds)
+        except (OSError, DistcheckError) as error:
             self._save_error = self._saving_failed(error)
 
     def report(self, *, interrupted: bool) -> Report:
@@ -227,10 +232,11 @@ class _Book:
             return self.report(interrupted=report.interrupted)
         return report
 
-    def _saving_failed(self, error: OSError) -> str:
+    def _saving_failed(self, error: Exception) -> str:
         assert self._keep is not None
+        what = getattr(error, "strerror", None) or error
         return (
-            f"the run could not be saved to {self._keep.folder} ({error.strerror or error}); "
+            f"the run could not be saved to {self._keep.folder} ({what}); "
             "the verdict above stands, free some space or save elsewhere"
         )
 

@@ -14,7 +14,6 @@ from distcheck.checks.lattice_tensors import as_tensor
 from distcheck.checks.matching import Compare, match_ranks
 from distcheck.checks.tally import Tally
 from distcheck.oracles.expectation import StepExpectation
-from distcheck.oracles.full_batch import gradient_tolerance
 from distcheck.records import TensorSpec
 from distcheck.traces.layout import Kind
 
@@ -56,8 +55,7 @@ def _comparison(
     full = expectation.full_batch.gradients[index]
     if full is None:
         return None
-    samples = sum(len(header.ids) for header in expectation.headers)
-    tolerance = gradient_tolerance(layer, samples, full, expectation.full_batch_norm)
+    tolerance = expectation.full_batch_tolerance(layer, spec.name)
     return partial(by_norm, expected=full, tolerance=tolerance)
 
 

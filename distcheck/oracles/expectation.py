@@ -4,7 +4,12 @@ from functools import cached_property
 
 from distcheck.contract import Contract
 from distcheck.oracles import order_exact, rounding
-from distcheck.oracles.full_batch import FullBatch, FullBatchReference
+from distcheck.oracles.full_batch import (
+    FullBatch,
+    FullBatchReference,
+    module_scales,
+    relative_tolerance,
+)
 from distcheck.oracles.lattice import LatticeOracle, LatticeStep
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import ShardReference, ShardResult
@@ -76,12 +81,15 @@ class StepExpectation:
         return self._references.full_batch.run(self.step)
 
     @cached_property
-    def full_batch_norm(self) -> float:
-        """L2 norm of the full batch's gradient over all parameters."""
-        squares = [
-            float(g.double().square().sum()) for g in self.full_batch.gradients if g is not None
-        ]
-        return sum(squares) ** 0.5
+    def _module_scales(self) -> dict[str, float]:
+        names = [spec.name for spec in self.trace.layout.model.parameters]
+        return module_scales(names, self.full_batch.gradients)
+
+    def full_batch_tolerance(self, layer: str, name: str) -> float:
+        """S32, S64: the most by which a parameter's gradient may differ, as an L2 norm."""
+        samples = sum(len(header.ids) for header in self.headers)
+        scale = self._module_scales.get(name.rpartition(".")[0], 0.0)
+        return relative_tolerance(layer, samples) * scale
 
     @property
     def normalises_batches(self) -> bool:

@@ -1,5 +1,6 @@
 """How each rank of a world ended, and who is to blame: causes first, victims after."""
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
     """How each rank ended, the original cause first and ranks that finished last.
 
     A rank that died without a word outranks ranks that raised because they lost a peer; among
-    ranks that raised on their own account the earliest comes first.
+    ranks that raised on their own account the earliest comes first, and among ranks that hung
+    those that are in no collective.
     """
     judged = [(_outcome(child, rank, hung=hung), child) for rank, child in enumerate(children)]
     return [outcome for outcome, _ in sorted(judged, key=lambda pair: _order(*pair))]
@@ -40,7 +42,8 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
     if outcome.outcome == "raised":
         return (2 if is_victim(child) else 0, at, outcome.rank)
     place = {"killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
-    return (place[outcome.outcome], at, outcome.rank)
+    waits = child.stacks is not None and "not finished" in child.stacks.collective
+    return (place[outcome.outcome], float(waits), outcome.rank)
 
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
@@ -55,15 +58,17 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.raised is not None:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
-        return "raised", f"{where}\n{text}{_output(child)}"
+        victim = "; its peer was gone" if is_victim(child) else ""
+        return "raised", f"{where}{victim}\n{text}{_output(child)}"
     if finished(child):
         return "finished", ""
     if child.done is None and child.stacks is None and child.exit_signal not in (None, 9):
         name = _signal_name(child.exit_signal)
-        return "killed", f"{where}\nkilled by {name}\n{child.low_level_stacks}{_output(child)}"
+        stack = _without_plumbing(child.low_level_stacks)
+        return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
     if asked and child.exit_signal == signal.SIGKILL:
-        stacks = child.stacks.text if child.stacks else child.low_level_stacks
+        stacks = child.stacks.text if child.stacks else _without_plumbing(child.low_level_stacks)
         collective = child.stacks.collective if child.stacks else ""
         last = f"\nlast collective: {collective}" if collective else ""
         return ("hung" if hung else "ended"), f"{where}{last}\n{stacks}{_output(child)}"
@@ -73,6 +78,21 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         return "killed", f"{where}\nkilled by {name}{_output(child)}"
     after = " after its last step" if child.done is not None else " without a word"
     return "exited", f"{where}\nleft with exit code {child.exit_code}{after}{_output(child)}"
+
+
+def _without_plumbing(stacks: str) -> str:
+    """What faulthandler wrote, less distcheck's own frames and threads that only wait for us."""
+    own = os.path.dirname(os.path.dirname(__file__))
+    blocks = []
+    for block in stacks.split("\n\n"):
+        lines = [
+            line for line in block.splitlines() if own not in line and "<string>" not in line
+        ]
+        frames = [line for line in lines if line.lstrip().startswith("File ")]
+        waits = bool(frames) and all("/threading.py" in frame for frame in frames)
+        if lines and not waits and not lines[0].startswith("Extension modules"):
+            blocks.append("\n".join(lines))
+    return "\n".join(blocks)
 
 
 def _where(child: Child) -> str:

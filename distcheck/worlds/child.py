@@ -99,7 +99,7 @@ def _flush() -> None:
 
 def _as_event(error: BaseException) -> messages.Raised:
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
+        f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)
     ]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
@@ -125,14 +125,20 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
     for ident, frame in sys._current_frames().items():
         if ident != own:
             summary = traceback.extract_stack(frame)
-            shown = [f for f in summary if not f.filename.endswith(_PLUMBING)]
-            parts.append("".join(traceback.format_list(shown)))
+            shown = [f for f in summary if not _is_own(f.filename)]
+            theirs = [f for f in shown if "/torch/" not in f.filename]
+            parts.append("".join(traceback.format_list(theirs or shown)))
     reporter.send(messages.Stacks("\n".join(parts), last_collective()))
 
 
-_PLUMBING = (
-    "distcheck/worlds/child.py", "distcheck/worlds/helper.py", "<string>", "importlib/__init__.py",
-)  # fmt: skip
+_OWN_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for part in ("worlds", "ranks")
+)
+
+
+def _is_own(filename: str) -> bool:
+    """Whether a frame is distcheck's own plumbing, which tells nobody anything."""
+    return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 
 def last_collective() -> str:
@@ -152,6 +158,6 @@ def last_collective() -> str:
     shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
     frames = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
     where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
-    state = "finished" if entry.get("retired") else "not finished"
+    state = "" if entry.get("retired") else ", not finished"
     number = entry["collective_seq_id"] if not entry["is_p2p"] else entry["p2p_seq_id"]
-    return f"{name} of [{shapes}], number {number}, {state}{where}"
+    return f"{name} of [{shapes}], number {number}{state}{where}"

@@ -8,6 +8,8 @@ from distcheck.worlds.pool import Child, Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.world import World
 
+_JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files take their time
+
 OnProgress = Callable[[int, messages.Progress], None]
 
 
@@ -68,6 +70,16 @@ def run_until_over(pool: Pool, world: World) -> None:
     except BaseException:
         world.kill()
         raise
+
+
+def run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:
+    """Runs a lone job to its end; see `job_result` for what it raises."""
+    world = start_job(pool, target=target, payload=payload, fds=fds, deadline_s=_JOB_DEADLINE_S)
+    run_until_over(pool, world)
+    try:
+        return job_result(world)
+    finally:
+        world.close()
 
 
 def job_result(world: World) -> bytes:

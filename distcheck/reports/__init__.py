@@ -1,0 +1,1 @@
+"""Reports: they show verdicts and decide nothing. One file a format, plus live progress."""

@@ -1,0 +1,268 @@
+"""The report for a person: one screen, the verdict first."""
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from distcheck.checks.merging import merge_results
+from distcheck.errors import ExitCode
+from distcheck.records import (
+    CaseReport,
+    CheckResult,
+    Compared,
+    Outcome,
+    Report,
+    VerdictName,
+    merge_verdicts,
+)
+from distcheck.reports.wording import count, describe_place, describe_worst
+
+_STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow", "fail": "bold red"}
+_DETAIL_LINES = 14  # of a rank's traceback or stack
+
+
+def console_for(stream: io.TextIOBase | None = None, *, width: int | None = None) -> Console:
+    """A console that keeps to NO_COLOR, to the terminal's width, and to 100 columns elsewhere."""
+    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    if width is None and not console.is_terminal:
+        console.width = int(os.environ.get("COLUMNS", "100"))
+    return console
+
+
+def render_text(report: Report, *, width: int) -> str:
+    """The report as plain text."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, highlight=False, color_system=None)
+    render(report, console)
+    return stream.getvalue()
+
+
+def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
+    """Prints the report: a table per strategy and world, in full for whatever did not pass.
+
+    When several pass, their tables shrink to a line each, unless `verbose`; `quiet` prints
+    verdict lines alone.
+    """
+    groups = [list(group) for _, group in groupby(report.cases, key=_group_key)]
+    if not quiet:
+        console.print(_environment_line(report), style="dim")
+    for cases in groups:
+        verdict = merge_verdicts([case.verdict for case in cases])
+        console.print(_headline(cases, verdict))
+        if quiet:
+            continue
+        if verdict != "pass" or verbose or len(groups) == 1:
+            _print_group(cases, console)
+        else:
+            console.print(Padding(_one_line(cases), (0, 0, 0, 6)), style="dim")
+    if not quiet:
+        _print_end(report, console)
+
+
+def _group_key(case: CaseReport) -> tuple[str, int]:
+    return case.case.strategy, case.case.world
+
+
+def _environment_line(report: Report) -> str:
+    about = report.environment
+    return (
+        f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
+        f"{about.get('backend')} on {about.get('device')}, {about.get('threads')} thread a rank, "
+        f"{about.get('cpu')}"
+    )
+
+
+def _headline(cases: Sequence[CaseReport], verdict: VerdictName) -> Text:
+    case = cases[0].case
+    names = ", ".join(dict.fromkeys(f"{c.case.workload} {c.case.dtype}" for c in cases))
+    text = Text()
+    text.append(f"{verdict.upper():<8}", style=_STYLE[verdict])
+    text.append(f"{case.strategy}, world {case.world}", style="bold")
+    text.append(f": {names}; batch {case.batch}, {case.steps} steps, seed {case.seed}")
+    return text
+
+
+def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("check", no_wrap=True)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for what in ("tensors", "ranks", "steps", "elements"):
+        table.add_column(what, no_wrap=True, justify="right")
+    table.add_column("worst error of its bound", no_wrap=True)
+    last = ""
+    for result in _rows(cases):
+        table.add_row(
+            result.check if result.check != last else "",
+            result.layer.replace("-", ""),
+            Text("ok" if result.verdict == "pass" else result.verdict, _STYLE[result.verdict]),
+            *_counts(result.compared),
+            describe_worst(result),
+        )
+        last = result.check
+    console.print(Padding(table, (0, 0, 0, 2)))
+    for sentence in _remarks(cases):
+        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+    for case in cases:
+        if case.verdict != "pass":
+            _print_failure(case, console)
+
+
+def _counts(compared: Compared) -> list[str]:
+    """Numbers for the table; a dash where a check has nothing of a kind."""
+    numbers = (compared.tensors, compared.ranks, compared.steps)
+    return [str(n) if n else "-" for n in numbers] + [
+        count(compared.elements) if compared.elements else "-"
+    ]
+
+
+def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
+    """The cases' results by check and layer, in the order of the report."""
+    found: dict[tuple[str, str], list[CheckResult]] = {}
+    for case in cases:
+        for result in case.checks:
+            found.setdefault((result.check, result.layer), []).append(result)
+    order = {check: place for place, check in enumerate(dict.fromkeys(c for c, _ in found))}
+    rows = []
+    for (check, _), results in sorted(found.items(), key=lambda item: order[item[0][0]]):
+        merged = merge_results(results)
+        total = Compared(
+            tensors=sum(r.compared.tensors for r in results),
+            elements=merged.compared.elements,
+            ranks=merged.compared.ranks,
+            steps=max(r.compared.steps for r in results),
+        )
+        rows.append(
+            CheckResult(
+                check=check,
+                layer=merged.layer,
+                verdict=merged.verdict,
+                compared=total,
+                worst=merged.worst,
+                first=merged.first,
+                reason=merged.reason,
+            )
+        )
+    return rows
+
+
+def _remarks(cases: Sequence[CaseReport]) -> list[str]:
+    """Notes on the cases, and what passing checks had to say; each sentence once."""
+    notes = [f"note: {note}" for case in cases for note in case.notes]
+    said = [
+        f"{result.check} {result.layer}: {result.reason}"
+        for case in cases
+        for result in case.checks
+        if result.verdict == "pass" and result.reason
+    ]
+    return list(dict.fromkeys([*notes, *said]))
+
+
+def _print_failure(case: CaseReport, console: Console) -> None:
+    console.print()
+    console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
+    lines = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+    lines.add_column(no_wrap=True, style="bold")
+    lines.add_column(overflow="fold")
+    for label, text in _failure_lines(case):
+        lines.add_row(label, Text(text))
+    console.print(Padding(lines, (0, 0, 0, 4)))
+
+
+def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
+    yield from _outcome_lines(case.outcomes)
+    failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
+    first = next((r for r in failed if r.first is not None), None)
+    if first is not None and first.first is not None:
+        layer = f" ({first.layer})" if first.layer != "-" else ""
+        yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
+    for result in failed:
+        if result.reason:
+            yield "why", f"{result.check}: {result.reason}"
+    unknown: dict[str, list[str]] = {}
+    for result in case.checks:
+        if result.verdict == "unknown":
+            name = result.check + (f" {result.layer}" if result.layer != "-" else "")
+            unknown.setdefault(result.reason, []).append(name)
+    for reason, names in unknown.items():
+        yield "unknown", f"{', '.join(names)}: {reason}"
+    for diagnosis in case.diagnosis:
+        yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
+        yield "try", diagnosis.suggestion
+    yield "replay", case.replay
+
+
+def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """Causes in full; whoever only lost a peer, together in one line."""
+    alike: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.outcome != "finished":
+            first, _, _ = outcome.detail.partition("\n")
+            victim = "its peer was gone" in first
+            key = (outcome.outcome, first if victim else outcome.detail)
+            alike.setdefault(key, []).append(outcome)
+    for (_, detail), ranks in alike.items():
+        names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
+        shown = msgspec.structs.replace(ranks[0], detail=detail)
+        yield f"rank {names}", _describe_outcome(shown)
+
+
+def _describe_outcome(outcome: Outcome) -> str:
+    lines = outcome.detail.splitlines()
+    if len(lines) > _DETAIL_LINES:
+        left_out = len(lines) - _DETAIL_LINES
+        lines = [lines[0], f"  ... {left_out} lines more in the JSON report ...", *lines[-_DETAIL_LINES + 1 :]]
+    return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])
+
+
+def _one_line(cases: Sequence[CaseReport]) -> str:
+    results = [result for case in cases for result in case.checks]
+    elements = sum(result.compared.elements for result in results)
+    closest = max(
+        (r for r in results if r.worst is not None and float(r.worst.bound) > 0),
+        key=lambda r: float(r.worst.error) / float(r.worst.bound) if r.worst else 0.0,
+        default=None,
+    )
+    text = f"{len(results)} checks, {elements / 1e6:.1f} M elements"
+    if closest is not None:
+        text += f"; closest to its bound: {closest.check} {closest.layer}, {describe_worst(closest)}"
+    return text
+
+
+def _print_end(report: Report, console: Console) -> None:
+    console.print()
+    worlds = ", ".join(dict.fromkeys(str(c.case.world) for c in report.cases))
+    if report.verdict == "pass":
+        console.print(
+            Text(
+                f"A pass shows nothing about other worlds than {worlds}, other sizes, schedules, "
+                "backends or hardware."
+            ),
+            style="dim",
+        )
+    if report.saved_to is not None:
+        console.print(Text(f"saved: {report.saved_to}"))
+    console.print(Text(f"next:  {_next_step(report)}"))
+
+
+def _next_step(report: Report) -> str:
+    failed = [case for case in report.cases if case.verdict != "pass"]
+    if failed and report.exit_code is not ExitCode.INTERRUPTED:
+        return failed[0].replay
+    case = report.cases[0].case
+    base = f"distcheck verify --strategy {case.strategy}"
+    if report.exit_code is ExitCode.INTERRUPTED:
+        return f"{base} --world {case.world}"
+    worlds = {c.case.world for c in report.cases}
+    if not worlds & {3, 5}:
+        return f"{base} --world 3 --world 5   (unequal shards, and orders that 2 and 4 cannot show)"
+    if all(c.case.workload != "vgg11" for c in report.cases):
+        return f"{base} --world {case.world} --workload vgg11   (BatchNorm, 37 MB of gradients)"
+    return f"{base} --world {case.world} --seed {case.seed + 1}"

@@ -1,0 +1,47 @@
+"""Phrases that every format uses."""
+
+from distcheck.records import CheckResult, Difference, Number
+
+
+def describe_place(difference: Difference) -> str:
+    """Where and by how much: "step 0, fc.weight[3,1], rank 2: actual ..., expected ..."."""
+    index = f"[{','.join(map(str, difference.index))}]" if difference.index else ""
+    where = f"step {difference.step}, {difference.parameter}{index}, rank {difference.rank}"
+    if difference.unit == "":
+        if difference.actual == "" and difference.expected == "":
+            return where
+        return f"{where}: actual {show(difference.actual)}, expected {show(difference.expected)}"
+    what = "norm " if difference.unit == "L2 norm" else ""
+    text = (
+        f"{where}: actual {what}{show(difference.actual)}, expected {show(difference.expected)}, "
+        f"error {show(difference.error)}, bound {show(difference.bound)}"
+    )
+    return text if difference.ulp is None else f"{text}, {difference.ulp:,} ULP"
+
+
+def describe_worst(result: CheckResult) -> str:
+    """The worst error against its bound, in one unit; "identical" where bits were compared."""
+    worst = result.worst
+    if worst is None:
+        return "identical" if result.compared.elements and result.verdict == "pass" else ""
+    if worst.unit == "":
+        return ""
+    if worst.bound == 0:
+        return f"{show(worst.error)} over 0"
+    share = float(worst.error) / float(worst.bound)
+    relation = "of" if share <= 1 else "over"
+    unit = " (L2)" if worst.unit == "L2 norm" else ""
+    return f"{float(worst.error):.1e} {relation} {float(worst.bound):.1e}{unit}"
+
+
+def count(number: int) -> str:
+    """A large number for the eye: 768, 3.6 M."""
+    for size, letter in ((10**9, "G"), (10**6, "M")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number:,}"
+
+
+def show(value: Number) -> str:
+    """A number to nine digits (float32 needs as many), or a word."""
+    return value if isinstance(value, str) else f"{value:.9g}"

@@ -1,0 +1,103 @@
+"""Traces in files: one safetensors file per slot, readable by anything that reads safetensors.
+
+    index.bin             headers and tables, as they lay in memory
+    slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
+
+A tensor that several ranks share is stored once, under the rank that holds it.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.jobs import TraceFilesJob
+from distcheck.memory import raw_bytes, write_at
+from distcheck.records import TensorSpec
+from distcheck.traces.layout import ENTRY, Kind, Source, State, TraceLayout
+from distcheck.traces.reader import TraceReader
+from distcheck.worlds.child import Reporter
+
+
+def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Writes the traces behind `fds` to folders run-1, run-2. Raises CannotRunError."""
+    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
+    try:
+        for number, fd in enumerate(fds, 1):
+            folder = Path(job.folder, f"run-{number}")
+            folder.mkdir(parents=True)
+            reporter.progress(number, "save")
+            _save(folder, job.layout, fd)
+    except safetensors.SafetensorError as error:  # it wraps the system's error in a text
+        full = os.strerror(errno.ENOSPC)
+        raise CannotRunError(full if full in str(error) else str(error)) from error
+    except OSError as error:
+        raise CannotRunError(error.strerror or str(error)) from error
+    return b""
+
+
+def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Fills the traces behind `fds` from folders run-1, run-2. Raises UsageError."""
+    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
+    for number, fd in enumerate(fds, 1):
+        folder = Path(job.folder, f"run-{number}")
+        reporter.progress(number, "load")
+        try:
+            _load(folder, job.layout, fd)
+        except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+    return b""
+
+
+def _save(folder: Path, layout: TraceLayout, fd: int) -> None:
+    index = os.pread(fd, layout.index_bytes, 0)
+    (folder / "index.bin").write_bytes(index)
+    trace = TraceReader(fd, layout)
+    for slot in range(layout.steps + 1):
+        tensors: dict[str, torch.Tensor] = {}
+        for rank, kind, number, spec in _held(layout, index, slot):
+            tensor = trace.tensor(rank, kind, slot, number)
+            assert tensor is not None, "the table says that it is stored"
+            tensors[_key(rank, kind, spec)] = tensor
+        save_file(tensors, folder / f"slot-{slot:03}.safetensors")
+
+
+def _load(folder: Path, layout: TraceLayout, fd: int) -> None:
+    index = (folder / "index.bin").read_bytes()
+    if len(index) != layout.index_bytes:
+        raise ValueError(f"index.bin has {len(index)} bytes, not {layout.index_bytes}")
+    os.ftruncate(fd, layout.total_bytes)
+    write_at(fd, memoryview(index), 0)
+    for slot in range(layout.steps + 1):
+        tensors = load_file(folder / f"slot-{slot:03}.safetensors")
+        for rank, kind, number, spec in _held(layout, index, slot):
+            tensor = tensors[_key(rank, kind, spec)].contiguous()
+            found = (tuple(tensor.shape), str(tensor.dtype))
+            if found != (spec.shape, f"torch.{spec.dtype}"):
+                raise ValueError(f"{_key(rank, kind, spec)} is {found[1]} of shape {found[0]}")
+            write_at(fd, raw_bytes(tensor), layout.data_offset(rank, kind, slot, number))
+
+
+def _held(
+    layout: TraceLayout, index: bytes, slot: int
+) -> Iterator[tuple[int, Kind, int, TensorSpec]]:
+    """The tensors of a slot whose bytes this trace holds."""
+    for rank in range(layout.world):
+        for kind in Kind:
+            if slot >= layout.slots(kind):
+                continue
+            for number, spec in enumerate(layout.specs(kind)):
+                at = layout.entry_offset(rank, kind, slot, number)
+                _, state, source, holder, _ = ENTRY.unpack_from(index, at)
+                if (state, source, holder) == (State.STORED, Source.OWN, rank):
+                    yield rank, kind, number, spec
+
+
+def _key(rank: int, kind: Kind, spec: TensorSpec) -> str:
+    return f"rank{rank}/{kind.name.lower()}/{spec.name}"
