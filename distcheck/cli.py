@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run here, 4 a rank failed, 5 unknown.",
+    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown.",
 )
 @click.version_option(__version__)
 def _group() -> None:
@@ -49,7 +49,7 @@ def _case_options(command: F) -> F:
         click.option("--data", default="synthetic", show_default=True, metavar="NAME",
                      help="synthetic, cifar10 or mnist."),
         click.option("--data-dir", metavar="DIR", type=click.Path(),
-                     help="Where a data set's files are: parent folder, folder or archive. [./data]"),
+                     help="Where its files are: their folder, its parent, or the archive. [data]"),
         click.option("--download", is_flag=True, help="Fetch the files if they are not there."),
         click.option("--batch", default=256, show_default=True, metavar="N",
                      help="Samples per step, over all ranks."),
@@ -66,25 +66,66 @@ def _case_options(command: F) -> F:
 
 
 @_group.command()
-@click.option("--strategy", "strategies", multiple=True, metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-              help="What to judge; may be given several times.")
-@click.option("--world", "worlds", multiple=True, type=int, default=(4,), show_default=True,
-              metavar="N", help="Number of ranks; may be given several times.")
-@click.option("--workload", "workloads", multiple=True, metavar="NAME",
-              help="What to train; may be given several times. [lattice and cnn]")
-@click.option("--steps", default=3, show_default=True, metavar="N",
-              help="Steps to record; fewer than 3 miss bugs that begin late.")
-@click.option("--dtype", metavar="NAME",
-              help="float32, float64, bfloat16 or float16. [float32, and float64 where quick]")
-@click.option("--json", "json_file", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write the report as JSON; - for standard output.")
-@click.option("--save", metavar="DIR", type=click.Path(),
-              help="Keep cases, traces and report in a new folder, for distcheck recheck.")
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="What to judge; may be given several times.",
+)
+@click.option(
+    "--world",
+    "worlds",
+    multiple=True,
+    type=int,
+    default=(4,),
+    show_default=True,
+    metavar="N",
+    help="Number of ranks; may be given several times.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    metavar="NAME",
+    help="What to train; may be given several times. [lattice and cnn]",
+)
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Steps to record; fewer than 3 miss bugs that begin late.",
+)
+@click.option(
+    "--dtype",
+    metavar="NAME",
+    help="float32, float64, bfloat16 or float16. [float32, and float64 where quick]",
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the report as JSON; - for standard output.",
+)
+@click.option(
+    "--save",
+    metavar="DIR",
+    type=click.Path(),
+    help="Keep cases, traces and report in a new folder, for distcheck recheck.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @_case_options
-def verify(json_file: str | None, save: str | None, verbose: bool, quiet: bool,
-           download: bool, **asked: Any) -> int:
+def verify(
+    json_file: str | None,
+    save: str | None,
+    verbose: bool,
+    quiet: bool,
+    download: bool,
+    **asked: Any,
+) -> int:
     """Judge strategies against single-node training at the same total batch.
 
     \b
@@ -102,8 +143,13 @@ def verify(json_file: str | None, save: str | None, verbose: bool, quiet: bool,
 
 @_group.command()
 @click.argument("case_file", metavar="CASE.json", type=click.Path())
-@click.option("--json", "json_file", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write the report as JSON; - for standard output.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the report as JSON; - for standard output.",
+)
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def replay(case_file: str, json_file: str | None, save: str | None, quiet: bool) -> int:
@@ -119,8 +165,13 @@ def replay(case_file: str, json_file: str | None, save: str | None, quiet: bool)
 
 @_group.command()
 @click.argument("folder", metavar="DIR", type=click.Path())
-@click.option("--json", "json_file", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write the report as JSON; - for standard output.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the report as JSON; - for standard output.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def recheck(folder: str, json_file: str | None, verbose: bool, quiet: bool) -> int:
@@ -143,17 +194,30 @@ def list_() -> None:
 
 
 @_group.command()
-@click.option("--strategy", metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-              help="How to synchronise; without it one process trains alone.")
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="How to synchronise; without it one process trains alone.",
+)
 @click.option("--world", type=int, default=None, metavar="N", help="Number of ranks. [1, or 4]")
 @click.option("--workload", default="vgg11", show_default=True, metavar="NAME")
 @click.option("--epochs", default=1, show_default=True, metavar="N")
 @click.option("--steps", type=int, metavar="N", help="Stop every epoch after N steps.")
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME")
-@click.option("--log-every", default=20, show_default=True, metavar="N",
-              help="Print the running loss every N steps; 0 for never.")
-@click.option("--json", "json_file", metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write the figures as JSON; - for standard output.")
+@click.option(
+    "--log-every",
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Print the running loss every N steps; 0 for never.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the figures as JSON; - for standard output.",
+)
 @_case_options
 def train(**asked: Any) -> int:
     """Plain training with a strategy: loss, accuracy and seconds per step.

@@ -87,7 +87,7 @@ class Step:
     def weight(self) -> float:
         """What a rank's mean gradient must be multiplied by so that a plain mean over the ranks
         equals the mean over all samples: samples * W / total. It is 1.0 for equal shards.
-        """  # noqa: D205
+        """
         return self.samples * self.world_size / self.total_samples
 
 
@@ -95,7 +95,7 @@ class Step:
 class Batch:
     """One rank's shard of one step: inputs [n, *sample shape], labels [n], ids [n] (dataset
     indices), and `total`, the number of samples over all ranks.
-    """  # noqa: D205
+    """
 
     inputs: "torch.Tensor"
     labels: "torch.Tensor"
@@ -152,9 +152,7 @@ def strategy(
     buffers: Literal["local", "rank 0"] = "local",
 ) -> Callable[[T], T]:
     """Declares the contract of the function or class below it; see `Contract` for the words."""
-    contract = Contract(
-        order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers
-    )
+    contract = Contract(order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers)
 
     def declare(target: T) -> T:
         setattr(target, CONTRACT_ATTRIBUTE, contract)

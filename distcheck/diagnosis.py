@@ -18,9 +18,7 @@ _SAME_CALLS = (
 )
 
 
-def diagnose(
-    outcomes: Sequence[Outcome], results: Sequence[CheckResult]
-) -> list[Diagnosis]:
+def diagnose(outcomes: Sequence[Outcome], results: Sequence[CheckResult]) -> list[Diagnosis]:
     """The causes behind a case's failures; nothing for a case that did not fail."""
     found = [*_from_outcomes(outcomes)]
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
@@ -88,7 +86,7 @@ def _from_outcomes(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
 def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """Ranks in different collectives, or waiting for one that has left: a mismatch. A rank that
     is in no collective, while the others wait for it: a hang of that rank's own.
-    """  # noqa: D205
+    """
     calls: dict[str, list[int]] = {}
     elsewhere = []
     for outcome in hung:
@@ -103,13 +101,11 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     parts += [f"{_ranks(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
     if len(calls) > 1 or (calls and finished):
-        return Diagnosis(
-            cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS
-        )
+        return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
     return Diagnosis(
         cause="hang",
         evidence=f"no progress until the deadline: {evidence}",
-        suggestion=f"the stack of {_ranks(elsewhere or list(calls.values())[0])} shows where",
+        suggestion=f"the stack of {_ranks(elsewhere or next(iter(calls.values())))} shows where",
     )
 
 

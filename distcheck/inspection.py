@@ -67,6 +67,33 @@ def environment() -> dict[str, Any]:
     }
 
 
+def examine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """What `distcheck doctor` asks of a process with torch in it; JSON."""
+    import torch.distributed as dist
+
+    seeds.pin_determinism()
+    built = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    cuda = "cuda (built in)" if torch.backends.cuda.is_built() else "no cuda"
+    try:
+        import torchvision
+
+        vision = f"loads, {torchvision.__version__}"
+    except Exception as error:
+        vision = f"does not load: {type(error).__name__}: {error}"
+    found = {
+        "environment": environment(),
+        "backends": [name for name, there in built.items() if there],
+        "devices": f"cpu, {cuda}; distcheck runs on cpu",
+        "torchvision": vision,
+    }
+    return msgspec.json.encode(found)
+
+
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as lines:

@@ -13,6 +13,7 @@ from distcheck.records import Case, ModelLayout
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.rendezvous import Rendezvous
 
+EXAMINE = "distcheck.inspection:examine"
 INSPECT = "distcheck.inspection:inspect_cases"
 PREPARE = "distcheck.datasets.files:prepare_job"
 CALIBRATE = "distcheck.oracles.calibration:calibrate_rank"
@@ -90,6 +91,47 @@ class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
     description: bytes
     has_data: bool
     has_baseline: bool
+
+
+class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Train for `epochs` epochs of at most `steps` steps (None: all of them), recording nothing.
+
+    An empty `case.strategy` synchronises nothing. Descriptors: the listening socket, then the
+    data (if `has_data`). Every rank says an `EpochFigures` per epoch, rank 0 a `RunningLoss`
+    every `log_every` steps.
+    """
+
+    case: Case
+    rendezvous: Rendezvous
+    description: bytes
+    has_data: bool
+    epochs: int
+    steps: int | None
+    log_every: int
+
+
+class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0's mean loss since it last said one."""
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float
+
+
+class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One rank's epoch: summed loss over its samples, and seconds of every step.
+
+    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0.
+    """
+
+    rank: int
+    epoch: int
+    loss_sum: float
+    samples: int
+    step_s: tuple[float, ...]
+    correct: int
+    tested: int
 
 
 class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):

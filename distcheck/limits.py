@@ -35,8 +35,7 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
     Local gradients are stored once per rank, everything else once where the ranks agree.
     """
     model = sum(
-        _size(layout, kind)
-        for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
+        _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
     )
     saved = facts.saved_bytes_per_sample * case.batch
     ranks = case.world * (_PER_RANK_BYTES + model) + saved

@@ -64,9 +64,7 @@ def workload_names() -> dict[str, str]:
     """The built-in workloads: name to module."""
     package = "distcheck.workloads"
     folder = Path(__file__).parent / "workloads"
-    return {
-        found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])
-    }
+    return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
 
 
 def summary_of(module: str) -> str:
@@ -263,9 +261,7 @@ def _adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Modu
         parameters = inspect.signature(sync).parameters.values()
     except (TypeError, ValueError):
         return sync
-    positional = [
-        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -47,6 +47,19 @@ def check_request(request: Request) -> None:
     for spec in request.workloads:
         loading.check_spelling("workload", spec, loading.workload_names())
     datasets.check_dataset(request.data)
+    _check_numbers(request)
+    if request.dtype is not None and request.dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
+    if request.backend not in backends.backend_names():
+        raise CannotRunError(
+            f"backend {request.backend!r} is not available; available is "
+            f"{', '.join(backends.backend_names())}"
+        )
+    if request.device != "cpu":
+        raise CannotRunError(f"device {request.device!r} is not available; available is cpu")
+
+
+def _check_numbers(request: Request) -> None:
     for what, value, least in (
         ("--batch", request.batch, 1),
         ("--steps", request.steps, 1),
@@ -64,15 +77,6 @@ def check_request(request: Request) -> None:
                 f"--batch {request.batch} is smaller than --world {world}: a rank would have no "
                 f"sample; give --batch {world} or more, or fewer ranks"
             )
-    if request.dtype is not None and request.dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
-    if request.backend not in backends.backend_names():
-        raise CannotRunError(
-            f"backend {request.backend!r} is not available; available is "
-            f"{', '.join(backends.backend_names())}"
-        )
-    if request.device != "cpu":
-        raise CannotRunError(f"device {request.device!r} is not available; available is cpu")
 
 
 def plan_cases(request: Request) -> list[Case]:
@@ -211,9 +215,7 @@ def _layers(
 
 
 def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
-    return lattice.why_not_exact(
-        contract, dtype=case.dtype, world=case.world, shard_sizes=sizes
-    )
+    return lattice.why_not_exact(contract, dtype=case.dtype, world=case.world, shard_sizes=sizes)
 
 
 def _fallback_note(
@@ -230,9 +232,7 @@ def _fallback_note(
 class _Owed:
     """How much each check must compare: everything, on every rank, at every step."""
 
-    def __init__(
-        self, case: Case, model: ModelLayout, sizes: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, case: Case, model: ModelLayout, sizes: Sequence[Sequence[int]]) -> None:
         self._case, self._model, self._sizes = case, model, sizes
 
     def check(
@@ -259,9 +259,7 @@ class _Owed:
     def initial(self) -> Compared:
         tensors = (*self._model.parameters, *self._model.buffers)
         elements = sum(t.elements for t in tensors) * self._case.world
-        return Compared(
-            tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1
-        )
+        return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
 
     def rerun(self) -> PlannedCheck:
         model, case = self._model, self._case
@@ -276,6 +274,4 @@ class _Owed:
 
     def _all(self, tensors: int, elements: int) -> Compared:
         case = self._case
-        return Compared(
-            tensors=tensors, elements=elements, ranks=case.world, steps=case.steps
-        )
+        return Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)

@@ -42,11 +42,7 @@ def stretch_of(step: int, *, size: int, batch: int, world: int) -> Stretch:
     return Stretch(epoch, first, min(batch, size - first))
 
 
-def shard_sizes(
-    steps: int, *, size: int, batch: int, world: int
-) -> list[list[int]]:
+def shard_sizes(steps: int, *, size: int, batch: int, world: int) -> list[list[int]]:
     """Per step, how many samples each rank reads."""
-    stretches = (
-        stretch_of(step, size=size, batch=batch, world=world) for step in range(steps)
-    )
+    stretches = (stretch_of(step, size=size, batch=batch, world=world) for step in range(steps))
     return [[s.shard_size(world, rank) for rank in range(world)] for s in stretches]

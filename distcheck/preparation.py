@@ -43,9 +43,7 @@ class Data:
 
 
 @contextlib.contextmanager
-def prepared_data(
-    pool: Pool, name: str, data_dir: str | None, *, download: bool
-) -> Iterator[Data]:
+def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
     """Reads a data set of files once, in a process of its own. Raises CannotRunError."""
     if name not in FILE_DATASETS:
         yield Data()
@@ -80,9 +78,7 @@ def plan_runs(
     calibrations: dict[tuple[str, int], Calibration] = {}
     runs = []
     for case, about in zip(cases, facts, strict=True):
-        sizes = shard_sizes(
-            case.steps, size=about.train_size, batch=case.batch, world=case.world
-        )
+        sizes = shard_sizes(case.steps, size=about.train_size, batch=case.batch, world=case.world)
         layout = TraceLayout(
             world=case.world,
             steps=case.steps,
@@ -92,7 +88,7 @@ def plan_runs(
         limits.check_room(case, about, layout)
         key = (case.backend, case.world)
         if key not in calibrations:
-            calibrations[key] = _calibrate(pool, case, cases, facts)
+            calibrations[key] = _calibrate_for(pool, case, cases, facts)
         planned = plan.plan_checks(
             case,
             about.contract,
@@ -107,7 +103,7 @@ def plan_runs(
     return runs
 
 
-def _calibrate(
+def _calibrate_for(
     pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
 ) -> Calibration:
     """Tries the orders that any case on this world relies on, in a world of this size."""
@@ -121,33 +117,50 @@ def _calibrate(
     wanted = tuple(tag for order, tag in tags.items() if order in orders)
     if not wanted or case.world == 1:
         return Calibration(failures={})
-
-    def payload(rendezvous: Rendezvous) -> bytes:
-        job = CalibrationJob(
-            rendezvous=rendezvous, orders=wanted, dtypes=tuple(sorted(dtypes))
-        )
-        return msgspec.msgpack.encode(job)
-
-    world = start_world(
+    return calibrate(
         pool,
-        target=CALIBRATE,
         backend=case.backend,
-        size=case.world,
-        payload=payload,
-        fds=[],
+        world=case.world,
+        orders=wanted,
+        dtypes=tuple(sorted(dtypes)),
         deadline_s=case.deadline_s,
     )
-    run_until_over(pool, world)
+
+
+def calibrate(
+    pool: Pool,
+    *,
+    backend: str,
+    world: int,
+    orders: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    deadline_s: float,
+) -> Calibration:
+    """Runs a calibrating world. Raises CannotRunError where not even that works."""
+
+    def payload(rendezvous: Rendezvous) -> bytes:
+        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes)
+        return msgspec.msgpack.encode(job)
+
+    ranks = start_world(
+        pool,
+        target=CALIBRATE,
+        backend=backend,
+        size=world,
+        payload=payload,
+        fds=[],
+        deadline_s=deadline_s,
+    )
+    run_until_over(pool, ranks)
     try:
-        if not world.succeeded:
-            failed = next(c for c in world.children if c.done is None)
+        if not ranks.succeeded:
+            failed = next(c for c in ranks.children if c.done is None)
             raise CannotRunError(
-                f"a plain all_reduce over {case.world} ranks on {case.backend} failed: "
-                f"{error_of(failed)}"
+                f"a plain all_reduce over {world} ranks on {backend} failed: {error_of(failed)}"
             )
-        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in world.results]
+        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
     finally:
-        world.close()
+        ranks.close()
     failures: dict[str, str] = {}
     for answer in answers:
         for tag, failure in answer.failures.items():

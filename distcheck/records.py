@@ -26,11 +26,7 @@ def number(value: float) -> Number:
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the records below: immutable, built by keyword, encodable as JSON and msgpack."""
-
-
-class Case(Record):
+class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to run and judge. Holds names, not objects: it is the replay token."""
 
     id: str
@@ -50,7 +46,7 @@ class Case(Record):
     rerun: bool = True
 
 
-class TensorSpec(Record):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name, shape and dtype (as torch spells it, without `torch.`) of one tensor."""
 
     name: str
@@ -63,7 +59,7 @@ class TensorSpec(Record):
         return math.prod(self.shape)
 
 
-class ModelLayout(Record):
+class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Every tensor that a trace of one model holds.
 
     `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`.
@@ -74,7 +70,7 @@ class ModelLayout(Record):
     optimizer: tuple[TensorSpec, ...]
 
 
-class Outcome(Record):
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended. `detail` is for a person: a traceback, a signal, a stack."""
 
     rank: int
@@ -82,7 +78,7 @@ class Outcome(Record):
     detail: str = ""
 
 
-class Compared(Record):
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """What a check really compared: distinct tensors, ranks, steps, and elements over all."""
 
     tensors: int = 0
@@ -91,7 +87,7 @@ class Compared(Record):
     steps: int = 0
 
 
-class Difference(Record):
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 
     `error` and `bound` share a unit; `unit` says which. For a rule about a whole tensor
@@ -110,7 +106,7 @@ class Difference(Record):
     unit: str = "absolute"
 
 
-class CheckResult(Record):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one check said about one layer of expectation of one case."""
 
     check: str
@@ -122,7 +118,7 @@ class CheckResult(Record):
     reason: str = ""
 
 
-class Diagnosis(Record):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """A named cause, the evidence for it, and one suggestion."""
 
     cause: str
@@ -130,7 +126,7 @@ class Diagnosis(Record):
     suggestion: str
 
 
-class CaseReport(Record):
+class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, how its ranks ended, and what every check said."""
 
     case: Case
@@ -149,7 +145,7 @@ class CaseReport(Record):
         return any(outcome.outcome != "finished" for outcome in self.outcomes)
 
 
-class Report(Record):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over all cases. `distcheck.reports` turns it into text or JSON."""
 
     environment: dict[str, Any]

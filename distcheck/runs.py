@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from distcheck.errors import CannotRunError, ExitCode
+from distcheck.errors import CannotRunError
 from distcheck.records import Case, Report
 from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
@@ -26,7 +26,7 @@ def verify_command(
     download: bool = False,
 ) -> int:
     """Runs cases and shows the report; returns the exit code."""
-    _check_writable(json_file)
+    check_writable(json_file)
     keep = Store.by_default() if save is None else Store.at(Path(save))
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
@@ -42,7 +42,7 @@ def verify_command(
 
 def recheck_command(folder: str, *, json_file: str | None, verbose: bool, quiet: bool) -> int:
     """Judges a saved run again and shows the report; returns the exit code."""
-    _check_writable(json_file)
+    check_writable(json_file)
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
         return recheck(Path(folder), pool=pool, listener=listener)
@@ -69,7 +69,7 @@ def _show(
     if json_file != "-":
         render(report, console_for(), verbose=verbose, quiet=quiet)
     if json_file is not None:
-        _write(json_file, render_json(report))
+        write_text(json_file, render_json(report))
     if interrupted:
         judged = sum(case.verdict != "unknown" for case in report.cases)
         click.echo(
@@ -82,7 +82,7 @@ def _show(
     return int(report.exit_code)
 
 
-def _check_writable(path: str | None) -> None:
+def check_writable(path: str | None) -> None:
     """Raises before anything runs: a verdict that cannot be written is a verdict lost."""
     if path is None or path == "-":
         return
@@ -93,7 +93,8 @@ def _check_writable(path: str | None) -> None:
         raise CannotRunError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """Writes a file, or standard output for "-". Raises CannotRunError."""
     if path == "-":
         click.echo(text, nl=False)
         return
@@ -101,6 +102,3 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text)
     except OSError as error:
         raise CannotRunError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-__all__ = ["ExitCode", "recheck_command", "verify_command"]

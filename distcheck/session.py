@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import msgspec
@@ -208,9 +209,7 @@ class Session:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
         self._judge_whole_run_if_due(run)
 
-    def _first_world_over(
-        self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool
-    ) -> None:
+    def _first_world_over(self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool) -> None:
         run.outcomes = outcomes
         self._plan_step_judges(run)
         if not succeeded:
@@ -234,7 +233,7 @@ class Session:
             return [tuple(range(steps))]
         judges = min(steps, 2 * self._most_judges)
         bounds = [steps * k // judges for k in range(judges + 1)]
-        return [tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
     def _judge_whole_run_if_due(self, run: CaseRun) -> None:
         if run.worlds_left:

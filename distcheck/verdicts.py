@@ -11,7 +11,6 @@ from distcheck.plan import PlannedCheck
 from distcheck.records import CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.session import CaseRun
 
-
 # Settings and versions that the bits of a float computation depend on.
 BIT_SETTINGS = ("torch", "cpu", "cpu_capability", "threads", "mkldnn")
 

@@ -1,11 +1,11 @@
 """The numbered story of a verification: plan, look, calibrate, run, judge, report.
 
-    1  plan       what was asked for becomes cases                     plan.py
-    2  prepare    data files are read once, into shared memory         preparation.py
-    3  inspect    strategies, workloads and the machine are looked at  inspection.py
-    4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
-    5  run        worlds train and record; judges compare              session.py, judge.py
-    6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
+1  plan       what was asked for becomes cases                     plan.py
+2  prepare    data files are read once, into shared memory         preparation.py
+3  inspect    strategies, workloads and the machine are looked at  inspection.py
+4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
+5  run        worlds train and record; judges compare              session.py, judge.py
+6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
 """
 
 import atexit
@@ -114,9 +114,7 @@ def run_cases(
     pool.wait_ready()
     data_name = next((c.data for c in cases if c.data != "lattice"), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
-    with preparation.prepared_data(
-        pool, data_name, cases[0].data_dir, download=download
-    ) as data:
+    with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
         listener.preparing("calibrating reduction orders")
@@ -208,8 +206,7 @@ class _Book:
     def report(self, *, interrupted: bool) -> Report:
         """The report over all cases; those that never finished are unknown."""
         cases = tuple(
-            self._reports.get(run.case.id)
-            or verdicts.report_of(run, replay=self._replay(run.case))
+            self._reports.get(run.case.id) or verdicts.report_of(run, replay=self._replay(run.case))
             for run in self._runs
         )
         report = Report(
@@ -252,9 +249,7 @@ class _Book:
 
 
 def _run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
-    run = CaseRun(
-        saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout
-    )
+    run = CaseRun(saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout)
     run.trace_fd, run.rerun_fd = [*fds, -1, -1][:2]
     run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
     run.notes = list(saved.notes)

@@ -24,9 +24,7 @@ def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[in
     segments = _round_up(max(-(-total // most), 2 * world), world)
     segment = _round_up(-(-total // segments), element_bytes)
     chunk = segment * (segments // world) // element_bytes
-    return [
-        (min(c * chunk, elements), min((c + 1) * chunk, elements)) for c in range(world)
-    ]
+    return [(min(c * chunk, elements), min((c + 1) * chunk, elements)) for c in range(world)]
 
 
 def all_reduce_sum(shards: list[torch.Tensor]) -> torch.Tensor:

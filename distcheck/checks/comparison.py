@@ -76,9 +76,7 @@ def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) ->
     worst = int(share.nan_to_num(nan=math.inf).argmax())
     ok = not bool(fails.any())
     first = None if ok else _place(actual, expected, bound, int(fails.int().argmax()))
-    return Comparison(
-        ok, actual.numel(), worst=_place(actual, expected, bound, worst), first=first
-    )
+    return Comparison(ok, actual.numel(), worst=_place(actual, expected, bound, worst), first=first)
 
 
 def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Comparison:
@@ -126,9 +124,7 @@ def _distance(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         return (actual.to(torch.complex128) - expected.to(torch.complex128)).abs()
     distance = (actual.double() - expected.double()).abs()
     # Infinity minus itself is not a number: equal infinities are no difference, others endless.
-    return torch.where(
-        distance.isnan(), torch.where(actual == expected, 0.0, math.inf), distance
-    )
+    return torch.where(distance.isnan(), torch.where(actual == expected, 0.0, math.inf), distance)
 
 
 def _place(

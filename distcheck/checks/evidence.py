@@ -15,7 +15,7 @@ from distcheck.traces.reader import TraceReader
 
 @dataclass(frozen=True)
 class Evidence:
-    """A trace, the steps to judge in it, what is expected, and the rerun's trace if there is one."""
+    """A trace, what is expected at each step to judge, and the rerun's trace if there is one."""
 
     ingredients: Ingredients
     contract: Contract

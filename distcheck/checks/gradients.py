@@ -43,7 +43,9 @@ def _comparison(
     expectation: StepExpectation, layer: str, index: int, spec: TensorSpec
 ) -> Compare | None:
     if layer == "lattice":
-        return partial(equal_numbers, expected=as_tensor(spec, expectation.lattice.synced[spec.name]))
+        return partial(
+            equal_numbers, expected=as_tensor(spec, expectation.lattice.synced[spec.name])
+        )
     if layer == "X":
         exact = expectation.order_exact[index]
         return None if exact is None else partial(bitwise, expected=exact)

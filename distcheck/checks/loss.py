@@ -40,9 +40,7 @@ def _compare_mean(expectation: StepExpectation, tally: Tally) -> None:
         for header, weight in zip(expectation.headers, expectation.weights, strict=True)
     )
     expected = expectation.full_batch.loss
-    comparison = by_norm(
-        _scalar(mean), _scalar(expected), loss_tolerance(tally.layer, expected)
-    )
+    comparison = by_norm(_scalar(mean), _scalar(expected), loss_tolerance(tally.layer, expected))
     for rank in range(world):
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
 

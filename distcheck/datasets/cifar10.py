@@ -39,7 +39,7 @@ class CIFAR10Files:
     def read(self, root: Path, *, train: bool) -> Split:
         """Through torchvision's own reader. Checksums are remarked on, not required: people
         verify on excerpts, too.
-        """  # noqa: D205
+        """
         data = _without_checksums()(str(root), train=train, download=False)
         images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(data.targets))

@@ -2,6 +2,8 @@
 
 from functools import cached_property
 
+import torch
+
 from distcheck.contract import Contract
 from distcheck.oracles import order_exact, rounding
 from distcheck.oracles.full_batch import (
@@ -15,8 +17,6 @@ from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import ShardReference, ShardResult
 from distcheck.ranks.training import Ingredients
 from distcheck.traces.reader import StepHeader, TraceReader
-
-import torch
 
 
 class StepExpectation:
@@ -109,9 +109,7 @@ class StepExpectation:
 class References:
     """The models that expectations are computed with, built once per process."""
 
-    def __init__(
-        self, ingredients: Ingredients, contract: Contract, trace: TraceReader
-    ) -> None:
+    def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._lattice: list[LatticeStep] = []
 

@@ -105,7 +105,7 @@ class FullBatchReference:
         before = torch.get_rng_state()
         with _ghost_batches(self._model, [len(s) for s in shards] if ghost else [len(ids)]):
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[p.grad for _, p in trainable(self._model)],
@@ -115,7 +115,7 @@ class FullBatchReference:
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
         """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of
         the full batch as one machine would normalise it.
-        """  # noqa: D205
+        """
         true, seen = self._flat(self.run(step, ghost=False)), self._flat(ghost)
         return float((seen - true).norm() / true.norm())
 

@@ -127,9 +127,7 @@ class LatticeOracle:
             losses=[scale * c.loss for scale, c in zip(scales, sums, strict=True)],
         )
 
-    def _check(
-        self, sums: "list[_Contributions]", odds: list[int], world: int, total: int
-    ) -> None:
+    def _check(self, sums: "list[_Contributions]", odds: list[int], world: int, total: int) -> None:
         weighted = [odd * world * c.largest for odd, c in zip(odds, sums, strict=True)]
         local = max(_odd(total) * c.largest for c in sums)
         activation = max(c.largest_activation for c in sums)
@@ -178,9 +176,7 @@ class _Contributions:
         rows, bias = weights["dense.weight"], weights["dense.bias"]
         active = []
         for h in range(_HIDDEN):
-            products = [
-                rows[h * _FEATURES + j] * x[j] for j in range(_FEATURES)
-            ] + [bias[h]]
+            products = [rows[h * _FEATURES + j] * x[j] for j in range(_FEATURES)] + [bias[h]]
             self._note_activation(sum(map(abs, products)))
             active.append(cotangents[h] if sum(products) > 0 else 0)
         self._put("dense.weight", [c * f for c in active for f in x])
@@ -235,7 +231,7 @@ def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
 def _initial(position: int, count: int) -> Vector:
     """The parameter's position in the model decides its column: parameters of the module
     itself come first (scale, table), then those of its layers in order (dense, head, conv).
-    """  # noqa: D205
+    """
     return [mixed(element, position, 3) for element in range(count)]
 
 

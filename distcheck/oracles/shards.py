@@ -45,9 +45,7 @@ def load_state(
 class ShardReference:
     """Runs shards one after the other on a single model."""
 
-    def __init__(
-        self, ingredients: Ingredients, contract: Contract, trace: TraceReader
-    ) -> None:
+    def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         seeds.pin_determinism()
         self._model = ingredients.model()
@@ -72,7 +70,7 @@ class ShardReference:
         weight = len(header.ids) * len(headers) / total
         if self._contract.weighting == "loss" and weight != 1.0:
             loss = loss * weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return ShardResult(
             loss=loss_value,
             gradients=[p.grad for _, p in trainable(self._model)],

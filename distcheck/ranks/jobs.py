@@ -1,14 +1,18 @@
 """The jobs of a rank: to train and record, or only to train."""
 
+from collections.abc import Iterator
+
 import msgspec
 import torch
 
 from distcheck import seeds
-from distcheck.jobs import RecordJob
-from distcheck.loading import load_strategy
+from distcheck.contract import Contract
+from distcheck.jobs import EpochFigures, RecordJob, RunningLoss, TrainJob
+from distcheck.loading import LoadedStrategy, load_strategy
+from distcheck.positions import steps_per_epoch
 from distcheck.ranks.loop import Loop
-from distcheck.ranks.recorder import TraceRecorder
-from distcheck.ranks.training import open_ingredients
+from distcheck.ranks.recorder import Observer, TraceRecorder
+from distcheck.ranks.training import Ingredients, open_ingredients
 from distcheck.traces.writer import TraceWriter
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import join
@@ -36,3 +40,101 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     reporter.progress(job.case.steps, "close")
     loop.close()
     return str(torch.get_num_threads()).encode()
+
+
+def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Runs one rank that only trains."""
+    job = msgspec.msgpack.decode(payload, type=TrainJob)
+    data_fd = fds[1] if job.has_data else None
+    case, rank = job.case, job.rendezvous.rank
+    seeds.pin_determinism()
+    join(job.rendezvous, fds[0])
+    ingredients = open_ingredients(case, job.description, data_fd)
+    strategy = load_strategy(case.strategy) if case.strategy else alone()
+    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    size = ingredients.samples.size(train=True)
+    per_epoch = steps_per_epoch(size, case.batch, case.world)
+    for epoch in range(job.epochs):
+        figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
+        if rank == 0:
+            correct = sum(_count_correct(ingredients, loop.model, reporter))
+            tested = ingredients.samples.size(train=False)
+            figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
+        reporter.say(msgspec.msgpack.encode(figures))
+    loop.close()
+    return b""
+
+
+def _train_epoch(
+    job: TrainJob, loop: Loop, epoch: int, per_epoch: int, reporter: Reporter
+) -> EpochFigures:
+    rank = job.rendezvous.rank
+    steps = per_epoch if job.steps is None else min(job.steps, per_epoch)
+    loss_sum, samples, spent, recent = 0.0, 0, [], []
+    for number in range(steps):
+        loss, size, seconds = loop.step(epoch * per_epoch + number)
+        loss_sum, samples = loss_sum + loss * size, samples + size
+        spent.append(seconds)
+        recent.append(loss)
+        if rank == 0 and job.log_every and (number + 1) % job.log_every == 0:
+            mean = sum(recent) / len(recent)
+            running = RunningLoss(epoch=epoch, step=number + 1, steps=steps, loss=mean)
+            reporter.say(msgspec.msgpack.encode(running))
+            recent = []
+    return EpochFigures(
+        rank=rank,
+        epoch=epoch,
+        loss_sum=loss_sum,
+        samples=samples,
+        step_s=tuple(spent),
+        correct=0,
+        tested=0,
+    )
+
+
+def _count_correct(
+    ingredients: Ingredients, model: torch.nn.Module, reporter: Reporter
+) -> Iterator[int]:
+    """Right answers per batch of the test split, with the model in evaluation mode."""
+    size, batch = ingredients.samples.size(train=False), ingredients.case.batch
+    model.eval()
+    with torch.no_grad():
+        for number, first in enumerate(range(0, size, batch)):
+            reporter.progress(number, "test")
+            ids = torch.arange(first, min(first + batch, size))
+            inputs, labels = ingredients.samples.read(ids, train=False, dtype=ingredients.dtype)
+            yield int((model(inputs).argmax(1) == labels).sum())
+    model.train()
+
+
+def alone() -> LoadedStrategy:
+    """No synchronisation: what a single process does."""
+    return LoadedStrategy(
+        contract=Contract(),
+        file="",
+        wrap=lambda model: model,
+        scale_loss=lambda loss, step: loss,
+        sync=lambda model, step: None,
+        close=lambda: None,
+    )
+
+
+class Unwatched(Observer):
+    """An observer that looks away."""
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Nothing."""
+
+    def started(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing."""
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """Nothing."""
+
+    def synced(self, step: int, model: torch.nn.Module) -> None:
+        """Nothing."""
+
+    def updated(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """Nothing."""

@@ -72,7 +72,7 @@ class Loop:
         loss_value = float(loss.detach())
         scaled = self._strategy.scale_loss(loss, step)
         progress(number, "backward")
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
         progress(number, "sync")
         self._strategy.sync(self.wrapped, step)
         self._observer.synced(number, self.model)

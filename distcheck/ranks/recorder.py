@@ -109,9 +109,7 @@ class TraceRecorder:
             self._ready.append(index)
         self._writer.put(Kind.LOCAL_GRADIENT, self._step, index, gradient)
 
-    def _record_state(
-        self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
         found: dict[str, torch.Tensor] = dict(trainable(model))
         for index, spec in enumerate(model_layout.parameters):

@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import IO
 
 import msgspec
 from rich.console import Console
@@ -24,11 +25,15 @@ from distcheck.records import (
 )
 from distcheck.reports.wording import count, describe_place, describe_worst
 
-_STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow", "fail": "bold red"}
+_STYLE: dict[VerdictName, str] = {
+    "pass": "bold green",
+    "unknown": "bold yellow",
+    "fail": "bold red",
+}
 _DETAIL_LINES = 14  # of a rank's traceback or stack
 
 
-def console_for(stream: io.TextIOBase | None = None, *, width: int | None = None) -> Console:
+def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
     """A console that keeps to NO_COLOR, to the terminal's width, and to 100 columns elsewhere."""
     console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
@@ -218,7 +223,11 @@ def _describe_outcome(outcome: Outcome) -> str:
     lines = outcome.detail.splitlines()
     if len(lines) > _DETAIL_LINES:
         left_out = len(lines) - _DETAIL_LINES
-        lines = [lines[0], f"  ... {left_out} lines more in the JSON report ...", *lines[-_DETAIL_LINES + 1 :]]
+        lines = [
+            lines[0],
+            f"  ... {left_out} lines more in the JSON report ...",
+            *lines[-_DETAIL_LINES + 1 :],
+        ]
     return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])
 
 
@@ -232,7 +241,9 @@ def _one_line(cases: Sequence[CaseReport]) -> str:
     )
     text = f"{len(results)} checks, {elements / 1e6:.1f} M elements"
     if closest is not None:
-        text += f"; closest to its bound: {closest.check} {closest.layer}, {describe_worst(closest)}"
+        text += (
+            f"; closest to its bound: {closest.check} {closest.layer}, {describe_worst(closest)}"
+        )
     return text
 
 

@@ -37,7 +37,7 @@ HEADER = struct.Struct("<BxxxIdqI16s")  # written, samples, loss, epoch, RNG byt
 class Kind(IntEnum):
     """What is recorded of a step. The first two belong to a step, the others to a moment:
     slot k is the state before step k, slot k + 1 that after it.
-    """  # noqa: D205
+    """
 
     LOCAL_GRADIENT = 0
     GRADIENT = 1

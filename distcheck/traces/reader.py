@@ -8,9 +8,9 @@ import torch
 
 from distcheck.memory import mapped_tensor
 from distcheck.traces.layout import (
-    RNG_STATE_BYTES,
     ENTRY,
     HEADER,
+    RNG_STATE_BYTES,
     Kind,
     Source,
     State,
@@ -45,9 +45,7 @@ class Entry:
 class TraceReader:
     """Reads the trace behind a file descriptor, without copying; it may still be growing."""
 
-    def __init__(
-        self, fd: int, layout: TraceLayout, baseline: "TraceReader | None" = None
-    ) -> None:
+    def __init__(self, fd: int, layout: TraceLayout, baseline: "TraceReader | None" = None) -> None:
         self.layout = layout
         self._fd = fd
         self._baseline = baseline

@@ -73,7 +73,7 @@ class LatticeModel(nn.Module):
         outputs = self.head(F.relu(part["features"][:, :HEAD_FEATURES]))
         maps = F.relu(self.conv(image)).sum((2, 3))
         table = (_only_gradient(self.table) * self.pattern.to(inputs.dtype)).sum()
-        return (
+        per_sample: torch.Tensor = (
             part["loss"][:, 0]
             + (_only_gradient(hidden) * part["dense"]).sum(1)
             + (_only_gradient(outputs) * part["head"]).sum(1)
@@ -81,6 +81,7 @@ class LatticeModel(nn.Module):
             + _only_gradient(self.scale) * part["scale"][:, 0]
             + table * part["table"][:, 0]
         )
+        return per_sample
 
 
 def _only_gradient(value: torch.Tensor) -> torch.Tensor:

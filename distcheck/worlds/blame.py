@@ -85,9 +85,7 @@ def _without_plumbing(stacks: str) -> str:
     own = os.path.dirname(os.path.dirname(__file__))
     blocks = []
     for block in stacks.split("\n\n"):
-        lines = [
-            line for line in block.splitlines() if own not in line and "<string>" not in line
-        ]
+        lines = [line for line in block.splitlines() if own not in line and "<string>" not in line]
         frames = [line for line in lines if line.lstrip().startswith("File ")]
         waits = bool(frames) and all("/threading.py" in frame for frame in frames)
         if lines and not waits and not lines[0].startswith("Extension modules"):

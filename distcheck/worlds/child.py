@@ -1,5 +1,6 @@
 """What a forked process does before, during and after its job."""
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -39,6 +40,10 @@ class Reporter:
     def progress(self, step: int, phase: str) -> None:
         """Says which phase of which step begins: the sign of life that deadlines watch."""
         self.send(messages.Progress(step, phase))
+
+    def say(self, payload: bytes) -> None:
+        """Tells the front something that only this job's starter understands."""
+        self.send(messages.Said(payload))
 
 
 Target = Callable[[bytes, list[int], Reporter], bytes]
@@ -91,16 +96,12 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
 
 
 def _as_event(error: BaseException) -> messages.Raised:
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
     exit_code = int(error.exit_code) if isinstance(error, DistcheckError) else None
@@ -148,9 +149,9 @@ def last_collective() -> str:
     Empty where there was none, or torch has none.
     """
     try:
-        from torch._C import _distributed_c10d
+        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 
-        dump: dict[str, Any] = pickle.loads(_distributed_c10d._dump_fr_trace())
+        dump: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())
         entry = dump["entries"][-1]
     except (ImportError, AttributeError, KeyError, IndexError, RuntimeError):
         return ""

@@ -1,8 +1,8 @@
 """What front, helper and children say to each other: msgpack in frames of known length.
 
-    front -> helper    Spawn (with the child's file descriptors), Signal
-    helper -> front    Ready, Spawned, Exited
-    child -> front     Progress, Done, Raised, Stacks, over a pipe of the child's own
+front -> helper    Spawn (with the child's file descriptors), Signal
+helper -> front    Ready, Spawned, Exited
+child -> front     Progress, Said, Done, Raised, Stacks, over a pipe of the child's own
 """
 
 import os
@@ -68,6 +68,12 @@ class Progress(msgspec.Struct, tag=True):
     phase: str
 
 
+class Said(msgspec.Struct, tag=True):
+    """A child tells the front something that only its own job understands."""
+
+    payload: bytes
+
+
 class Done(msgspec.Struct, tag=True):
     """A child's job returned."""
 
@@ -97,7 +103,7 @@ class Stacks(msgspec.Struct, tag=True):
 
 Request = Spawn | Signal
 Notice = Ready | Spawned | Exited
-Event = Progress | Done | Raised | Stacks
+Event = Progress | Said | Done | Raised | Stacks
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -39,7 +39,7 @@ class Child:
     progress: messages.Progress | None = None
     progress_count: int = 0
     on_progress: Callable[[messages.Progress], None] | None = None
-    on_output: Callable[[bytes], None] | None = None
+    on_said: Callable[[bytes], None] | None = None
     _output: deque[bytes] = field(default_factory=deque)
     _output_bytes: int = 0
     _events_fd: int = -1
@@ -65,6 +65,9 @@ class Child:
             self.progress_count += 1
             if self.on_progress is not None:
                 self.on_progress(event)
+        elif isinstance(event, messages.Said):
+            if self.on_said is not None:
+                self.on_said(event.payload)
         elif isinstance(event, messages.Done):
             self.done = event
         elif isinstance(event, messages.Raised):
@@ -73,9 +76,7 @@ class Child:
             self.stacks = event
 
     def take_output(self, data: bytes) -> None:
-        """Keeps the end of the output, and passes it on to whoever listens."""
-        if self.on_output is not None:
-            self.on_output(data)
+        """Keeps the end of the output."""
         self._output.append(data)
         self._output_bytes += len(data)
         while self._output_bytes - len(self._output[0]) >= _OUTPUT_KEPT_BYTES:
@@ -94,7 +95,7 @@ class Pool:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._notices = messages.Frames(messages.Notice)
-        self._helper_output = tempfile.TemporaryFile()
+        self._helper_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._ready: messages.Ready | None = None
 
     @property
@@ -295,7 +296,7 @@ class Pool:
 
     def _read(self, fd: int) -> list[bytes]:
         """Everything that is there now; unregisters the descriptor at its end."""
-        parts = []
+        parts: list[bytes] = []
         while True:
             try:
                 data = os.read(fd, 65536)

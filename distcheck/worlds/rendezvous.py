@@ -19,7 +19,7 @@ _MARGIN_S = 120.0
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks meet. `deadline_s` is the world's; collectives wait longer than it, so
     that a hang is seen from outside, with every rank's stack, before it becomes a timeout.
-    """  # noqa: D205
+    """
 
     backend: str
     rank: int
@@ -57,7 +57,7 @@ def join(rendezvous: Rendezvous, listen_fd: int) -> None:
     serving = rendezvous.rank == 0
     if not serving:
         os.close(listen_fd)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1",
         rendezvous.port,
         rendezvous.world,

@@ -41,6 +41,5 @@ class StallWatch:
         else:
             self._idle_s += elapsed
         return (
-            self._idle_s >= self._deadline_s
-            or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
+            self._idle_s >= self._deadline_s or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
         )

@@ -1,15 +1,13 @@
 """One world of ranks: started together, watched, and ended together.
 
-    running     until every rank has reported, or one failed, or all stalled
-    asking      ranks that are still there are asked for their stacks
-    ending      whoever has not reported is killed
-    over        every rank is gone, and how each ended is known
+running     until every rank has reported, or one failed, or all stalled
+asking      ranks that are still there are asked for their stacks
+ending      whoever has not reported is killed
+over        every rank is gone, and how each ended is known
 """
 
-import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from enum import Enum, auto
