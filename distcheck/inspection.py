@@ -10,10 +10,10 @@ import msgspec
 import torch
 
 from distcheck import __version__, seeds
+from distcheck.contract import Contract
 from distcheck.jobs import CaseFacts, Facts, InspectionJob
 from distcheck.loading import load_strategy
 from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
-from distcheck.records import ModelLayout
 from distcheck.worlds.child import Reporter
 
 
@@ -22,29 +22,17 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     job = msgspec.msgpack.decode(payload, type=InspectionJob)
     data_fd = fds[0] if job.has_data else None
     seeds.pin_determinism()
-    known: dict[tuple[str, str], tuple[ModelLayout, int, int, bool]] = {}
+    known: dict[tuple[str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
         reporter.progress(0, f"inspect {case.id}")
         strategy = load_strategy(case.strategy)
         key = (case.workload, case.dtype)
         if key not in known:
-            ingredients = open_ingredients(case, job.description, data_fd)
-            known[key] = (
-                describe_model(ingredients),
-                ingredients.samples.size(train=True),
-                _saved_bytes_per_sample(ingredients),
-                ingredients.loaded.sampler is not None,
-            )
-        model, size, saved, own_sampler = known[key]
+            known[key] = _look_at(open_ingredients(case, job.description, data_fd))
         facts.append(
-            CaseFacts(
-                contract=strategy.contract,
-                strategy_file=strategy.file,
-                model=model,
-                train_size=size,
-                saved_bytes_per_sample=saved,
-                own_sampler=own_sampler,
+            msgspec.structs.replace(
+                known[key], contract=strategy.contract, strategy_file=strategy.file
             )
         )
     return msgspec.msgpack.encode(Facts(environment=environment(), cases=tuple(facts)))
@@ -105,18 +93,28 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _saved_bytes_per_sample(ingredients: Ingredients) -> int:
-    """What one sample's forward pass keeps for backward, from a pass over two samples."""
-    total = 0
+def _look_at(ingredients: Ingredients) -> CaseFacts:
+    """What there is to know of a workload, from a forward pass over two samples."""
+    saved_bytes = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
+        nonlocal saved_bytes
         if not isinstance(tensor, torch.nn.Parameter):
-            total += tensor.numel() * tensor.element_size()
+            saved_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     model = ingredients.model()
     batch = ingredients.batch(torch.arange(2), 2)
+    before = torch.get_rng_state()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         ingredients.loaded.workload.loss(model, batch)
-    return total // 2
+    draws = not torch.equal(before, torch.get_rng_state())
+    return CaseFacts(
+        contract=Contract(),
+        strategy_file="",
+        model=describe_model(ingredients),
+        train_size=ingredients.samples.size(train=True),
+        saved_bytes_per_sample=saved_bytes // 2,
+        own_sampler=ingredients.loaded.sampler is not None,
+        draws_random_numbers=draws,
+    )

@@ -49,6 +49,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     train_size: int
     saved_bytes_per_sample: int
     own_sampler: bool
+    draws_random_numbers: bool
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import msgspec
 from distcheck import backends, datasets, loading
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.jobs import CaseFacts
 from distcheck.oracles import lattice
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 
@@ -164,16 +165,12 @@ class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_checks(
-    case: Case,
-    contract: Contract,
-    model: ModelLayout,
-    *,
-    sizes: Sequence[Sequence[int]],
-    calibration_failure: str,
+    case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
     """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
+    model = facts.model
     owes = _Owed(case, model, sizes)
-    exact, bounded, semantic = _layers(case, contract, sizes, calibration_failure)
+    exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else "X"
     gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
     planned = [
@@ -195,7 +192,7 @@ def plan_checks(
     planned.append(owes.check("agreement", "-", compared))
     if case.rerun:
         planned.append(owes.rerun())
-    note = _fallback_note(case, contract, sizes, calibration_failure)
+    note = _fallback_note(case, facts, sizes, calibration_failure)
     return [
         msgspec.structs.replace(p, note=note) if (p.check, p.layer) == ("gradients", "R") else p
         for p in planned
@@ -203,15 +200,21 @@ def plan_checks(
 
 
 def _layers(
-    case: Case, contract: Contract, sizes: Sequence[Sequence[int]], calibration_failure: str
+    case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
     """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
     if "lattice" in case.layers:
-        inexact = _lattice_inexact(case, contract, sizes)
+        inexact = _lattice_inexact(case, facts.contract, sizes)
         return ("", "R", []) if inexact else ("lattice", "", [])
-    exact = "X" if "X" in case.layers and contract.order and not calibration_failure else ""
-    bounded = "R" if "R" in case.layers else ""
-    return exact, bounded, [layer for layer in ("S32", "S64") if layer in case.layers]
+    order = facts.contract.order
+    exact = "X" if "X" in case.layers and order and not calibration_failure else ""
+    # A forward pass over the whole batch would draw other random numbers than the shards did.
+    no_full_batch = facts.draws_random_numbers
+    bounded = "R" if "R" in case.layers or no_full_batch else ""
+    semantic: list[str] = [
+        layer for layer in ("S32", "S64") if layer in case.layers and not no_full_batch
+    ]
+    return exact, bounded, semantic
 
 
 def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
@@ -219,14 +222,20 @@ def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[in
 
 
 def _fallback_note(
-    case: Case, contract: Contract, sizes: Sequence[Sequence[int]], calibration_failure: str
+    case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> str:
     if "lattice" in case.layers:
-        inexact = _lattice_inexact(case, contract, sizes)
+        inexact = _lattice_inexact(case, facts.contract, sizes)
         return f"no bits are owed: {inexact}; judged by R" if inexact else ""
-    if contract.order and calibration_failure:
-        return f"X falls back to R: {calibration_failure}"
-    return ""
+    notes = []
+    if facts.contract.order and calibration_failure:
+        notes.append(f"X falls back to R: {calibration_failure}")
+    if facts.draws_random_numbers:
+        notes.append(
+            "the forward pass draws random numbers (dropout?), each rank its own: judged by R "
+            "against every rank's own draws, no full batch could repeat them"
+        )
+    return "; ".join(notes)
 
 
 class _Owed:

@@ -91,8 +91,7 @@ def plan_runs(
             calibrations[key] = _calibrate_for(pool, case, cases, facts)
         planned = plan.plan_checks(
             case,
-            about.contract,
-            about.model,
+            about,
             sizes=sizes,
             calibration_failure=calibrations[key].failure(about.contract),
         )

@@ -12,7 +12,7 @@ from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render
 from distcheck.store import Store
-from distcheck.verify import Interrupted, recheck, run_cases
+from distcheck.verification import Interrupted, recheck, run_cases
 from distcheck.worlds.pool import Pool
 
 

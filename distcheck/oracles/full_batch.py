@@ -52,7 +52,6 @@ class FullBatch:
 
     loss: float
     gradients: list[torch.Tensor | None]
-    draws_random_numbers: bool
 
 
 def relative_tolerance(layer: str, batch: int) -> float:
@@ -102,14 +101,12 @@ class FullBatchReference:
         ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
         load_state(self._model, trace, rank=0, buffers_of=0, step=step)
         batch = self._ingredients.batch(ids, len(ids))
-        before = torch.get_rng_state()
         with _ghost_batches(self._model, [len(s) for s in shards] if ghost else [len(ids)]):
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[p.grad for _, p in trainable(self._model)],
-            draws_random_numbers=not torch.equal(before, torch.get_rng_state()),
         )
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:

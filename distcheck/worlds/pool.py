@@ -226,10 +226,9 @@ class Pool:
 
     def forget(self, child: Child) -> None:
         """Closes a child's descriptors; it must be gone."""
-        for fd in (child._events_fd, child._output_fd):
-            self._unregister(fd)
-        with contextlib.suppress(OSError):
-            os.close(child._stacks_fd)
+        for name in ("_events_fd", "_output_fd"):
+            self._close_pipe(child, name)
+        os.close(child._stacks_fd)
         self._children.pop(child.key, None)
 
     def close(self) -> None:
@@ -279,40 +278,42 @@ class Pool:
             return
         # Whatever the child said before it died is in the pipes already: take it first.
         for fd in (child._events_fd, child._output_fd):
-            with contextlib.suppress(KeyError):
-                callback = self._selector.get_key(fd).data
-                callback()
+            if fd >= 0:
+                self._selector.get_key(fd).data()
         child.exit_code, child.exit_signal = notice.code, notice.signal
         child.gone = True
 
     def _on_events(self, child: Child, frames: messages.Frames) -> None:
-        for data in self._read(child._events_fd):
+        for data in self._read(child, "_events_fd"):
             for event in frames.feed(data):
                 child.take(event)
 
     def _on_output(self, child: Child) -> None:
-        for data in self._read(child._output_fd):
+        for data in self._read(child, "_output_fd"):
             child.take_output(data)
 
-    def _read(self, fd: int) -> list[bytes]:
-        """Everything that is there now; unregisters the descriptor at its end."""
+    def _read(self, child: Child, name: str) -> list[bytes]:
+        """Everything that is in one of a child's pipes now; closes the pipe at its end."""
         parts: list[bytes] = []
         while True:
             try:
-                data = os.read(fd, 65536)
+                data = os.read(getattr(child, name), 65536)
             except BlockingIOError:
                 return parts
             except OSError:
                 data = b""
             if not data:
-                self._unregister(fd)
+                self._close_pipe(child, name)
                 return parts
             parts.append(data)
 
-    def _unregister(self, fd: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):
+    def _close_pipe(self, child: Child, name: str) -> None:
+        """Closes one of a child's pipes, once: its number may be another child's by now."""
+        fd = getattr(child, name)
+        if fd >= 0:
             self._selector.unregister(fd)
             os.close(fd)
+            setattr(child, name, -1)
 
     def _helper_died(self) -> None:
         self._helper_output.seek(0)

@@ -1,0 +1,89 @@
+"""Parameters, buffers, initial state and loss."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.contract import Step
+from tests.mutants import mutant
+
+NORMALISED = "tests.mutants.workloads:Normalised"
+
+
+def _mean(model: nn.Module, step: Step) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+
+
+@mutant(caught="initial state")
+class BuildsItsOwnModel:
+    """All ranks agree on an initial state, and it is not the one that was asked for."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        return model
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        _mean(model, step)
+
+
+@mutant(caught="initial state, gradients S32, loss S32, agreement")
+class EveryRankItsOwnModel:
+    """Ranks seeded differently and nothing broadcast."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        list(model.children())[-1].reset_parameters()
+        return model
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        _mean(model, step)
+
+
+@mutant(caught="parameters X")
+def decays_weights_twice(model: nn.Module, step: Step) -> None:
+    """The sync touches parameters as well: an update that one machine would not make."""
+    _mean(model, step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 - 1e-6)
+
+
+@mutant(caught="buffers X", workload=NORMALISED)
+def forgets_running_statistics(model: nn.Module, step: Step) -> None:
+    """Running statistics are reset; training does not notice, evaluation will."""
+    _mean(model, step)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+
+
+@mutant(caught="loss lattice", workload="lattice")
+class ReportsAnotherLoss:
+    """Gradients are right, the loss that is printed is not."""
+
+    class Shifted(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.model(inputs) + 1
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return self.Shifted(model)
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        _mean(model, step)
+
+
+@mutant(caught="gradients R, gradients S32", workload="tests.mutants.workloads:Twins")
+def swaps_twins(model: nn.Module, step: Step) -> None:
+    """Two parameters of equal shape get each other's gradient."""
+    _mean(model, step)
+    first, second = model.first.weight, model.second.weight
+    first.grad, second.grad = second.grad, first.grad
