@@ -137,6 +137,7 @@ def load_workload(spec: str) -> LoadedWorkload:
     if spec in known:
         target = importlib.import_module(known[spec]).workload
     else:
+        check_spelling("workload", spec, known)
         target = _resolve("workload", spec, {})
     if inspect.isclass(target):
         target = _construct(spec, target)

@@ -203,11 +203,12 @@ def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
     """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    ordered = facts.contract.order is not None and not calibration_failure
     if "lattice" in case.layers:
-        inexact = _lattice_inexact(case, facts.contract, sizes)
-        return ("", "R", []) if inexact else ("lattice", "", [])
-    order = facts.contract.order
-    exact = "X" if "X" in case.layers and order and not calibration_failure else ""
+        if not _lattice_inexact(case, facts.contract, sizes):
+            return "lattice", "", []
+        return ("X" if ordered else ""), "R", []
+    exact = "X" if "X" in case.layers and ordered else ""
     # A forward pass over the whole batch would draw other random numbers than the shards did.
     no_full_batch = facts.draws_random_numbers
     bounded = "R" if "R" in case.layers or no_full_batch else ""
@@ -226,7 +227,7 @@ def _fallback_note(
 ) -> str:
     if "lattice" in case.layers:
         inexact = _lattice_inexact(case, facts.contract, sizes)
-        return f"no bits are owed: {inexact}; judged by R" if inexact else ""
+        return f"no bits are owed: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:
         notes.append(f"X falls back to R: {calibration_failure}")

@@ -47,6 +47,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Equal to the bit, or not."""
     same = bits(actual) == bits(expected)
+    if actual.is_complex():  # a number is the same if both its parts are
+        same = same.all(-1)
     if bool(same.all()):
         return Comparison(True, actual.numel())
     differs = ~same.reshape(-1)

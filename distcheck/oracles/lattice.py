@@ -165,6 +165,7 @@ class _Contributions:
         x, image = take(_FEATURES, 5), take(_SIDE * _SIDE, 5)
         to_dense, to_head, to_conv = take(_HIDDEN, 3), take(_HEAD_OUT, 3), take(_KERNELS, 3)
         (to_scale,), (to_table,), (own,) = take(1, 3), take(1, 3), take(1, 5)
+        to_scale, to_table = to_scale + 2, to_table + 2  # never zero in sum
         self.loss += own
         self._dense(weights, x, to_dense)
         self._put("head.weight", [c * max(f, 0) for c in to_head for f in x[:_HEAD_IN]])

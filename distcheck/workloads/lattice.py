@@ -89,7 +89,11 @@ def _only_gradient(value: torch.Tensor) -> torch.Tensor:
 
 
 class LatticeSamples:
-    """Sample i, column j is `mix(i, j)`: cotangents in -1..1, everything else in -2..2."""
+    """Sample i, column j is `mix(i, j)`: cotangents in -1..1, everything else in -2..2.
+
+    The cotangents of the scalar and the large vector are in 1..3, so that their gradients, a
+    single sum over the samples, can never be zero by accident.
+    """
 
     shape = (sum(WIDTHS.values()),)
     classes = 1
@@ -106,7 +110,8 @@ class LatticeSamples:
         start, columns = 0, []
         for name, width in WIDTHS.items():
             span = 5 if name in ("features", "image", "loss") else 3
-            columns.append(mix(rows, torch.arange(start, start + width), span))
+            lift = 2 if name in ("scale", "table") else 0
+            columns.append(mix(rows, torch.arange(start, start + width), span) + lift)
             start += width
         return torch.cat(columns, 1).to(dtype), torch.zeros_like(ids)
 

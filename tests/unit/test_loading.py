@@ -1,0 +1,141 @@
+"""Names, modules and files become strategies; whatever is wrong gets one clear sentence."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distcheck import loading
+from distcheck.contract import BackendAllReduce, Contract, Step
+from distcheck.errors import UsageError
+
+STEP = Step(index=0, rank=1, world_size=4, samples=64, total_samples=256)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / f"sync_{tmp_path.name}.py"
+
+
+def load(file: Path, source: str, name: str = "f") -> loading.LoadedStrategy:
+    file.write_text(source)
+    return loading.load_strategy(f"{file}:{name}")
+
+
+def test_built_in_strategies_come_in_by_entry_point() -> None:
+    assert set(loading.strategy_names()) >= {"allreduce", "ddp", "gather_scatter"}
+    loaded = loading.load_strategy("allreduce")
+    assert isinstance(loaded.contract.order, BackendAllReduce)
+    assert loaded.file.endswith("allreduce.py")
+
+
+@pytest.mark.parametrize(
+    ("signature", "takes_step"),
+    [
+        ("(model)", False),
+        ("(model, step)", True),
+        ("(model, step=None)", True),
+        ("(model, scale=2)", False),
+        ("(*args)", True),
+    ],
+)
+def test_functions_get_what_they_take(file: Path, signature: str, takes_step: bool) -> None:
+    source = f"seen = []\ndef f{signature}:\n    seen.append([*locals().values()])\n"
+    loaded = load(file, source)
+    loaded.sync(torch.nn.Linear(1, 1), STEP)
+    seen = sys.modules[file.stem].seen[0]
+    flat = [x for value in seen for x in (value if isinstance(value, tuple) else [value])]
+    assert (STEP in flat) is takes_step
+    assert loaded.contract == Contract()
+
+
+def test_objects_may_leave_methods_out(file: Path) -> None:
+    source = (
+        "class f:\n"
+        "    def wrap(self, model):\n"
+        "        self.model = model\n"
+        "        return model\n"
+        "    def close(self):\n"
+        "        self.closed = True\n"
+    )
+    loaded = load(file, source)
+    model, loss = torch.nn.Linear(1, 1), torch.ones(())
+    assert loaded.wrap(model) is model
+    assert loaded.scale_loss(loss, STEP) is loss
+    loaded.sync(model, STEP)
+    loaded.close()
+
+
+def test_a_file_may_import_its_neighbours(file: Path) -> None:
+    (file.parent / f"neighbour_{file.parent.name}.py").write_text("x = 1\n")
+    load(file, f"from neighbour_{file.parent.name} import x\ndef f(model): pass\n")
+
+
+def test_a_file_may_be_called_like_a_loaded_module(tmp_path: Path) -> None:
+    file = tmp_path / "torch.py"
+    loaded = load(file, "def f(model): pass\n")
+    assert loaded.file == str(file)
+    assert sys.modules["torch"] is torch
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("def f(model:", "f", "syntax error in line 1"),
+        ("import nowhere_to_be_found", "f", r"ModuleNotFoundError.*line 1"),
+        ("\n\nraise ValueError('no')", "f", r"raised ValueError: no .*line 3"),
+        ("import sys; sys.exit(3)", "f", "raised SystemExit"),
+        ("def g(model): pass", "f", "has no object 'f'; it defines g"),
+        ("x = 1", "f", "nothing public"),
+        ("f = 3", "f", "is a int; wanted is a function"),
+        ("def f(model, a, b): pass", "f", r"signature f\(model, a, b\)"),
+        ("def f(): pass", "f", r"signature f\(\)"),
+        ("def f(model, *, group): pass", "f", "wanted is a function"),
+        (
+            "class f:\n  def __init__(self, x): pass\n  def sync(self, m): pass",
+            "f",
+            "is a class",
+        ),
+        ("class f:\n    pass", "f", "is a f; wanted is"),
+    ],
+)
+def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        load(file, source, name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("allredcue", "unknown strategy 'allredcue'; known are allreduce"),
+        ("nowhere.py:f", "file nowhere.py does not exist"),
+        ("no_such_package.mod:f", "module no_such_package.mod cannot be found"),
+    ],
+)
+def test_names_that_lead_nowhere(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        loading.load_strategy(spec)
+
+
+def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
+    file.write_text("def _private(): pass\ndef mine(model): pass\n")
+    with pytest.raises(UsageError, match=f"for instance {file}:mine"):
+        loading.check_spelling("strategy", str(file), [])
+
+
+def test_workloads() -> None:
+    assert set(loading.workload_names()) == {"lattice", "mlp", "cnn", "vgg11"}
+    assert loading.load_workload("lattice").own_samples is not None
+    assert loading.load_workload("mlp").own_samples is None
+    with pytest.raises(UsageError, match="unknown workload 'resnet'; known are cnn"):
+        loading.load_workload("resnet")
+    with pytest.raises(UsageError, match="lacks model, loss, optimizer"):
+        loading.load_workload("json:JSONDecoder")
+
+
+def test_summaries_import_nothing() -> None:
+    assert loading.summary_of("distcheck.workloads.mlp").startswith("A three-layer perceptron")
+    assert loading.summary_of("no.such.module") == "(cannot be found)"

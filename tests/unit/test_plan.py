@@ -1,0 +1,263 @@
+"""What a request becomes: cases, the checks they owe, and what is refused."""
+
+import msgspec
+import pytest
+
+from distcheck.checks.merging import hold_against, merge_results
+from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
+from distcheck.errors import CannotRunError, ExitCode, UsageError, VerdictError
+from distcheck.jobs import CaseFacts
+from distcheck.plan import PlannedCheck, Request, notes_on, plan_cases, plan_checks
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Difference,
+    ModelLayout,
+    Outcome,
+    Report,
+    TensorSpec,
+    merge_verdicts,
+)
+
+MODEL = ModelLayout(
+    parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),
+    buffers=(TensorSpec(name="mean", shape=(3,), dtype="float32"),),
+    optimizer=(TensorSpec(name="w/momentum_buffer", shape=(10,), dtype="float32"),),
+)
+
+
+ORDERED = Contract(order=BackendAllReduce(), scale="divide-after")
+
+
+def cases(**options: object) -> list[Case]:
+    return plan_cases(msgspec.convert({"strategies": ["allreduce"], **options}, Request))
+
+
+def checks(
+    case: Case,
+    contract: Contract = ORDERED,
+    *,
+    failure: str = "",
+    draws: bool = False,
+    sizes: tuple[int, ...] = (64, 64, 64, 64),
+) -> dict[tuple[str, str], PlannedCheck]:
+    facts = CaseFacts(
+        contract=contract,
+        strategy_file="",
+        model=MODEL,
+        train_size=1000,
+        saved_bytes_per_sample=0,
+        own_sampler=False,
+        draws_random_numbers=draws,
+    )
+    planned = plan_checks(case, facts, sizes=[sizes] * case.steps, calibration_failure=failure)
+    return {(p.check, p.layer): p for p in planned}
+
+
+def test_the_default_run() -> None:
+    lattice, cnn, semantic = cases()
+    assert [c.id for c in (lattice, cnn, semantic)] == [
+        "allreduce-w4-lattice-float32",
+        "allreduce-w4-cnn-float32",
+        "allreduce-w4-cnn-float64",
+    ]
+    assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
+    assert {layer for check, layer in checks(lattice)} == {"lattice", "X", "-"}
+    assert {layer for check, layer in checks(cnn)} == {"X", "R", "S32", "-"}
+    assert {layer for check, layer in checks(semantic)} == {"S64", "X", "-"}
+    assert [c.rerun for c in (lattice, cnn, semantic)] == [True, True, False]
+
+
+def test_vgg11_runs_in_float32_and_in_float64_on_request() -> None:
+    assert [c.dtype for c in cases(workloads=["vgg11"])] == ["float32"]
+    (asked,) = cases(workloads=["vgg11"], dtype="float64")
+    assert asked.layers == ("X", "R", "S64")
+    assert asked.rerun
+
+
+def test_every_strategy_meets_every_world_once() -> None:
+    found = cases(strategies=["allreduce", "ddp", "ddp"], worlds=[2, 3, 2], workloads=["mlp"])
+    pairs = [(c.strategy, c.world, c.dtype) for c in found]
+    assert len(pairs) == len(set(pairs)) == 8
+
+
+def test_names_that_shorten_alike_keep_ids_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = [tmp_path_factory.mktemp("x") / "sync.py" for _ in range(2)]
+    for file in files:
+        file.write_text("")
+    found = cases(strategies=[f"{file}:f" for file in files], workloads=["mlp"])
+    assert len({case.id for case in found}) == len(found)
+
+
+def test_low_precision_keeps_the_lattice_in_float32() -> None:
+    assert [c.dtype for c in cases(dtype="bfloat16")] == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategies": []}, "no strategy was given; known are allreduce"),
+        ({"worlds": [0]}, "--world 0 is no world"),
+        ({"worlds": [-3]}, "--world -3 is no world"),
+        ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),
+        ({"batch": 0}, "--batch 0 is too small"),
+        ({"steps": 0}, "--steps 0 is too small"),
+        ({"seed": -1}, "--seed -1 is too small"),
+        ({"deadline_s": 0.0}, "--deadline-s 0.0 is not a positive"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'; known are float32"),
+        ({"data": "imagenet"}, "unknown data 'imagenet'; known are synthetic"),
+        ({"workloads": ["resnet"]}, "unknown workload 'resnet'"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cases(**options)
+
+
+@pytest.mark.parametrize("options", [{"backend": "nccl"}, {"device": "cuda"}])
+def test_what_is_not_there_cannot_run(options: dict[str, object]) -> None:
+    with pytest.raises(CannotRunError, match="is not available; available is"):
+        cases(**options)
+
+
+def test_without_an_order_nothing_is_owed_to_the_bit_after_the_sync() -> None:
+    _, cnn, _ = cases()
+    assert ("gradients", "X") not in checks(cnn, Contract())
+    assert ("gradients", "R") in checks(cnn, Contract())
+    assert ("local gradients", "X") in checks(cnn, Contract())
+
+
+def test_a_failed_calibration_falls_back_to_the_bound_and_says_so() -> None:
+    _, cnn, _ = cases()
+    planned = checks(cnn, failure="another order")
+    assert ("gradients", "X") not in planned
+    assert planned["gradients", "R"].note == "X falls back to R: another order"
+
+
+def test_random_forward_passes_have_no_full_batch() -> None:
+    _, cnn, semantic = cases()
+    assert ("gradients", "S32") not in checks(cnn, draws=True)
+    planned = checks(semantic, draws=True)
+    assert ("gradients", "S64") not in planned
+    assert "random numbers" in planned["gradients", "R"].note
+
+
+def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
+    (lattice,) = cases(workloads=["lattice"], worlds=[7])
+    ddp = Contract(order=DDPBuckets(), scale="multiply-before")
+    planned = checks(lattice, ddp, sizes=(37, 37, 37, 37, 36, 36, 36))
+    assert ("gradients", "lattice") not in planned
+    assert "1/7" in planned["gradients", "R"].note
+
+
+def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
+    _, cnn, _ = cases()
+    planned = checks(cnn)
+    gradients = planned["gradients", "X"].owed
+    assert gradients == Compared(tensors=1, elements=10 * 4 * 3, ranks=4, steps=3)
+    assert planned["parameters", "X"].owed.elements == 20 * 4 * 3
+    assert planned["agreement", "-"].owed.elements == 30 * 4 * 3
+    assert planned["data", "-"].owed.elements == 768
+    assert planned["rerun", "-"].owed.elements == 4 * (3 * (20 + 23) + 23)
+
+
+def result(verdict: str = "pass", **options: object) -> CheckResult:
+    return msgspec.convert(
+        {"check": "gradients", "layer": "R", "verdict": verdict, **options}, CheckResult
+    )
+
+
+FULL = Compared(tensors=1, elements=120, ranks=4, steps=3)
+
+
+@pytest.mark.parametrize("field", ["tensors", "elements", "ranks", "steps"])
+def test_less_than_owed_is_unknown(field: str) -> None:
+    less = msgspec.structs.replace(FULL, **{field: getattr(FULL, field) - 1})
+    held = hold_against(result(compared=msgspec.to_builtins(less)), FULL)
+    assert held.verdict == "unknown"
+    assert field in held.reason
+
+
+def test_all_that_is_owed_passes_and_a_failure_stays_one() -> None:
+    assert hold_against(result(compared=msgspec.to_builtins(FULL)), FULL).verdict == "pass"
+    assert hold_against(result("fail"), FULL).verdict == "fail"
+
+
+def test_results_of_steps_add_up() -> None:
+    def part(step: int, verdict: str, error: float) -> CheckResult:
+        place = Difference(
+            parameter="w", rank=0, step=step, index=(1,), actual=1.0, expected=1.0,
+            error=error, bound=1.0,
+        )  # fmt: skip
+        return CheckResult(
+            check="gradients",
+            layer="R",
+            verdict="fail" if verdict == "fail" else "pass",
+            compared=Compared(tensors=2, elements=10, ranks=4, steps=1),
+            worst=place,
+            first=place if verdict == "fail" else None,
+        )
+
+    merged = merge_results([part(0, "pass", 0.1), part(1, "fail", 2.0), part(2, "fail", 9.0)])
+    assert merged.verdict == "fail"
+    assert merged.compared == Compared(tensors=2, elements=30, ranks=4, steps=3)
+    assert merged.first is not None
+    assert merged.worst is not None
+    assert (merged.first.step, merged.worst.step) == (1, 2)
+
+
+def test_verdicts_merge_as_pass_unknown_fail() -> None:
+    assert merge_verdicts(["pass", "unknown", "pass"]) == "unknown"
+    assert merge_verdicts(["fail", "unknown", "pass"]) == "fail"
+    assert merge_verdicts(["pass"]) == "pass"
+    assert merge_verdicts([]) == "unknown"
+
+
+def report(*parts: tuple[str, str], **options: object) -> Report:
+    (case, *_) = cases()
+    made = [
+        CaseReport(
+            case=case,
+            strategy_file="",
+            verdict=verdict,  # type: ignore[arg-type]
+            outcomes=(Outcome(rank=0, outcome=outcome),),  # type: ignore[arg-type]
+            checks=(),
+        )
+        for verdict, outcome in parts
+    ]
+    return Report(environment={}, cases=tuple(made), **options)  # type: ignore[arg-type]
+
+
+def test_exit_codes() -> None:
+    passed, failed = ("pass", "finished"), ("fail", "finished")
+    crashed, unknown = ("fail", "raised"), ("unknown", "finished")
+    assert report(passed).exit_code is ExitCode.PASS
+    assert report(passed, failed, unknown).exit_code is ExitCode.MISMATCH
+    assert report(crashed, failed).exit_code is ExitCode.MISMATCH
+    assert report(crashed, passed, unknown).exit_code is ExitCode.RANK_FAILED
+    assert report(passed, unknown).exit_code is ExitCode.UNKNOWN
+    assert report().exit_code is ExitCode.UNKNOWN
+    assert report(passed, save_error="disk full").exit_code is ExitCode.CANNOT_RUN
+    assert report(failed, save_error="disk full").exit_code is ExitCode.MISMATCH
+    assert report(passed, interrupted=True).exit_code is ExitCode.INTERRUPTED
+
+
+def test_raise_for_verdict() -> None:
+    passed = report(("pass", "finished"))
+    assert passed.raise_for_verdict() is passed
+    with pytest.raises(VerdictError, match="FAIL") as caught:
+        report(("fail", "finished")).raise_for_verdict()
+    assert isinstance(caught.value, AssertionError)
+    assert caught.value.exit_code is ExitCode.MISMATCH
+
+
+def test_notes() -> None:
+    (one, *_), (two, *_) = cases(worlds=[1]), cases(worlds=[2])
+    assert "nothing to synchronise" in notes_on(one, [(256,)])[0]
+    assert "cannot tell orders" in notes_on(two, [(128, 128)])[0]
+    (three, *_) = cases(worlds=[3])
+    assert notes_on(three, [(86, 85, 85)]) == [
+        "unequal shards (86 + 85 + 85): each must count by its number of samples"
+    ]

@@ -1,0 +1,178 @@
+"""What ranks write is what checks read, and equal bits are stored once."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distcheck.records import ModelLayout, TensorSpec
+from distcheck.traces.layout import Kind, Source, State, TraceLayout, steps_written
+from distcheck.traces.reader import TraceReader
+from distcheck.traces.writer import TraceWriter
+
+MODEL = ModelLayout(
+    parameters=(
+        TensorSpec(name="weight", shape=(3, 5), dtype="float32"),
+        TensorSpec(name="half", shape=(7,), dtype="bfloat16"),
+        TensorSpec(name="scalar", shape=(), dtype="float32"),
+        TensorSpec(name="empty", shape=(0, 4), dtype="float32"),
+    ),
+    buffers=(TensorSpec(name="count", shape=(), dtype="int64"),),
+    optimizer=(TensorSpec(name="weight/momentum_buffer", shape=(3, 5), dtype="float32"),),
+)
+LAYOUT = TraceLayout(world=2, steps=2, max_shard=5, model=MODEL)
+
+
+def new_file() -> int:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, LAYOUT.total_bytes)
+    return fd
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = new_file()
+    yield fd
+    os.close(fd)
+
+
+def tensor_of(spec: TensorSpec, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, spec.dtype)
+    return torch.randint(-99, 99, spec.shape, generator=generator).to(dtype)
+
+
+def places() -> list[tuple[int, Kind, int, int]]:
+    return [
+        (rank, kind, slot, index)
+        for rank in range(LAYOUT.world)
+        for kind in Kind
+        for slot in range(LAYOUT.slots(kind))
+        for index in range(len(LAYOUT.specs(kind)))
+    ]
+
+
+def test_everything_comes_back(fd: int) -> None:
+    writers = [TraceWriter(fd, LAYOUT, rank) for rank in range(2)]
+    for number, (rank, kind, slot, index) in enumerate(places()):
+        writers[rank].put(kind, slot, index, tensor_of(LAYOUT.specs(kind)[index], number))
+    reader = TraceReader(fd, LAYOUT)
+    for number, (rank, kind, slot, index) in enumerate(places()):
+        found = reader.tensor(rank, kind, slot, index)
+        assert found is not None
+        assert torch.equal(found, tensor_of(LAYOUT.specs(kind)[index], number))
+
+
+def test_equal_bits_are_stored_once_and_local_gradients_are_not_shared(fd: int) -> None:
+    writers = [TraceWriter(fd, LAYOUT, rank) for rank in range(2)]
+    tensor = tensor_of(MODEL.parameters[0], 1)
+    for writer in writers:
+        writer.put(Kind.GRADIENT, 0, 0, tensor)
+        writer.put(Kind.LOCAL_GRADIENT, 0, 0, tensor)
+    reader = TraceReader(fd, LAYOUT)
+    assert reader.entry(1, Kind.GRADIENT, 0, 0).holder == 0
+    assert reader.entry(1, Kind.LOCAL_GRADIENT, 0, 0).holder == 1
+    found = reader.tensor(1, Kind.GRADIENT, 0, 0)
+    assert found is not None
+    assert torch.equal(found, tensor)
+
+
+def test_a_rerun_refers_to_its_baseline(fd: int) -> None:
+    again = new_file()
+    same, other = tensor_of(MODEL.parameters[0], 1), tensor_of(MODEL.parameters[0], 2)
+    TraceWriter(fd, LAYOUT, 1).put(Kind.PARAMETER, 0, 0, same)
+    writer = TraceWriter(again, LAYOUT, 1, baseline_fd=fd)
+    writer.put(Kind.PARAMETER, 0, 0, same)
+    writer.put(Kind.PARAMETER, 1, 0, other)
+    baseline = TraceReader(fd, LAYOUT)
+    reader = TraceReader(again, LAYOUT, baseline=baseline)
+    assert reader.entry(1, Kind.PARAMETER, 0, 0).source is Source.BASELINE
+    assert reader.entry(1, Kind.PARAMETER, 1, 0).source is Source.OWN
+    for slot, expected in ((0, same), (1, other)):
+        found = reader.tensor(1, Kind.PARAMETER, slot, 0)
+        assert found is not None
+        assert torch.equal(found, expected)
+    assert torch.equal(writer.read_back(Kind.PARAMETER, 0, 0), same)
+    with pytest.raises(LookupError):
+        TraceReader(again, LAYOUT).tensor(1, Kind.PARAMETER, 0, 0)
+    os.close(again)
+
+
+def test_absent_malformed_and_unwritten_are_told_apart(fd: int) -> None:
+    writer = TraceWriter(fd, LAYOUT, 0)
+    writer.put(Kind.GRADIENT, 0, 0, None)
+    writer.put(Kind.GRADIENT, 0, 1, torch.zeros(7))  # float32 where bfloat16 belongs
+    writer.put(Kind.GRADIENT, 1, 0, torch.zeros(5, 3))
+    reader = TraceReader(fd, LAYOUT)
+    states = [
+        reader.entry(0, Kind.GRADIENT, slot, index).state
+        for slot, index in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    assert states == [State.ABSENT, State.MALFORMED, State.MALFORMED, State.UNWRITTEN]
+    assert reader.tensor(0, Kind.GRADIENT, 0, 0) is None
+    assert reader.tensor(0, Kind.GRADIENT, 0, 1) is None
+
+
+def test_strided_tensors_are_recorded_in_logical_order(fd: int) -> None:
+    strided = torch.arange(15.0).view(5, 3).t()
+    TraceWriter(fd, LAYOUT, 0).put(Kind.PARAMETER, 0, 0, strided)
+    found = TraceReader(fd, LAYOUT).tensor(0, Kind.PARAMETER, 0, 0)
+    assert found is not None
+    assert torch.equal(found, strided)
+
+
+def test_headers_come_back_and_close_a_step(fd: int) -> None:
+    state = bytes(range(256)) * 19
+    for rank in range(2):
+        writer = TraceWriter(fd, LAYOUT, rank)
+        assert TraceReader(fd, LAYOUT).steps_written() == 0
+        writer.put_header(
+            0, ids=[5, 9, 2**40], loss=0.1, epoch=3, rng_state=state, ready_order=[2, 0, 1, -1]
+        )
+    reader = TraceReader(fd, LAYOUT)
+    header = reader.header(1, 0)
+    assert header.written
+    assert header.ids == (5, 9, 2**40)
+    assert (header.loss, header.epoch) == (0.1, 3)
+    assert header.rng_state == state
+    assert header.ready_order == (2, 0, 1)
+    assert reader.steps_written() == 1
+    assert steps_written(os.pread(fd, LAYOUT.index_bytes, 0), LAYOUT) == 1
+
+
+def test_a_sparse_trace_takes_up_only_what_was_written(fd: int) -> None:
+    assert os.fstat(fd).st_blocks == 0
+
+
+@given(
+    world=st.integers(1, 5),
+    steps=st.integers(1, 4),
+    shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5),
+)
+def test_any_layout_keeps_its_regions_apart(
+    world: int, steps: int, shapes: list[tuple[int, int]]
+) -> None:
+    specs = tuple(
+        TensorSpec(name=str(i), shape=shape, dtype="float32") for i, shape in enumerate(shapes)
+    )
+    layout = TraceLayout(
+        world=world,
+        steps=steps,
+        max_shard=3,
+        model=ModelLayout(parameters=specs, buffers=(), optimizer=specs),
+    )
+    spans = sorted(
+        (layout.data_offset(rank, kind, slot, index), 4 * layout.specs(kind)[index].elements)
+        for rank in range(world)
+        for kind in Kind
+        for slot in range(layout.slots(kind))
+        for index in range(len(layout.specs(kind)))
+    )
+    end = layout.index_bytes
+    for begin, size in spans:
+        assert begin >= end
+        end = begin + size if size else end
+    assert end <= layout.total_bytes
