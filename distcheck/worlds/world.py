@@ -124,14 +124,13 @@ class World:
                 self._ask(now)
 
     def _ask(self, now: float) -> None:
-        unfinished = [c for c in self.children if not c.gone and c.done is None]
+        silent = [c for c in self.children if not c.gone and c.done is None and c.raised is None]
         self._close_pipe("_dump")
-        if not unfinished:
+        if not silent:
             self._kill()
             return
-        for child in unfinished:
-            if child.raised is None:
-                self._pool.signal(child, signal.SIGUSR1)
+        for child in silent:
+            self._pool.signal(child, signal.SIGUSR1)
         self._enter(Phase.ASKING, now)
 
     def _kill(self) -> None:

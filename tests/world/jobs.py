@@ -1,0 +1,139 @@
+"""Small jobs for ranks; named by "tests.world.jobs:NAME"."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from distcheck.worlds.child import Reporter
+from distcheck.worlds.rendezvous import Rendezvous, join
+
+
+class Job(msgspec.Struct):
+    """Where to meet, and anything the job wants to know."""
+
+    rendezvous: Rendezvous
+    about: dict
+
+
+def _join(payload: bytes, fds: list[int]) -> tuple[int, dict]:
+    job = msgspec.msgpack.decode(payload, type=Job)
+    join(job.rendezvous, fds[0])
+    return job.rendezvous.rank, job.about
+
+
+def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, _ = _join(payload, fds)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    facts = {
+        "sum": float(total),
+        "threads": torch.get_num_threads(),
+        "environment": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")},
+        "ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "parent": os.getppid(),
+        "torch_random": float(torch.rand(())),
+    }
+    return msgspec.msgpack.encode(facts)
+
+
+def reduce_sizes(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Reduces vectors of the given sizes and says where gloo and the prediction differ."""
+    from distcheck.backends.gloo import all_reduce_sum
+
+    rank, about = _join(payload, fds)
+    wrong = []
+    for elements, dtype_name, seed, how in about["examples"]:
+        dtype = getattr(torch, dtype_name)
+        vectors = [_vector(elements, dtype, seed * 1000 + r, how) for r in range(about["ranks"])]
+        reduced = vectors[rank].clone()
+        dist.all_reduce(reduced)
+        if not torch.equal(reduced, all_reduce_sum(vectors)):
+            wrong.append([elements, dtype_name, seed])
+    return msgspec.msgpack.encode(wrong)
+
+
+def _vector(elements: int, dtype: torch.dtype, seed: int, how: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(elements, generator=generator, dtype=torch.float64)
+    if how == "spread":
+        values *= torch.pow(2.0, torch.randint(-6, 7, (elements,), generator=generator))
+    return values.to(dtype)
+
+
+def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, about = _join(payload, fds)
+    reporter.progress(1, "sync")
+    if rank == about["culprit"]:
+        raise ValueError("rank's own error")
+    dist.all_reduce(torch.ones(1))
+    return b""
+
+
+def exits(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, about = _join(payload, fds)
+    if rank == about["culprit"]:
+        os._exit(about["code"])
+    dist.all_reduce(torch.ones(1))
+    return b""
+
+
+def killed(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, about = _join(payload, fds)
+    if rank == about["culprit"]:
+        if about["signal"] == signal.SIGSEGV:
+            ctypes.string_at(0)
+        os.kill(os.getpid(), about["signal"])
+    dist.all_reduce(torch.ones(1))
+    return b""
+
+
+def hangs(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, about = _join(payload, fds)
+    reporter.progress(2, "sync")
+    if rank == about["culprit"]:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(5))
+    return b""
+
+
+def works_hard(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Busy for longer than the deadline, without a sign of progress."""
+    _join(payload, fds)
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        torch.rand(100, 100) @ torch.rand(100, 100)
+    return b""
+
+
+def leaves_a_grandchild(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Starts a process in a session of its own, which no process group reaches."""
+    rank, _ = _join(payload, fds)
+    if rank == 1:
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+        )
+        reporter.say(str(child.pid).encode())
+        raise RuntimeError("the grandchild is left behind")
+    return b""
+
+
+def chatters(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, _ = _join(payload, fds)
+    for line in range(50_000):
+        print("rank", rank, "line", line)  # noqa: T201
+    if rank == 1:
+        raise RuntimeError("after much talk")
+    return b""
+
+
+def sleeps_alone(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    reporter.progress(0, "asleep")
+    time.sleep(1000)
+    return b""

@@ -1,0 +1,142 @@
+"""The library's front door: correct strategies pass, everything planned is compared."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distcheck
+from distcheck.errors import CannotRunError, UsageError, VerdictError
+from distcheck.records import Report
+
+STRATEGIES = ("gather_scatter", "allreduce", "ddp")
+
+
+def assert_everything_compared(report: Report) -> None:
+    for case in report.cases:
+        for result in case.checks:
+            assert result.verdict == "pass", (case.case.id, result)
+            if result.check not in ("outcome",):
+                assert result.compared.elements > 0, (case.case.id, result)
+            assert result.compared.ranks == case.case.world
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_correct_strategies_pass(world: int) -> None:
+    report = distcheck.verify(STRATEGIES, world=world, workload=["lattice", "mlp"])
+    assert_everything_compared(report)
+    layers = {r.layer for case in report.cases for r in case.checks if r.check == "gradients"}
+    assert layers == {"lattice", "X", "R", "S32", "S64"}
+
+
+def test_the_default_run() -> None:
+    report = distcheck.verify("allreduce")
+    assert [c.case.id for c in report.cases] == [
+        "allreduce-w4-lattice-float32",
+        "allreduce-w4-cnn-float32",
+        "allreduce-w4-cnn-float64",
+    ]
+    assert_everything_compared(report)
+    assert report.raise_for_verdict() is report
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batchnorm_is_judged_against_the_ghost_batch(strategy: str) -> None:
+    report = distcheck.verify(strategy, world=3, workload="tests.mutants.workloads:Normalised")
+    assert_everything_compared(report)
+    (case,) = report.cases
+    (semantic,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "S32")]
+    assert "BatchNorm: expected is the ghost batch" in semantic.reason
+    assert "(86, 85, 85)" in semantic.reason
+    assert ("buffers", "X") in {(r.check, r.layer) for r in case.checks}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_other_dtypes(dtype: str) -> None:
+    report = distcheck.verify(STRATEGIES, world=3, workload="mlp", dtype=dtype)
+    assert_everything_compared(report)
+    assert {c.case.dtype for c in report.cases} == {dtype}
+
+
+def test_world_1_says_what_it_cannot_show() -> None:
+    report = distcheck.verify("allreduce", world=1, workload="lattice")
+    assert report.verdict == "pass"
+    assert "nothing to synchronise" in report.cases[0].notes[0]
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    world=st.integers(2, 5),
+    batch=st.integers(5, 300),
+    steps=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    strategy=st.sampled_from(STRATEGIES),
+)
+def test_any_size_passes(world: int, batch: int, steps: int, seed: int, strategy: str) -> None:
+    report = distcheck.verify(
+        strategy, world=world, batch=batch, steps=steps, seed=seed, workload=["lattice", "mlp"]
+    )
+    assert_everything_compared(report)
+
+
+def correct(model, step):  # type: ignore[no-untyped-def]
+    """A stranger's sync: no contract, any name."""
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+
+
+def test_a_function_is_found_by_its_name() -> None:
+    report = distcheck.verify(correct, world=2, workload="mlp", dtype="float32")
+    assert report.cases[0].case.strategy == "tests.world.test_verify:correct"
+    assert report.verdict == "pass"
+    assert ("gradients", "X") not in {(r.check, r.layer) for r in report.cases[0].checks}
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="no name that ranks could import it by"):
+        distcheck.verify(lambda model: None)
+
+
+def test_a_failure_is_an_assertion_with_the_report_in_it() -> None:
+    report = distcheck.verify("tests.mutants.scale:missing_division", workload="mlp")
+    with pytest.raises(VerdictError, match="FAIL") as caught:
+        report.raise_for_verdict()
+    text = str(caught.value)
+    assert "first" in text
+    assert "1.weight[0,0]" in text
+
+
+def test_too_many_ranks_for_this_machine() -> None:
+    with pytest.raises(CannotRunError, match=r"needs about .* (GiB of memory|open files)"):
+        distcheck.verify("allreduce", world=4_000, batch=4_000, workload="cnn")
+
+
+def test_the_hosts_process_is_left_alone() -> None:
+    """verify() neither changes torch's settings here nor leaves variables behind."""
+    import os
+
+    import torch
+
+    before = (torch.get_num_threads(), torch.initial_seed(), dict(os.environ))
+    distcheck.verify("allreduce", world=2, workload="lattice")
+    assert (torch.get_num_threads(), torch.initial_seed(), dict(os.environ)) == before
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_no_false_alarm(world: int, seed: int) -> None:
+    report = distcheck.verify(STRATEGIES, world=world, seed=seed)
+    assert_everything_compared(report)
+
+
+@pytest.mark.sweep
+@pytest.mark.vgg
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_no_false_alarm_on_vgg11(world: int, seed: int) -> None:
+    report = distcheck.verify(STRATEGIES, world=world, seed=seed, workload="vgg11")
+    assert_everything_compared(report)

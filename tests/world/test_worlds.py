@@ -1,0 +1,177 @@
+"""Ranks come to exist, are watched, and end; nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from distcheck.worlds.launch import start_job
+from distcheck.worlds.pool import Pool
+from tests.world.launching import run, start
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ranks_meet(pool: Pool, world: int) -> None:
+    outcomes, results = run(pool, "everything_fine", world)
+    assert [o.outcome for o in outcomes] == ["finished"] * world
+    facts = [msgspec.msgpack.decode(result) for result in results]
+    assert {f["sum"] for f in facts} == {float(sum(range(world)))}
+    assert {f["threads"] for f in facts} == {1}
+    assert [f["environment"]["RANK"] for f in facts] == [str(r) for r in range(world)]
+    assert {f["environment"]["WORLD_SIZE"] for f in facts} == {str(world)}
+    assert {f["ifname"] for f in facts} == {"lo"}
+    assert len({f["parent"] for f in facts}) == 1, "all forked from the helper"
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_who_raised_comes_first_and_victims_after(pool: Pool, culprit: int) -> None:
+    outcomes, _ = run(pool, "raises", 4, culprit=culprit)
+    first = outcomes[0]
+    assert (first.rank, first.outcome) == (culprit, "raised")
+    assert "ValueError: rank's own error" in first.detail
+    assert first.detail.startswith("step 1, sync\n")
+    assert all("its peer was gone" in o.detail for o in outcomes[1:] if o.outcome == "raised")
+    assert {o.outcome for o in outcomes[1:]} <= {"raised", "ended", "finished"}
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
+    outcomes, _ = run(pool, "exits", 3, culprit=1, code=code)
+    assert (outcomes[0].rank, outcomes[0].outcome) == (1, "exited")
+    assert f"exit code {code} without a word" in outcomes[0].detail
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "out-of-memory"),
+        (signal.SIGSEGV, "string_at"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGABRT, "Fatal Python error: Aborted"),
+    ],
+)
+def test_signals_are_named(pool: Pool, number: signal.Signals, said: str) -> None:
+    outcomes, _ = run(pool, "killed", 3, culprit=2, signal=int(number))
+    assert (outcomes[0].rank, outcomes[0].outcome) == (2, "killed")
+    assert f"killed by {number.name}" in outcomes[0].detail
+    assert said in outcomes[0].detail
+
+
+def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> None:
+    outcomes, _ = run(pool, "hangs", 3, deadline_s=1.0, culprit=1)
+    assert [o.outcome for o in outcomes] == ["hung"] * 3
+    assert outcomes[0].rank == 1, "the rank that is in no collective comes first"
+    assert "time.sleep(1000)" in outcomes[0].detail
+    for waiting in outcomes[1:]:
+        assert waiting.detail.startswith(
+            "step 2, sync\nlast collective: all_reduce of [5], number 1"
+        )
+        assert "not finished" in waiting.detail
+        assert "jobs.py" in waiting.detail
+
+
+def test_a_world_that_computes_has_not_hung(pool: Pool) -> None:
+    outcomes, _ = run(pool, "works_hard", 2, deadline_s=0.5)
+    assert {o.outcome for o in outcomes} == {"finished"}
+
+
+def test_a_grandchild_does_not_survive(pool: Pool) -> None:
+    said: list[bytes] = []
+    ranks = start(pool, "leaves_a_grandchild", 2)
+    for child in ranks.children:
+        child.on_said = said.append
+    while not ranks.over:
+        pool.pump(0.05)
+        ranks.tick()
+    ranks.close()
+    _wait_until(lambda: not psutil.pid_exists(int(said[0])) or _is_zombie(int(said[0])))
+
+
+def test_output_is_kept_to_its_end(pool: Pool) -> None:
+    outcomes, _ = run(pool, "chatters", 2)
+    assert outcomes[0].rank == 1
+    assert "rank 1 line 49999" in outcomes[0].detail
+    assert "last 20 of" in outcomes[0].detail
+    assert len(outcomes[0].detail) < 10_000
+
+
+def test_many_worlds_leave_nothing_open(pool: Pool) -> None:
+    run(pool, "everything_fine", 3)
+    me = psutil.Process()
+    before = (me.num_fds(), len(me.children(recursive=True)), _shared_memory())
+    for _ in range(25):
+        run(pool, "everything_fine", 3)
+        run(pool, "raises", 2, culprit=1)
+    _wait_until(lambda: len(me.children(recursive=True)) <= before[1])
+    assert (me.num_fds(), len(me.children(recursive=True)), _shared_memory()) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_everything_dies_with_the_front(number: signal.Signals) -> None:
+    program = (
+        "from distcheck.worlds.pool import Pool\n"
+        "from distcheck.worlds.launch import start_job\n"
+        "pool = Pool()\n"
+        "jobs = [start_job(pool, target='tests.world.jobs:sleeps_alone', payload=b'', fds=[],"
+        " deadline_s=60) for _ in range(3)]\n"
+        "while not all(j.children[0].progress for j in jobs): pool.pump(0.1)\n"
+        "print('asleep', flush=True)\n"
+        "while True: pool.pump(1)\n"
+    )
+    front = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert front.stdout is not None
+    assert front.stdout.readline() == b"asleep\n"
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert len(family) == 4, "the helper and three jobs"
+    front.send_signal(number)
+    front.wait()
+    _wait_until(lambda: not any(p.is_running() and not _is_zombie(p.pid) for p in family))
+
+
+def test_a_pool_says_when_its_helper_is_gone(tmp_path: Path) -> None:
+    from distcheck.errors import HelperError
+
+    own = Pool()
+    own.wait_ready()
+    job = start_job(own, target="tests.world.jobs:sleeps_alone", payload=b"", fds=[], deadline_s=60)
+    assert own._process is not None
+    own._process.kill()
+    own._process.wait()
+    assert not own.usable
+
+    def wait() -> None:
+        for _ in range(100):
+            own.pump(0.1)
+            job.tick()
+
+    with pytest.raises(HelperError, match="ended unexpectedly"):
+        wait()
+    own.close()
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _shared_memory() -> int:
+    return sum(entry.stat().st_size for entry in os.scandir("/dev/shm") if entry.is_file())
+
+
+def _wait_until(condition: object, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.05)
