@@ -145,8 +145,7 @@ class Session:
 
     def _start_ranks(self, run: CaseRun, *, again: bool) -> World:
         case, fds = run.case, []
-        fd = os.memfd_create(f"distcheck-{case.id}"[:200])
-        os.ftruncate(fd, run.layout.total_bytes)
+        fd = _new_trace(run.layout)
         fds.append(fd)
         if again:
             run.rerun_fd = fd
@@ -304,3 +303,17 @@ class Session:
             self._pool.pump(0.05)
             for world in worlds:
                 world.tick()
+
+
+def _new_trace(layout: TraceLayout) -> int:
+    """Shared memory for a trace; it takes up no more than what is written to it."""
+    fd = os.memfd_create("distcheck-trace")
+    try:
+        os.ftruncate(fd, layout.total_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise CannotRunError(
+            f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
+            f"{error.strerror} (ulimit -f?)"
+        ) from error
+    return fd

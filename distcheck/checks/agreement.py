@@ -10,7 +10,7 @@ from distcheck.checks.comparison import bitwise
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.matching import match_ranks
 from distcheck.checks.tally import Tally
-from distcheck.traces.layout import Kind
+from distcheck.traces.layout import Kind, State
 
 NAME = "agreement"
 SCOPE = "step"
@@ -23,6 +23,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for kind in (Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER):
             slot = expectation.step + (kind is not Kind.GRADIENT)
             for index in range(len(layout.specs(kind))):
+                state = trace.entry(0, kind, slot, index).state
+                if state not in (State.STORED, State.ABSENT):
+                    continue  # nothing to agree with: counted as not compared
                 first = trace.tensor(0, kind, slot, index)
                 match_ranks(
                     tally,

@@ -26,6 +26,7 @@ from distcheck.contract import Contract
 
 _FEATURES, _HIDDEN, _SIDE, _HEAD_IN, _HEAD_OUT, _KERNELS, _TABLE = 12, 8, 4, 6, 4, 2, 300_007
 _UNIT = 64  # weights are counted in units of 2^-6
+_LARGEST_CONTRIBUTION = 18  # of one sample to one element: nine patches of pixels up to 2
 _SIGNIFICAND_BITS = {"float32": 24, "float64": 53}
 
 Vector = list[int]
@@ -60,10 +61,15 @@ def why_not_exact(
     """
     if dtype not in _SIGNIFICAND_BITS:
         return f"{dtype} is too short for exact sums"
+    grown = 0
     for sizes in shard_sizes:
         total = sum(sizes)
         if len(set(sizes)) > 1 and total & (total - 1):
             return f"{total} samples over {world} ranks have weights that are not exact"
+        largest = sum(_odd(n) * n for n in sizes) * _LARGEST_CONTRIBUTION
+        grown += largest
+        if max(largest * world, grown) >= 2 ** _SIGNIFICAND_BITS[dtype]:
+            return f"sums over {total} samples in {world} shards may be too large for {dtype}"
     if contract.scale != "divide-after" and not reciprocal_is_exact(world, dtype):
         return f"multiplying by 1/{world} does not invert multiplying by {world} in {dtype}"
     return ""

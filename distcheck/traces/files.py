@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import safetensors
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from distcheck.errors import CannotRunError, UsageError
@@ -81,7 +82,11 @@ def _load(folder: Path, layout: TraceLayout, fd: int) -> None:
             found = (tuple(tensor.shape), str(tensor.dtype))
             if found != (spec.shape, f"torch.{spec.dtype}"):
                 raise ValueError(f"{_key(rank, kind, spec)} is {found[1]} of shape {found[0]}")
-            write_at(fd, raw_bytes(tensor), layout.data_offset(rank, kind, slot, number))
+            data = raw_bytes(tensor)
+            at = layout.entry_offset(rank, kind, slot, number)
+            if xxhash.xxh3_128_digest(data) != ENTRY.unpack_from(index, at)[0]:
+                raise ValueError(f"{_key(rank, kind, spec)} is not what its rank recorded")
+            write_at(fd, data, layout.data_offset(rank, kind, slot, number))
 
 
 def _held(

@@ -111,6 +111,14 @@ def test_where_bits_are_not_owed() -> None:
     assert "too short" in why_not_exact(AFTER, dtype="bfloat16", world=4, shard_sizes=even)
 
 
+def test_sums_too_large_to_be_exact_are_told_beforehand() -> None:
+    assert why_not_exact(AFTER, dtype="float32", world=4, shard_sizes=[[250] * 4]) == ""
+    assert "too large" in why_not_exact(AFTER, dtype="float32", world=4, shard_sizes=[[775] * 4])
+    assert why_not_exact(AFTER, dtype="float64", world=4, shard_sizes=[[775] * 4]) == ""
+    long_run = [[86, 85, 85]] * 100
+    assert "too large" in why_not_exact(AFTER, dtype="float32", world=3, shard_sizes=long_run)
+
+
 def test_headroom_is_asserted() -> None:
     oracle = LatticeOracle(AFTER, "float32")
     oracle._limit = 2**12

@@ -1,0 +1,457 @@
+"""The command line, as a person meets it: verdicts, exit codes, bad input, nothing left behind."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).parents[2]
+QUICK = ("--workload", "mlp", "--dtype", "float32", "--world", "2")
+
+BAD = """
+import os, time
+import torch.distributed as dist
+
+def good(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+def no_sync(model):
+    pass
+
+def crash(model, step):
+    if step.rank == 1:
+        raise RuntimeError("the reason")
+    good(model)
+
+class doubled_on_the_way:
+    def scale_loss(self, loss, step):
+        return loss * 2
+
+    def sync(self, model, step):
+        good(model)
+        for p in model.parameters():
+            p.grad /= 2
+
+def hang(model, step):
+    if step.rank == 1 and step.index == 1:
+        open("asleep", "w").close()
+        time.sleep(1000)
+    good(model)
+"""
+
+FILLER = """
+import torch.distributed as dist
+
+def fills_the_disk(model, step):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= step.world_size
+    if step.index == 2 and step.rank == 0:
+        with open("small/filler", "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+"""
+
+MOODY = """
+import os, pathlib, torch
+from distcheck.workloads.mlp import MLP
+
+class Moody(MLP):
+    def loss(self, model, batch):
+        marker = pathlib.Path("inspected")
+        if "RANK" not in os.environ and marker.exists():
+            raise RuntimeError("not in the mood")
+        marker.touch()
+        return super().loss(model, batch)
+"""
+
+
+@pytest.fixture
+def distcheck(tmp_path: Path) -> Run:
+    """Runs `python -m distcheck` in an empty folder that holds bad.py."""
+    (tmp_path / "bad.py").write_text(BAD)
+
+    def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "COLUMNS": "100", **options.pop("env", {})}  # type: ignore[dict-item]
+        return subprocess.run(
+            [sys.executable, "-m", "distcheck", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return run
+
+
+def sentences(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in ran.stderr.splitlines() if line]
+
+
+def test_exit_0_and_a_screen_that_says_what_was_compared(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "allreduce", "--world", "3")
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[1].startswith("PASS    allreduce, world 3: lattice float32, cnn float32")
+    assert len(lines) <= 40, "one screen"
+    for layer in ("lattice", "X", "R", "S32", "S64"):
+        assert re.search(rf"^\s+(gradients\s+)?{layer}\s+ok\s+\d+\s+3\s+3\s", ran.stdout, re.M)
+    assert "A pass shows nothing about other worlds than 3" in ran.stdout
+    saved = re.search(r"saved: (\S+)", ran.stdout)
+    assert saved is not None
+    assert (tmp_path / saved[1] / "report.json").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".distcheck", "bad.py"] or sorted(
+        p.name for p in tmp_path.iterdir()
+    ) == [".distcheck", "__pycache__", "bad.py"]
+    assert ran.stderr == ""
+
+
+def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
+    assert ran.returncode == 1
+    assert "FAIL    bad.py:no_sync, world 2" in ran.stdout
+    assert re.search(
+        r"first\s+gradients \(R\): step 0, 1.weight\[0,0\], rank 0: actual", ran.stdout
+    )
+    assert "ULP" in ran.stdout
+    replay = re.search(r"^next:\s+distcheck replay (\S+)", ran.stdout, re.M)
+    assert replay is not None
+    again = distcheck("replay", replay[1])
+    assert again.returncode == 1
+    folder = (tmp_path / replay[1]).parents[1]
+    rechecked = distcheck("recheck", str(folder))
+    assert rechecked.returncode == 1, "the trace of a small failed case is kept"
+    assert _table(rechecked.stdout) == _table(ran.stdout)
+
+
+def _table(text: str) -> list[str]:
+    return [line.split("  ")[-1] for line in text.splitlines() if " ok " in line or "fail" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["verify"], 2, "no strategy was given; known are allreduce, ddp, gather_scatter"),
+        (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce'; known are"),
+        (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
+        (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a valid integer"),
+        (["verify", "--strategy", "ddp", "--world", "0"], 2, "--world 0 is no world"),
+        (["verify", "--strategy", "ddp", "--world", "1000"], 2, "smaller than --world 1000"),
+        (["verify", "--strategy", "ddp", "--workload", "vgg"], 2, "unknown workload 'vgg'"),
+        (["verify", "--strategy", "ddp", "--data", "svhn"], 2, "unknown data 'svhn'"),
+        (["verify", "--strategy", "none.py:f"], 2, "strategy file none.py does not exist"),
+        (["verify", "--strategy", "bad.py"], 2, "for instance bad.py:good"),
+        (["verify", "--strategy", "bad.py:nothing"], 2, "it defines good, no_sync, crash, doubled"),
+        (["verify", "--strategy", "ddp", "--device", "cuda"], 3, "'cuda' is not available"),
+        (["verify", "--strategy", "ddp", "--backend", "nccl"], 3, "'nccl' is not available"),
+        (["verify", "--strategy", "ddp", "--json", "no/such/dir/x"], 3, "cannot be written"),
+        (["verify", "--strategy", "ddp", "--save", "bad.py"], 2, "--save bad.py is a file"),
+        (["verify", "--strategy", "ddp", "--save", "."], 2, "is not empty"),
+        (
+            ["verify", "--strategy", "ddp", "--save", "/proc/nope"],
+            3,
+            "/proc/nope cannot be written",
+        ),
+        (["recheck", "nowhere"], 2, "nowhere holds no traces"),
+        (["replay", "bad.py"], 2, "bad.py is not a case file"),
+        (["train", "--world", "2"], 2, "--world 2 needs a --strategy"),
+        (["train", "--workload", "lattice"], 2, "lattice has no accuracy"),
+        (["verfy"], 2, "No such command 'verfy'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_gets_one_sentence(
+    distcheck: Run, tmp_path: Path, words: list[str], code: int, message: str
+) -> None:
+    ran = distcheck(*words)
+    assert ran.returncode == code
+    assert len(sentences(ran)) == 1
+    assert sentences(ran)[0].startswith("distcheck: ")
+    assert message in ran.stderr
+    assert ran.stdout == ""
+    left = {p.name for p in tmp_path.iterdir()} - {"bad.py", "__pycache__", ".distcheck"}
+    assert not left
+    assert not list(tmp_path.glob(".distcheck/runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(model:\n", "has a syntax error in line 1"),
+        ("raise ValueError('too early')\n", "raised ValueError: too early"),
+        ("import no_such_thing\n", "raised ModuleNotFoundError"),
+        ("import os; os._exit(3)\n", "ended with code 3"),
+    ],
+)
+def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    ran = distcheck("verify", "--strategy", "broken.py:f", *QUICK)
+    assert ran.returncode in (2, 3)
+    assert len(sentences(ran)) == 1
+    assert message in ran.stderr
+    assert not list(tmp_path.glob(".distcheck/runs/*"))
+
+
+def test_workload_and_data_that_do_not_fit(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "ddp", "--batch", "60000", "--workload", "mlp")
+    assert ran.returncode == 2
+    assert "batch 60000 is larger than the data set: synthetic has 50000 samples" in ran.stderr
+
+
+def test_exit_4_names_the_rank_and_the_reason(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:crash", *QUICK)
+    assert ran.returncode == 4
+    assert "RuntimeError: the reason" in ran.stdout
+    assert re.search(r"rank 1\s+raised, step 0, sync", ran.stdout)
+    assert "crash: rank 1 raised" in ran.stdout
+
+
+def test_exit_4_for_a_hang_within_the_deadline(distcheck: Run) -> None:
+    begun = time.monotonic()
+    ran = distcheck("verify", "--strategy", "bad.py:hang", *QUICK, "--deadline-s", "1")
+    assert ran.returncode == 4
+    assert time.monotonic() - begun < 60
+    assert re.search(r"rank 1\s+hung, step 1, sync", ran.stdout)
+    assert "time.sleep(1000)" in ran.stdout
+    assert re.search(r"rank 0\s+hung, step 1, sync\s+last collective: all_reduce of", ran.stdout)
+
+
+def test_save_and_recheck(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "ddp", *QUICK, "--save", "kept")
+    assert ran.returncode == 0
+    again = distcheck("recheck", "kept", "--json", "again.json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "again.json").read_text())["verdict"] == "pass"
+    (case,) = (tmp_path / "kept" / "traces").iterdir()
+    file = case / "run-1" / "slot-001.safetensors"
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith("/gradient/1.weight"))
+    tensors[name][0, 0] += 1
+    save_file(tensors, file)
+    damaged = distcheck("recheck", "kept")
+    assert damaged.returncode == 2
+    assert f"{name} is not what its rank recorded" in damaged.stderr
+    file.write_bytes(b"not a tensor file")
+    assert "is damaged" in distcheck("recheck", "kept").stderr
+
+
+def test_recheck_elsewhere_does_not_hold_bits_against_anybody(
+    distcheck: Run, tmp_path: Path
+) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:doubled_on_the_way", *QUICK, "--save", "kept")
+    assert ran.returncode == 1, "only local gradients differ, to the bit"
+    (about,) = tmp_path.glob("kept/traces/*/about.json")
+    about.write_text(about.read_text().replace('"cpu_capability":"', '"cpu_capability":"other '))
+    again = distcheck("recheck", "kept")
+    assert again.returncode == 5
+    assert re.search(
+        r"recorded elsewhere \(cpu_capability other \w+ there, \w+ here\)", again.stdout
+    )
+
+
+def test_exit_5_for_a_check_that_could_not_be_made(distcheck: Run, tmp_path: Path) -> None:
+    """The workload works in the ranks and breaks in the process that judges."""
+    (tmp_path / "moody.py").write_text(MOODY)
+    ran = distcheck("verify", "--strategy", "ddp", *QUICK[2:], "--workload", "moody.py:Moody")
+    assert ran.returncode == 5, ran.stdout + ran.stderr
+    assert "UNKNOWN ddp" in ran.stdout
+    said = " ".join(ran.stdout.split())
+    assert "the check itself failed: RuntimeError: not in the mood" in said
+    assert re.search(r"outcome\s+ok", ran.stdout)
+
+
+def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, "--json", "-")
+    assert ran.returncode == 1
+    document = json.loads(ran.stdout)
+    assert list(document) == ["schema", "verdict", "exit_code", "environment", "cases"]
+    assert document["schema"] == "distcheck.report/1"
+    assert (document["verdict"], document["exit_code"]) == ("fail", 1)
+    for key in ("torch", "python", "backend", "device", "threads", "cpu"):
+        assert document["environment"][key]
+    (case,) = document["cases"]
+    assert set(case) == {
+        "id", "strategy", "strategy_file", "world", "backend", "device", "dtype", "workload",
+        "batch", "steps", "seed", "verdict", "outcomes", "checks", "diagnosis", "timings_s",
+        "replay",
+    }  # fmt: skip
+    assert case["strategy_file"] == str(tmp_path / "bad.py")
+    assert [set(o) for o in case["outcomes"]] == [{"rank", "outcome", "detail"}] * 2
+    for check in case["checks"]:
+        assert set(check) == {"check", "layer", "verdict", "compared", "worst", "reason"}
+        assert set(check["compared"]) == {"tensors", "elements", "ranks", "steps"}
+        if check["worst"] is not None:
+            assert set(check["worst"]) == {
+                "parameter", "rank", "step", "index", "actual", "expected", "error", "bound", "ulp",
+            }  # fmt: skip
+    bad = next(c for c in case["checks"] if (c["check"], c["layer"]) == ("gradients", "R"))
+    assert bad["worst"]["error"] > bad["worst"]["bound"]
+    assert "first divergence: step 0" in bad["reason"]
+    assert [set(d) for d in case["diagnosis"]] == [{"cause", "evidence", "suggestion"}]
+    assert case["replay"].startswith("distcheck replay ")
+
+
+def test_quiet_prints_verdict_lines_alone(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "ddp", "--strategy", "bad.py:no_sync", *QUICK, "-q")
+    assert ran.returncode == 1
+    assert [line.split()[0] for line in ran.stdout.splitlines()] == ["PASS", "FAIL"]
+    assert ran.stderr == ""
+
+
+def test_no_control_codes_where_there_is_no_terminal(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "ddp", *QUICK)
+    assert "\x1b" not in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bool) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    if no_color:
+        environment["NO_COLOR"] = "1"
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "distcheck", "verify", "--strategy", "ddp", *QUICK],
+        cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs, stdin=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    assert ran.wait() == 0
+    text = seen.decode()
+    assert "step 1/3" in text
+    assert "PASS" in text
+    assert ("\x1b[1;32m" in text) is not no_color
+
+
+def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    command = [sys.executable, "-m", "distcheck", "verify", "--strategy", "ddp"]
+    command += ["--strategy", "bad.py:hang", *QUICK, "--json", "report.json"]
+    front = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)  # the first case is judged while the second runs
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert len(family) >= 3
+    front.send_signal(signal.SIGINT)
+    out, err = front.communicate(timeout=30)
+    assert front.returncode == 130
+    assert err.strip() == "distcheck: interrupted after 1 of 2 cases; nothing is left running"
+    assert "PASS    ddp" in out
+    assert "UNKNOWN bad.py:hang" in out
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["exit_code"] == 130
+    assert [c["verdict"] for c in document["cases"]] == ["pass", "unknown"]
+    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive
+
+
+def on_a_small_disk(tmp_path: Path, megabytes: int, then: str) -> subprocess.CompletedProcess[str]:
+    """Runs a shell script in a namespace where ./small is a file system of so many megabytes."""
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f"mount -t tmpfs -o size={megabytes}m none {small} && cd {tmp_path} && {then}"
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        pytest.skip("no unshare here, so no file system of its own")
+    if re.search("^(unshare|mount):", ran.stderr, re.M):
+        pytest.skip(f"no file system of its own can be mounted here: {ran.stderr.strip()}")
+    return ran
+
+
+def save_to_small(strategy: str) -> str:
+    return (
+        f"{sys.executable} -m distcheck verify --strategy {strategy} --workload mlp "
+        "--dtype float32 --world 2 --save small/run"
+    )
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    ran = on_a_small_disk(tmp_path, 3, save_to_small("ddp"))
+    assert ran.returncode == 3
+    assert re.search(r"--save .* needs about \d+ MiB and \d+ MiB are free", ran.stderr)
+    assert ran.stdout == ""
+
+
+def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None:
+    """The strategy itself fills the disk, at its last step."""
+    (tmp_path / "filler.py").write_text(FILLER)
+    then = save_to_small("filler.py:fills_the_disk") + "; code=$?; ls small/run/traces; exit $code"
+    ran = on_a_small_disk(tmp_path, 200, then)
+    assert ran.returncode == 3, ran.stdout + ran.stderr
+    assert "PASS    filler.py:fills_the_disk, world 2" in ran.stdout
+    assert "could not be saved to small/run (No space left on device)" in ran.stderr
+    assert "the verdict above stands" in ran.stderr
+    assert not re.search("^filler-", ran.stdout, re.M), "no half of a trace is left"
+
+
+def test_list_names_everything_in_one_line_each(distcheck: Run) -> None:
+    ran = distcheck("list")
+    assert ran.returncode == 0
+    for name in ("allreduce", "gather_scatter", "vgg11", "cifar10", "local gradients", "rerun"):
+        assert re.search(rf"^  {name}\s+\S", ran.stdout, re.M)
+
+
+def test_doctor_is_paste_ready(distcheck: Run) -> None:
+    ran = distcheck("doctor")
+    assert ran.returncode == 0
+    for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
+        assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)
+    assert ran.stdout.count("as predicted, to the bit") == 6
+
+
+def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
+    """The same batches and seeds: one process and three ranks lose alike."""
+    losses = []
+    for words in ([], ["--strategy", "gather_scatter", "--world", "3"]):
+        ran = distcheck(
+            "train", "--workload", "mlp", "--steps", "15", "--epochs", "2", "--log-every", "10",
+            "--json", "table.json", *words,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        assert "step 10/15: loss" in ran.stdout
+        assert re.search(r"epoch 2/2: loss \d\.\d+, accuracy \d+\.\d+ % of 10,000", ran.stdout)
+        assert "s per step (mean of 14, first left out" in ran.stdout
+        rows = json.loads((tmp_path / "table.json").read_text())["epochs"]
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_train_names_the_rank_that_failed(distcheck: Run) -> None:
+    ran = distcheck("train", "--strategy", "bad.py:crash", "--world", "2", "--workload", "mlp")
+    assert ran.returncode == 4
+    assert ran.stderr.startswith("distcheck: rank 1 raised, step 0, sync")
+    assert "the reason" in ran.stderr
