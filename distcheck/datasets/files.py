@@ -90,9 +90,9 @@ def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
     with _readable_root(dataset, found) as root:
         try:
             train, test = dataset.read(root, train=True), dataset.read(root, train=False)
-        except (OSError, EOFError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:  # unpickling a damaged file may raise anything
             raise CannotRunError(
-                f"{name} in {found} cannot be read ({type(error).__name__}: {error}); "
+                f"{name} in {found} cannot be read ({_in_one_line(error)}); "
                 "the files are damaged or incomplete"
             ) from error
     _check_splits(name, found, train, test)
@@ -152,7 +152,8 @@ def _readable_root(dataset: FileDataset, found: Path) -> Iterator[Path]:
             dataset.open(found, root)
         except (OSError, EOFError, tarfile.TarError) as error:
             raise CannotRunError(
-                f"{dataset.name} in {found} cannot be opened ({error}); the file is damaged"
+                f"{dataset.name} in {found} cannot be opened ({_in_one_line(error)}); "
+                "the file is damaged"
             ) from error
         yield root
 
@@ -170,11 +171,16 @@ def _download(dataset: FileDataset, where: Path) -> None:
         os.replace(scratch / dataset.folder, target)
     except Exception as error:
         raise CannotRunError(
-            f"{dataset.name} could not be downloaded to {where} ({error}); fetch it on a machine "
-            "with a network and name its folder with --data-dir"
+            f"{dataset.name} could not be downloaded to {where} ({_in_one_line(error)}); "
+            "fetch it on a machine with a network and name its folder with --data-dir"
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _in_one_line(error: Exception) -> str:
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 def unpack(archive: Path, root: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from distcheck.records import Case
 
@@ -49,4 +50,4 @@ class LiveProgress:
     def _show(self, text: str) -> None:
         if self._status is not None:
             spent = time.monotonic() - self._begun
-            self._status.update(f"{text} ({spent:.0f} s)".replace("[", r"\["))
+            self._status.update(Text(f"{text} ({spent:.0f} s)"))

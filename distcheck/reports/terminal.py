@@ -57,7 +57,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """
     groups = [list(group) for _, group in groupby(report.cases, key=_group_key)]
     if not quiet:
-        console.print(_environment_line(report), style="dim")
+        console.print(Text(_environment_line(report)), style="dim")
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
         console.print(_headline(cases, verdict))
@@ -66,7 +66,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         if verdict != "pass" or verbose or len(groups) == 1:
             _print_group(cases, console)
         else:
-            console.print(Padding(_one_line(cases), (0, 0, 0, 6)), style="dim")
+            console.print(Padding(Text(_one_line(cases)), (0, 0, 0, 6)), style="dim")
     if not quiet:
         _print_end(report, console)
 
@@ -216,7 +216,7 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
         shown = msgspec.structs.replace(ranks[0], detail=detail)
-        yield f"rank {names}", _describe_outcome(shown)
+        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(shown)
 
 
 def _describe_outcome(outcome: Outcome) -> str:
@@ -259,8 +259,9 @@ def _print_end(report: Report, console: Console) -> None:
             style="dim",
         )
     if report.saved_to is not None:
-        console.print(Text(f"saved: {report.saved_to}"))
-    console.print(Text(f"next:  {_next_step(report)}"))
+        console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
+    # Not wrapped, so that it can be copied.
+    console.print(Text(f"next:  {_next_step(report)}"), soft_wrap=True)
 
 
 def _next_step(report: Report) -> str:
@@ -273,7 +274,7 @@ def _next_step(report: Report) -> str:
         return f"{base} --world {case.world}"
     worlds = {c.case.world for c in report.cases}
     if not worlds & {3, 5}:
-        return f"{base} --world 3 --world 5   (unequal shards, and orders that 2 and 4 cannot show)"
+        return f"{base} --world 3 --world 5    # unequal shards, and orders that 2 and 4 hide"
     if all(c.case.workload != "vgg11" for c in report.cases):
-        return f"{base} --world {case.world} --workload vgg11   (BatchNorm, 37 MB of gradients)"
+        return f"{base} --world {case.world} --workload vgg11    # BatchNorm, 37 MB of gradients"
     return f"{base} --world {case.world} --seed {case.seed + 1}"

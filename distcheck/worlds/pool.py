@@ -116,7 +116,7 @@ class Pool:
             )
         ours, theirs = socket.socketpair()
         program = (
-            "import sys; sys.path[:] = " + repr(_import_path()) + "; "
+            "import sys; sys.path[:] = " + repr(_own_import_path()) + "; "
             "from distcheck.worlds.helper import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
@@ -326,8 +326,16 @@ class Pool:
 
 
 def _import_path() -> list[str]:
-    """`sys.path` with its relative entries made absolute, the current folder included."""
-    return [os.path.abspath(entry) for entry in sys.path]
+    """`sys.path` made absolute; with the current folder, where a person's own modules are."""
+    path = [os.path.abspath(entry) for entry in sys.path]
+    here = os.getcwd()
+    return path if here in path else [*path, here]
+
+
+def _own_import_path() -> list[str]:
+    """The helper's: the current folder comes last, where its random.py shadows nothing."""
+    here = os.getcwd()
+    return [*(entry for entry in _import_path() if entry != here), here]
 
 
 def _environment() -> dict[str, str]:

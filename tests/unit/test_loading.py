@@ -73,7 +73,10 @@ def test_a_file_may_import_its_neighbours(file: Path) -> None:
     load(file, f"from neighbour_{file.parent.name} import x\ndef f(model): pass\n")
 
 
-def test_a_file_may_be_called_like_a_loaded_module(tmp_path: Path) -> None:
+def test_a_file_may_be_called_like_a_loaded_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "torch.py"
     loaded = load(file, "def f(model): pass\n")
     assert loaded.file == str(file)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, str(Path(sysconfig.get_path("scripts"), "distcheck"))]
 QUICK = ("--workload", "mlp", "--dtype", "float32", "--world", "2")
 
 BAD = """
@@ -84,13 +86,13 @@ class Moody(MLP):
 
 @pytest.fixture
 def distcheck(tmp_path: Path) -> Run:
-    """Runs `python -m distcheck` in an empty folder that holds bad.py."""
+    """Runs the console script in a folder that holds bad.py and nothing else."""
     (tmp_path / "bad.py").write_text(BAD)
 
     def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "COLUMNS": "100", **options.pop("env", {})}  # type: ignore[dict-item]
         return subprocess.run(
-            [sys.executable, "-m", "distcheck", *words],
+            [*COMMAND, *words],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -208,6 +210,22 @@ def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, mes
     assert len(sentences(ran)) == 1
     assert message in ran.stderr
     assert not list(tmp_path.glob(".distcheck/runs/*"))
+
+
+def test_modules_of_the_folder_shadow_nothing(distcheck: Run, tmp_path: Path) -> None:
+    for name in ("random", "typing", "torch", "strategies"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')\n")
+    ran = distcheck("verify", "--strategy", "allreduce", *QUICK, "-q")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_module_of_the_folder_is_found_by_its_name(distcheck: Run, tmp_path: Path) -> None:
+    assert distcheck("verify", "--strategy", "bad:good", *QUICK, "-q").returncode == 0
+    ran = subprocess.run(
+        [sys.executable, "-m", "distcheck", "verify", "--strategy", "bad:good", *QUICK, "-q"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_workload_and_data_that_do_not_fit(distcheck: Run) -> None:
@@ -329,7 +347,7 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
     if no_color:
         environment["NO_COLOR"] = "1"
     ran = subprocess.Popen(
-        [sys.executable, "-m", "distcheck", "verify", "--strategy", "ddp", *QUICK],
+        [*COMMAND, "verify", "--strategy", "ddp", *QUICK],
         cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs, stdin=theirs,
     )  # fmt: skip
     os.close(theirs)
@@ -352,7 +370,7 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
 
 def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
-    command = [sys.executable, "-m", "distcheck", "verify", "--strategy", "ddp"]
+    command = [*COMMAND, "verify", "--strategy", "ddp"]
     command += ["--strategy", "bad.py:hang", *QUICK, "--json", "report.json"]
     front = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,0 +1,181 @@
+"""File data sets: found where people have them, read as torchvision reads them, or refused."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from distcheck.datasets import ArrayDescription, open_samples
+from distcheck.datasets.files import prepare
+from distcheck.errors import CannotRunError
+from tests import real_files
+
+
+def _why_not() -> str:
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:
+        return f"torchvision does not load beside torch {torch.__version__}: {error}"
+    return ""
+
+
+needs_torchvision = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "it loads")
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cifar-10-batches-py in it."""
+    parent = tmp_path_factory.mktemp("cifar")
+    real_files.write_cifar10(parent)
+    return parent
+
+
+@needs_torchvision
+@pytest.mark.parametrize("form", ["parent", "inner", "archive", "folder with archive"])
+def test_cifar10_is_found_in_every_form(cifar: Path, tmp_path: Path, fd: int, form: str) -> None:
+    inner = cifar / "cifar-10-batches-py"
+    where = {"parent": cifar, "inner": inner}.get(form)
+    if where is None:
+        archive = real_files.pack_cifar10(inner, tmp_path / "cifar-10-python.tar.gz")
+        where = archive if form == "archive" else tmp_path
+    description = prepare("cifar10", str(where), download=False, fd=fd)
+    about = msgspec.msgpack.decode(description, type=ArrayDescription)
+    assert (about.train_size, about.test_size) == (1500, 100)
+    samples = open_samples("cifar10", description, fd)
+    assert (samples.shape, samples.classes) == ((3, 32, 32), 10)
+    train, labels, test, _ = real_files.cifar10_arrays()
+    ids = torch.tensor([0, 299, 300, 1499])  # across the borders of batches
+    images, found = samples.read(ids, train=True, dtype=torch.float32)
+    assert found.tolist() == labels[ids].tolist()
+    pixels = torch.from_numpy(train)[ids].view(-1, 3, 32, 32) / 255
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (about.mean, about.std))
+    assert torch.equal(images, (pixels - mean) / std)
+    images, _ = samples.read(torch.tensor([7]), train=False, dtype=torch.float64)
+    assert images.dtype == torch.float64
+    restored = (images[0] * std + mean) * 255
+    assert torch.allclose(restored, torch.from_numpy(test[7]).view(3, 32, 32).double(), atol=1e-3)
+
+
+@needs_torchvision
+def test_files_that_are_not_the_published_ones_are_remarked_on(cifar: Path, fd: int) -> None:
+    description = prepare("cifar10", str(cifar), download=False, fd=fd)
+    note = msgspec.msgpack.decode(description, type=ArrayDescription).note
+    assert "not the published CIFAR-10" in note
+
+
+@needs_torchvision
+@pytest.mark.parametrize("inner", ["MNIST/raw", "raw", "."])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mnist_is_found_in_every_form(tmp_path: Path, fd: int, inner: str, packed: bool) -> None:
+    real_files.write_mnist(tmp_path / "x" / inner, packed=packed)
+    description = prepare("mnist", str(tmp_path / "x"), download=False, fd=fd)
+    samples = open_samples("mnist", description, fd)
+    assert samples.shape == (1, 28, 28)
+    train, labels, _, _ = real_files.mnist_arrays()
+    images, found = samples.read(torch.tensor([5, 599]), train=True, dtype=torch.float32)
+    assert found.tolist() == labels[[5, 599]].tolist()
+    expected = (torch.from_numpy(train[[5, 599]]).unsqueeze(1) / 255 - 0.1307) / 0.3081
+    assert torch.allclose(images, expected)
+    assert samples.size(train=False) == 100
+
+
+@needs_torchvision
+def test_what_was_tried_is_said(tmp_path: Path, fd: int) -> None:
+    with pytest.raises(CannotRunError) as caught:
+        prepare("cifar10", str(tmp_path), download=False, fd=fd)
+    message = str(caught.value)
+    for tried in ("cifar-10-batches-py", "cifar-10-python.tar.gz", str(tmp_path)):
+        assert tried in message
+    assert "--download" in message
+    assert "\n" not in message
+
+
+@needs_torchvision
+@pytest.mark.parametrize("damage", ["cut", "missing", "not an archive"])
+def test_damaged_files_are_refused_in_one_sentence(
+    cifar: Path, tmp_path: Path, fd: int, damage: str
+) -> None:
+    where = tmp_path / "copy"
+    shutil.copytree(cifar, where)
+    batch = where / "cifar-10-batches-py" / "data_batch_3"
+    if damage == "cut":
+        batch.write_bytes(batch.read_bytes()[:1000])
+    elif damage == "missing":
+        batch.unlink()
+    else:
+        where = tmp_path / "cifar-10-python.tar.gz"
+        where.write_bytes(b"<html>404</html>")
+    with pytest.raises(CannotRunError, match=r"damaged|incomplete") as caught:
+        prepare("cifar10", str(where), download=False, fd=fd)
+    assert "\n" not in str(caught.value)
+
+
+@needs_torchvision
+def test_a_download_that_fails_leaves_nothing(
+    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.datasets import CIFAR10
+
+    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+    with pytest.raises(CannotRunError, match="could not be downloaded") as caught:
+        prepare("cifar10", str(tmp_path / "data"), download=True, fd=fd)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "data").iterdir())
+
+
+@needs_torchvision
+def test_a_download_goes_where_it_was_asked(
+    cifar: Path, tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a server on loopback, checksum and all."""
+    import hashlib
+    import threading
+    from functools import partial
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    from torchvision.datasets import CIFAR10
+
+    served = tmp_path / "served"
+    served.mkdir()
+    archive = real_files.pack_cifar10(cifar / "cifar-10-batches-py", served / CIFAR10.filename)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    for listed in ("train_list", "test_list"):
+        names = [name for name, _ in getattr(CIFAR10, listed)]
+        sums = [
+            [n, hashlib.md5((cifar / CIFAR10.base_folder / n).read_bytes()).hexdigest()]
+            for n in names
+        ]
+        monkeypatch.setattr(CIFAR10, listed, sums)
+    meta = cifar / CIFAR10.base_folder / "batches.meta"
+    digest = hashlib.md5(meta.read_bytes()).hexdigest()
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": digest})
+    handler = partial(SimpleHTTPRequestHandler, directory=str(served))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}"
+        monkeypatch.setattr(CIFAR10, "url", url)
+        description = prepare("cifar10", str(tmp_path / "data"), download=True, fd=fd)
+        server.shutdown()
+    assert msgspec.msgpack.decode(description, type=ArrayDescription).train_size == 1500
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["cifar-10-batches-py"]
+
+
+def test_without_torchvision_there_is_one_sentence(
+    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(CannotRunError, match=r"pip install 'distcheck\[data\]'"):
+        prepare("cifar10", str(tmp_path), download=False, fd=fd)

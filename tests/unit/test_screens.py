@@ -1,0 +1,217 @@
+"""Report screens, compared to the letter with tests/snapshots/.
+
+After a change that is meant, run with DISTCHECK_UPDATE_SNAPSHOTS=1 and read the difference.
+"""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Diagnosis,
+    Difference,
+    Outcome,
+    Report,
+)
+from distcheck.reports.json_report import render_json
+from distcheck.reports.terminal import render, render_text
+
+SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+
+ENVIRONMENT = {
+    "distcheck": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "backend": "gloo",
+    "device": "cpu", "threads": 1, "cpu": "A Processor",
+}  # fmt: skip
+
+
+def compare(name: str, text: str) -> None:
+    path = SNAPSHOTS / name
+    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    if os.environ.get("DISTCHECK_UPDATE_SNAPSHOTS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def case(dtype: str = "float32", workload: str = "cnn", strategy: str = "allreduce") -> Case:
+    return Case(
+        id=f"{strategy}-w4-{workload}-{dtype}",
+        strategy=strategy,
+        world=4,
+        workload=workload,
+        dtype=dtype,
+    )
+
+
+def check(
+    name: str,
+    layer: str,
+    verdict: str = "pass",
+    *,
+    elements: int = 4_014_456,
+    worst: Difference | None = None,
+    first: Difference | None = None,
+    reason: str = "",
+) -> CheckResult:
+    return CheckResult(
+        check=name,
+        layer=layer,
+        verdict=verdict,  # type: ignore[arg-type]
+        compared=Compared(tensors=8, elements=elements, ranks=4, steps=3),
+        worst=worst,
+        first=first,
+        reason=reason,
+    )
+
+
+def place(error: float, bound: float, *, step: int = 0, unit: str = "absolute") -> Difference:
+    return Difference(
+        parameter="7.weight", rank=2, step=step, index=(103, 1332) if unit == "absolute" else (),
+        actual=0.0024308953434228897, expected=0.0024308949973601557, error=error, bound=bound,
+        ulp=1 if unit == "absolute" else None, unit=unit,
+    )  # fmt: skip
+
+
+FINISHED = tuple(Outcome(rank=rank, outcome="finished") for rank in range(4))
+OUTCOME = CheckResult(check="outcome", layer="-", verdict="pass", compared=Compared(ranks=4))
+
+
+def passed(strategy: str = "allreduce") -> list[CaseReport]:
+    float32 = (
+        OUTCOME,
+        CheckResult(
+            check="data", layer="-", verdict="pass",
+            compared=Compared(elements=768, ranks=4, steps=3),
+        ),
+        check("local gradients", "X"),
+        check("gradients", "X"),
+        check("gradients", "R", worst=place(3.46e-10, 7.24e-10)),
+        check("gradients", "S32", worst=place(3.7e-8, 2.5e-7, unit="L2 norm")),
+        check("rerun", "-", elements=18_734_128),
+    )  # fmt: skip
+    float64 = (OUTCOME, check("gradients", "S64", worst=place(3e-16, 3.6e-13, unit="L2 norm")))
+    return [
+        CaseReport(
+            case=case(strategy=strategy), strategy_file="/x/allreduce.py", verdict="pass",
+            outcomes=FINISHED, checks=float32, timings_s={"world": 0.5},
+            replay="distcheck replay run/cases/a.json",
+        ),
+        CaseReport(
+            case=case("float64", strategy=strategy), strategy_file="/x/allreduce.py",
+            verdict="pass", outcomes=FINISHED, checks=float64, replay="distcheck replay b.json",
+        ),
+    ]  # fmt: skip
+
+
+def mismatch() -> CaseReport:
+    first = place(0.00194, 3.4e-10, step=1)
+    return CaseReport(
+        case=case(workload="mlp", strategy="mine.py:sync"),
+        strategy_file="/x/mine.py",
+        verdict="fail",
+        outcomes=FINISHED,
+        checks=(
+            OUTCOME,
+            check("gradients", "X", "fail", worst=place(0.5, 0.0), first=first),
+            check("gradients", "R", "fail", worst=place(8.3e-4, 8.3e-11, step=2), first=first),
+            check("loss", "S32", "unknown", elements=4, reason="compared only 4 of 12 elements"),
+        ),
+        diagnosis=(
+            Diagnosis(
+                cause="unexplained",
+                evidence="gradients differ first: step 1, 7.weight[103,1332], rank 2",
+                suggestion="start at the first divergence; checks above it passed",
+            ),
+        ),
+        replay="distcheck replay run/cases/mine-sync-w4-mlp-float32.json",
+        notes=("world 2 cannot tell orders of summation apart",),
+    )
+
+
+def crash() -> CaseReport:
+    victims = [
+        Outcome(rank=rank, outcome="raised", detail="step 1, sync; its peer was gone\nlong\ntext")
+        for rank in (0, 1, 3)
+    ]
+    cause = Outcome(
+        rank=2,
+        outcome="raised",
+        detail='step 1, sync\n  File "mine.py", line 8, in sync\n    raise ValueError\nValueError',
+    )
+    return CaseReport(
+        case=case(workload="mlp", strategy="mine.py:sync"),
+        strategy_file="/x/mine.py",
+        verdict="fail",
+        outcomes=(cause, *victims),
+        checks=(
+            CheckResult(
+                check="outcome", layer="-", verdict="fail", compared=Compared(ranks=4),
+                reason="rank 2 raised",
+            ),
+            check("gradients", "R", "unknown", reason="compared only 1 of 3 steps"),
+            check("loss", "X", "unknown", reason="compared only 1 of 3 steps"),
+        ),
+        diagnosis=(
+            Diagnosis(cause="crash", evidence="rank 2 raised", suggestion="read its traceback"),
+        ),
+        replay="distcheck replay c.json",
+    )  # fmt: skip
+
+
+REPORTS = {
+    "pass": Report(environment=ENVIRONMENT, cases=tuple(passed()), saved_to=".distcheck/runs/1"),
+    "several": Report(environment=ENVIRONMENT, cases=(*passed(), *passed("ddp"))),
+    "mismatch": Report(environment=ENVIRONMENT, cases=(mismatch(),), saved_to="run"),
+    "crash": Report(environment=ENVIRONMENT, cases=(*passed(), crash())),
+    "interrupted": Report(environment=ENVIRONMENT, cases=tuple(passed()), interrupted=True),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_screens(name: str) -> None:
+    compare(f"{name}.txt", render_text(REPORTS[name], width=100))
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_narrow_terminals(width: int) -> None:
+    text = render_text(REPORTS["mismatch"], width=width)
+    to_copy = ("next:", "saved:")
+    lines = [line for line in text.splitlines() if not line.startswith(to_copy)]
+    assert max(map(len, lines)) <= width
+    compare(f"mismatch-{width}.txt", text)
+
+
+def test_verbose_and_quiet() -> None:
+    for name, options in (("verbose", {"verbose": True}), ("quiet", {"quiet": True})):
+        stream = io.StringIO()
+        console = Console(file=stream, width=100, color_system=None, highlight=False)
+        render(REPORTS["several"], console, **options)
+        compare(f"several-{name}.txt", stream.getvalue())
+
+
+def test_one_screen_is_one_screen() -> None:
+    for name, report in REPORTS.items():
+        assert len(render_text(report, width=100).splitlines()) <= 45, name
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_json(name: str) -> None:
+    text = render_json(REPORTS[name])
+    json.loads(text)
+    compare(f"{name}.json", text)
+
+
+def test_markup_in_names_is_shown_as_it_is() -> None:
+    odd = mismatch()
+    text = render_text(
+        Report(environment={**ENVIRONMENT, "cpu": "[red]x[/red]"}, cases=(odd,)), width=100
+    )
+    assert "[red]x[/red]" in text
