@@ -112,7 +112,7 @@ def _look_at(ingredients: Ingredients) -> CaseFacts:
     return CaseFacts(
         contract=Contract(),
         strategy_file="",
-        model=describe_model(ingredients),
+        model=describe_model(ingredients, model),
         train_size=ingredients.samples.size(train=True),
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,

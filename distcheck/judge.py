@@ -1,5 +1,6 @@
 """The job that judges: oracles and checks over a recorded trace, in a process of their own."""
 
+import os
 import traceback
 
 import msgspec
@@ -20,6 +21,7 @@ from distcheck.worlds.child import Reporter
 def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Runs the planned checks; returns a list of CheckResult."""
     job = msgspec.msgpack.decode(payload, type=JudgeJob)
+    os.nice(5)  # the ranks of the rerun go first, and leave gaps
     remaining = list(fds)
     trace = TraceReader(remaining.pop(0), job.layout)
     data_fd = remaining.pop(0) if job.has_data else None

@@ -39,8 +39,14 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
     )
     saved = facts.saved_bytes_per_sample * case.batch
     ranks = case.world * (_PER_RANK_BYTES + model) + saved
-    reference = 3 * model + case.world * _size(layout, Kind.GRADIENT) + saved
-    return ranks + trace_bytes(case, layout) + reference
+    return ranks + trace_bytes(case, layout) + reference_bytes(case, facts, layout)
+
+
+def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
+    """An estimate of what one judge needs: the whole batch, and every rank's gradients."""
+    model = _size(layout, Kind.PARAMETER) + _size(layout, Kind.OPTIMIZER)
+    gradients = (case.world + 5) * _size(layout, Kind.GRADIENT)  # 5: mean and bound in float64
+    return _PER_RANK_BYTES + 2 * model + gradients + facts.saved_bytes_per_sample * case.batch
 
 
 def trace_bytes(case: Case, layout: TraceLayout) -> int:

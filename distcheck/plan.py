@@ -13,6 +13,7 @@ from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EXACT_DTYPES = ("float32", "float64")
+FULL_BATCH_LAYERS = ("S32", "S64")
 DEFAULT_WORKLOADS = ("lattice", "cnn")
 # Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
 QUICK_IN_FLOAT64 = ("mlp", "cnn")
@@ -212,9 +213,7 @@ def _layers(
     # A forward pass over the whole batch would draw other random numbers than the shards did.
     no_full_batch = facts.draws_random_numbers
     bounded = "R" if "R" in case.layers or no_full_batch else ""
-    semantic: list[str] = [
-        layer for layer in ("S32", "S64") if layer in case.layers and not no_full_batch
-    ]
+    semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]
     return exact, bounded, semantic
 
 

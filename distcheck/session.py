@@ -2,7 +2,7 @@
 
 A case goes through: first world -> its steps judged, while the second world reruns it -> what
 spans the whole run judged -> its report. Worlds are never run two at a time, because their ranks
-fill the cores; as many judges run as there are cores.
+fill the cores; judges run beside them.
 """
 
 import mmap
@@ -16,10 +16,11 @@ from typing import Protocol
 
 import msgspec
 
+from distcheck import limits
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError
 from distcheck.jobs import JUDGE, RECORD, CaseFacts, JudgeJob, RecordJob
-from distcheck.plan import PlannedCheck
+from distcheck.plan import FULL_BATCH_LAYERS, PlannedCheck
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.traces.layout import TraceLayout, steps_written
 from distcheck.worlds import blame
@@ -29,7 +30,8 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
 
-_MOST_JUDGES = 8
+_MOST_JUDGES = 16
+_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
 
@@ -108,7 +110,8 @@ class Session:
         self._world: tuple[World, CaseRun, bool] | None = None
         self._judges: list[tuple[World, _Judging]] = []
         self._on_finished: Callable[[CaseRun], None] = lambda run: None
-        self._most_judges = min(len(os.sched_getaffinity(0)), _MOST_JUDGES)
+        # Twice the cores, so that the last few share them instead of leaving one idle.
+        self._most_judges = min(2 * len(os.sched_getaffinity(0)), _MOST_JUDGES)
 
     def run(self, runs: Sequence[CaseRun], *, on_finished: Callable[[CaseRun], None]) -> None:
         """Blocks until every case is finished; ends everything it started if interrupted."""
@@ -139,9 +142,16 @@ class Session:
         if self._world is None and self._worlds and len(self._judgings) < self._most_judges:
             run, again = self._worlds.popleft()
             self._world = (self._start_ranks(run, again=again), run, again)
-        while self._judgings and len(self._judges) < self._most_judges:
+        while self._judgings and self._has_room_for(self._judgings[0]):
             judging = self._judgings.popleft()
             self._judges.append((self._start_judge(judging), judging))
+
+    def _has_room_for(self, judging: _Judging) -> bool:
+        """Whether another judge may start: there are processes and, as far as known, memory."""
+        if not self._judges:
+            return True
+        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
+        return len(self._judges) < self._most_judges and limits.available_bytes() > 2 * needed
 
     def _start_ranks(self, run: CaseRun, *, again: bool) -> World:
         case, fds = run.case, []
@@ -219,10 +229,17 @@ class Session:
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
             written = steps_written(index, run.layout)
-        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
-        for steps in self._shares(run, written):
-            self._judgings.append(_Judging(run, steps, planned, whole_run=False))
-            run.judges_left += 1
+        planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+        groups = [planned]
+        if run.timings_s.get("world", 0.0) > _LONG_WORLD_S:
+            # The two references, of like cost, apart; the longer part (it also runs the batch
+            # without ghosts) first, so that the cores finish together.
+            whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
+            groups = [whole, [pair for pair in planned if pair not in whole]]
+        for group in filter(None, groups):
+            for steps in self._shares(run, written):
+                self._judgings.append(_Judging(run, steps, tuple(group), whole_run=False))
+                run.judges_left += 1
 
     def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
         """Steps per judge. The lattice trains on from its own beginning, so it is not shared."""
@@ -230,7 +247,7 @@ class Session:
             return []
         if "lattice" in run.case.layers:
             return [tuple(range(steps))]
-        judges = min(steps, 2 * self._most_judges)
+        judges = min(steps, self._most_judges)
         bounds = [steps * k // judges for k in range(judges + 1)]
         return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 

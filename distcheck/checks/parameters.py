@@ -16,7 +16,6 @@ from distcheck.checks.matching import match_ranks
 from distcheck.checks.tally import Tally
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.shards import NotRecordedError
-from distcheck.oracles.update import UpdateReference
 from distcheck.traces.layout import Kind
 
 NAME = "parameters"
@@ -29,8 +28,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for expectation in evidence.expectations:
             _compare_lattice(evidence, expectation, tally)
         return
-    reference = UpdateReference(evidence.ingredients, evidence.trace)
     for expectation in evidence.expectations:
+        reference = expectation.update
         updates: dict[bytes, dict[Kind, list[torch.Tensor | None]]] = {}
         for rank in evidence.ranks:
             inputs = reference.input_digest(rank, expectation.step)

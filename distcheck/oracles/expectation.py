@@ -3,7 +3,9 @@
 from functools import cached_property
 
 import torch
+from torch import nn
 
+from distcheck import seeds
 from distcheck.contract import Contract
 from distcheck.oracles import order_exact, rounding
 from distcheck.oracles.full_batch import (
@@ -15,6 +17,7 @@ from distcheck.oracles.full_batch import (
 from distcheck.oracles.lattice import LatticeOracle, LatticeStep
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import ShardReference, ShardResult
+from distcheck.oracles.update import UpdateReference
 from distcheck.ranks.training import Ingredients
 from distcheck.traces.reader import StepHeader, TraceReader
 
@@ -92,6 +95,11 @@ class StepExpectation:
         return relative_tolerance(layer, samples) * scale
 
     @property
+    def update(self) -> UpdateReference:
+        """The optimizer's step, again, for any rank."""
+        return self._references.update
+
+    @property
     def normalises_batches(self) -> bool:
         """Whether the full batch is a ghost batch, because the model has BatchNorm."""
         return self._references.full_batch.normalises_batches
@@ -107,21 +115,32 @@ class StepExpectation:
 
 
 class References:
-    """The models that expectations are computed with, built once per process."""
+    """What expectations are computed with, built once per process."""
 
     def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._lattice: list[LatticeStep] = []
 
     @cached_property
+    def _model(self) -> nn.Module:
+        """One model for all: each reference loads the state that it starts from."""
+        seeds.pin_determinism()
+        return self._ingredients.model()
+
+    @cached_property
     def shards(self) -> ShardReference:
         """For X and R."""
-        return ShardReference(self._ingredients, self._contract, self._trace)
+        return ShardReference(self._ingredients, self._contract, self._trace, self._model)
 
     @cached_property
     def full_batch(self) -> FullBatchReference:
         """For S32 and S64."""
-        return FullBatchReference(self._ingredients, self._trace)
+        return FullBatchReference(self._ingredients, self._trace, self._model)
+
+    @cached_property
+    def update(self) -> UpdateReference:
+        """For the optimizer's step."""
+        return UpdateReference(self._ingredients, self._trace, self._model)
 
     @cached_property
     def _lattice_oracle(self) -> LatticeOracle:

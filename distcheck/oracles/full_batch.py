@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcheck import seeds
 from distcheck.oracles.rounding import unit_roundoff
 from distcheck.oracles.shards import load_state
 from distcheck.ranks.training import Ingredients, trainable
@@ -79,12 +78,10 @@ def loss_tolerance(layer: str, expected: float) -> float:
 
 
 class FullBatchReference:
-    """Runs whole batches on a single model."""
+    """Runs whole batches on `model`, whose state it overwrites."""
 
-    def __init__(self, ingredients: Ingredients, trace: TraceReader) -> None:
-        self._ingredients, self._trace = ingredients, trace
-        seeds.pin_determinism()
-        self._model = ingredients.model()
+    def __init__(self, ingredients: Ingredients, trace: TraceReader, model: nn.Module) -> None:
+        self._ingredients, self._trace, self._model = ingredients, trace, model
 
     @property
     def normalises_batches(self) -> bool:

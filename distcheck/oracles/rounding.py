@@ -60,8 +60,7 @@ def interval(shards: Sequence[torch.Tensor], weights: Sequence[float]) -> Interv
     mean = torch.zeros(shards[0].shape, dtype=torch.float64)
     magnitude = torch.zeros_like(mean)
     for shard, weight in zip(shards, weights, strict=True):
-        term = shard.double() * weight
-        mean += term
-        magnitude += term.abs()
+        mean.add_(shard, alpha=weight)
+        magnitude.add_(shard.abs(), alpha=weight)
     factor = gamma(roundings, unit) + gamma(world + 1, _UNITS[torch.float64][0])
-    return Interval(mean, magnitude * factor + roundings * tiny)
+    return Interval(mean, magnitude.mul_(factor).add_(roundings * tiny))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck import seeds
 from distcheck.contract import Contract
 from distcheck.ranks.training import Ingredients, trainable
 from distcheck.traces.layout import Kind
@@ -43,12 +42,17 @@ def load_state(
 
 
 class ShardReference:
-    """Runs shards one after the other on a single model."""
+    """Runs shards one after the other on `model`, whose state it overwrites."""
 
-    def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: torch.nn.Module,
+    ) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        seeds.pin_determinism()
-        self._model = ingredients.model()
+        self._model = model
 
     def run(self, rank: int, step: int) -> ShardResult:
         """One rank's forward and backward at one step. Raises NotRecordedError."""

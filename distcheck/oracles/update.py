@@ -3,20 +3,19 @@
 import torch
 import xxhash
 
-from distcheck import seeds
-from distcheck.oracles.shards import NotRecordedError, load_state
+from distcheck.oracles.shards import load_state
 from distcheck.ranks.training import Ingredients, state_tensors, trainable
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import TraceReader
 
 
 class UpdateReference:
-    """Steps the workload's optimizer outside of any world."""
+    """Steps the workload's optimizer on `model`, whose state it overwrites."""
 
-    def __init__(self, ingredients: Ingredients, trace: TraceReader) -> None:
-        self._ingredients, self._trace = ingredients, trace
-        seeds.pin_determinism()
-        self._model = ingredients.model()
+    def __init__(
+        self, ingredients: Ingredients, trace: TraceReader, model: torch.nn.Module
+    ) -> None:
+        self._ingredients, self._trace, self._model = ingredients, trace, model
 
     def input_digest(self, rank: int, step: int) -> bytes:
         """A digest of all that the update depends on: ranks that share it share the result."""
@@ -50,6 +49,3 @@ class UpdateReference:
             Kind.PARAMETER: [p.detach() for p in parameters.values()],
             Kind.OPTIMIZER: [state.get(s.name) for s in trace.layout.model.optimizer],
         }
-
-
-__all__ = ["NotRecordedError", "UpdateReference"]

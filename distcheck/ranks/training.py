@@ -73,12 +73,11 @@ def state_tensors(
     return found
 
 
-def describe_model(ingredients: Ingredients) -> ModelLayout:
+def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     """What a trace of this model will hold, the optimizer's state included.
 
     The state's shape is only known after a step, so one is taken, with gradients of zero.
     """
-    model = ingredients.model()
     optimizer = ingredients.loaded.workload.optimizer(model.parameters())
     for parameter in model.parameters():
         if parameter.requires_grad:

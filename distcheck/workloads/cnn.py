@@ -24,16 +24,16 @@ class CNN:
             )
         channels, height, width = sample_shape
         return nn.Sequential(
-            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.Conv2d(channels, 8, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
+            nn.Conv2d(8, 16, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(32 * (height // 4) * (width // 4), 160),
+            nn.Linear(16 * (height // 4) * (width // 4), 320),
             nn.ReLU(),
-            nn.Linear(160, classes),
+            nn.Linear(320, classes),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

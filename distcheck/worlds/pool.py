@@ -20,6 +20,13 @@ from distcheck.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import messages
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
+# Training allocates and frees the same large tensors at every step. glibc hands each back to the
+# kernel and faults it in again page by page, which took half of a float64 step's time. Read by
+# glibc when the helper starts; whatever it forks inherits it.
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -120,8 +127,7 @@ class Pool:
             "from distcheck.worlds.helper import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
-        environment = {**os.environ, **PINNED_ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "64"}
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment = {**_KEEP_FREED_MEMORY, **_environment()}
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             env=environment,
