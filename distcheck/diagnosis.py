@@ -7,6 +7,7 @@ as `unexplained`, with what was seen.
 import re
 from collections.abc import Sequence
 
+from distcheck.checks.merging import earliest_failure
 from distcheck.records import CheckResult, Diagnosis, Outcome
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -25,7 +26,8 @@ def diagnose(outcomes: Sequence[Outcome], results: Sequence[CheckResult]) -> lis
     checks = {check for check, _ in failed}
     if not checks - {"outcome"}:
         return found
-    first = next(r for r in failed.values() if r.check != "outcome")
+    first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
+    assert first is not None
     if checks == {"rerun"}:
         found.append(
             Diagnosis(
@@ -51,7 +53,7 @@ def diagnose(outcomes: Sequence[Outcome], results: Sequence[CheckResult]) -> lis
             Diagnosis(
                 cause="unexplained",
                 evidence=f"{first.check} differ first: {_where(first)}",
-                suggestion="start at the first divergence; checks above it passed",
+                suggestion="start at that step: all that was compared before it agreed",
             )
         )
     return found

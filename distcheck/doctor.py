@@ -27,9 +27,9 @@ def doctor_command() -> int:
     code = ExitCode.PASS
     try:
         for name, text in _examine(pool):
-            click.echo(f"{name:<14}{text}")
+            click.echo(f"{name:<25}{text}")
     except DistcheckError as error:
-        click.echo(f"{'cannot run':<14}{error}")
+        click.echo(f"{'cannot run':<25}{error}")
         code = ExitCode.CANNOT_RUN
     finally:
         pool.close()
@@ -46,7 +46,7 @@ def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
     about = found["environment"]
     for name in ("distcheck", "torch", "python", "platform", "cpu", "cores", "threads",
                  "cpu_capability", "mkldnn", "deterministic_algorithms"):  # fmt: skip
-        yield name.replace("_", " ")[:13], str(about[name])
+        yield name.replace("_", " "), str(about[name])
     yield from _torch_remark(about["torch"])
     yield "torch has", ", ".join(found["backends"]) or "no backend"
     yield "devices", found["devices"]

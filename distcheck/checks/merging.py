@@ -48,6 +48,20 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
     )
 
 
+def earliest_failure(results: Sequence[CheckResult]) -> CheckResult | None:
+    """The failed result that diverges first: by step, then in the order of the checks.
+
+    A wrong gradient at one step shows in what the next step computes from it, so the order of the
+    checks alone would name a consequence. Results that failed without a place come last.
+    """
+    failed = [result for result in results if result.verdict == "fail"]
+    return min(
+        failed,
+        key=lambda result: result.first.step if result.first is not None else math.inf,
+        default=None,
+    )
+
+
 def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
     """A pass that compared less than it owes is no pass: unknown, with what is missing."""
     if result.verdict != "pass":

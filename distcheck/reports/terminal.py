@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distcheck.checks.merging import merge_results
+from distcheck.checks.merging import earliest_failure, merge_results
 from distcheck.errors import ExitCode
 from distcheck.records import (
     CaseReport,
@@ -31,6 +31,7 @@ _STYLE: dict[VerdictName, str] = {
     "fail": "bold red",
 }
 _DETAIL_LINES = 14  # of a rank's traceback or stack
+_REPLAY = "replay"
 
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
@@ -66,7 +67,8 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         if verdict != "pass" or verbose or len(groups) == 1:
             _print_group(cases, console)
         else:
-            console.print(Padding(Text(_one_line(cases)), (0, 0, 0, 6)), style="dim")
+            for sentence in (_one_line(cases), *_remarks(cases)):
+                console.print(Padding(Text(sentence), (0, 0, 0, 6)), style="dim")
     if not quiet:
         _print_end(report, console)
 
@@ -86,7 +88,10 @@ def _environment_line(report: Report) -> str:
 
 def _headline(cases: Sequence[CaseReport], verdict: VerdictName) -> Text:
     case = cases[0].case
-    names = ", ".join(dict.fromkeys(f"{c.case.workload} {c.case.dtype}" for c in cases))
+    dtypes: dict[str, dict[str, None]] = {}
+    for c in cases:
+        dtypes.setdefault(c.case.workload, {})[c.case.dtype] = None
+    names = ", ".join(f"{workload} {'+'.join(found)}" for workload, found in dtypes.items())
     text = Text()
     text.append(f"{verdict.upper():<8}", style=_STYLE[verdict])
     text.append(f"{case.strategy}, world {case.world}", style="bold")
@@ -173,18 +178,24 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 def _print_failure(case: CaseReport, console: Console) -> None:
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
+    found = list(_failure_lines(case))
+    width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
     lines = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
-    lines.add_column(no_wrap=True, style="bold")
+    lines.add_column(no_wrap=True, style="bold", min_width=width)
     lines.add_column(overflow="fold")
-    for label, text in _failure_lines(case):
+    for label, text in found:
         lines.add_row(label, Text(text))
     console.print(Padding(lines, (0, 0, 0, 4)))
+    # Not wrapped, so that it can be copied.
+    replay = Text.assemble(f"    {_REPLAY:<{width}}  ", case.replay)
+    replay.stylize("bold", 0, 4 + width)
+    console.print(replay, soft_wrap=True)
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     yield from _outcome_lines(case.outcomes)
     failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
-    first = next((r for r in failed if r.first is not None), None)
+    first = earliest_failure(failed)
     if first is not None and first.first is not None:
         layer = f" ({first.layer})" if first.layer != "-" else ""
         yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
@@ -201,7 +212,6 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     for diagnosis in case.diagnosis:
         yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
         yield "try", diagnosis.suggestion
-    yield "replay", case.replay
 
 
 def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from distcheck.checks.merging import hold_against, merge_results
+from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, ExitCode, UsageError, VerdictError
 from distcheck.jobs import CaseFacts
@@ -183,6 +183,24 @@ def test_less_than_owed_is_unknown(field: str) -> None:
 def test_all_that_is_owed_passes_and_a_failure_stays_one() -> None:
     assert hold_against(result(compared=msgspec.to_builtins(FULL)), FULL).verdict == "pass"
     assert hold_against(result("fail"), FULL).verdict == "fail"
+
+
+def failing(check: str, step: int | None) -> CheckResult:
+    place = Difference(
+        parameter="w", rank=0, step=step or 0, index=(), actual=1.0, expected=2.0, error=1.0,
+        bound=0.0,
+    )  # fmt: skip
+    return CheckResult(
+        check=check, layer="X", verdict="fail", compared=FULL,
+        first=place if step is not None else None,
+    )  # fmt: skip
+
+
+def test_the_first_divergence_is_that_of_the_first_step_then_of_the_first_check() -> None:
+    consequence, cause = failing("local gradients", 1), failing("gradients", 0)
+    assert earliest_failure([result(), consequence, cause, failing("loss", 0)]) is cause
+    assert earliest_failure([failing("data", None), consequence]) is consequence
+    assert earliest_failure([result()]) is None
 
 
 def test_results_of_steps_add_up() -> None:
