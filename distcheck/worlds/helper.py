@@ -6,6 +6,8 @@ and its children end with it.
 """
 
 import contextlib
+import gc
+import importlib
 import os
 import selectors
 import signal
@@ -150,15 +152,24 @@ def main(control_fd: int, front_pid: int) -> None:
     helper.run()
 
 
-def _preload() -> str:
-    import gc
-    import importlib
+def serve_forked(control: socket.socket, front_pid: int) -> None:
+    """Entry point in a fork of the front; see `helper_process.py`. Returns when the front ends."""
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(name, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # the front's, if it has one
+    linux.adopt_orphans()
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    helper = Helper(control, front_pid)
+    helper.say(messages.Ready(""))
+    helper.run()
 
+
+def _preload() -> str:
     for name in _PRELOADED:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing torch left {threads} threads; forking needs one")
     gc.collect()
-    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    gc.freeze()  # as in a forked one
     return str(sys.modules["torch"].__version__)

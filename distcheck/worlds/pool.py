@@ -8,25 +8,17 @@ import contextlib
 import os
 import selectors
 import socket
-import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.errors import CannotRunError, HelperError
-from distcheck.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import messages
+from distcheck.worlds.helper_process import CleanHelper, HelperProcess, child_environment
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
-# Training allocates and frees the same large tensors at every step. glibc hands each back to the
-# kernel and faults it in again page by page, which took half of a float64 step's time. Read by
-# glibc when the helper starts; whatever it forks inherits it.
-_KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}
+_PATIENCE_S = 5.0  # with a helper whose connection was closed
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -93,16 +85,16 @@ class Child:
 class Pool:
     """A helper process and what it forked. Close it; nothing outlives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, helper: HelperProcess | None = None) -> None:
+        self._helper = helper or CleanHelper()
         self._owner = os.getpid()
+        self._opened = False
         self._closed = False
         self._children: dict[int, Child] = {}
         self._next_key = 0
         self._selector = selectors.DefaultSelector()
-        self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._notices = messages.Frames(messages.Notice)
-        self._helper_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._ready: messages.Ready | None = None
 
     @property
@@ -110,11 +102,11 @@ class Pool:
         """Whether this process may go on using it: its own, and the helper has not ended."""
         if os.getpid() != self._owner:
             return False
-        return not self._closed and (self._process is None or self._process.poll() is None)
+        return not self._closed and (not self._opened or self._helper.running)
 
     def open(self) -> None:
-        """Starts the helper; returns at once, while it imports torch."""
-        if self._process is not None:
+        """Starts the helper; returns at once, while it gets ready."""
+        if self._opened:
             return
         if not sys.platform.startswith("linux"):
             raise CannotRunError(
@@ -122,21 +114,8 @@ class Pool:
                 "use a Linux machine, container or WSL"
             )
         ours, theirs = socket.socketpair()
-        program = (
-            "import sys; sys.path[:] = " + repr(_own_import_path()) + "; "
-            "from distcheck.worlds.helper import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
-        )
-        environment = {**_KEEP_FREED_MEMORY, **_environment()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._helper_output,
-            stderr=self._helper_output,
-            start_new_session=True,  # Ctrl-C is the front's to handle
-        )
+        self._helper.start(theirs, ours=ours)
+        self._opened = True
         theirs.close()
         ours.setblocking(False)
         self._connection = ours
@@ -197,8 +176,8 @@ class Pool:
             target=target,
             payload=payload,
             cwd=os.getcwd(),
-            path=_import_path(),
-            env={**_environment(), **env},
+            path=self._helper.import_path(),
+            env={**child_environment(), **env},
         )
         assert self._connection is not None
         try:
@@ -242,21 +221,15 @@ class Pool:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
-        if self._process is None:
+        if not self._opened:
             return
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._helper.end(_PATIENCE_S)
         for child in list(self._children.values()):
             self.forget(child)
         self._selector.close()
-        self._helper_output.close()
-        self._process = None
 
     def _on_notices(self) -> None:
         assert self._connection is not None
@@ -322,30 +295,8 @@ class Pool:
             setattr(child, name, -1)
 
     def _helper_died(self) -> None:
-        self._helper_output.seek(0)
-        said = self._helper_output.read().decode(errors="replace").strip()
-        last = said.splitlines()[-1] if said else "it said nothing"
+        last = self._helper.last_words() or "it said nothing"
         raise HelperError(
             f"the process that forks the ranks ended unexpectedly: {last}; "
             "out of memory is the usual reason"
         )
-
-
-def _import_path() -> list[str]:
-    """`sys.path` made absolute; with the current folder, where a person's own modules are."""
-    path = [os.path.abspath(entry) for entry in sys.path]
-    here = os.getcwd()
-    return path if here in path else [*path, here]
-
-
-def _own_import_path() -> list[str]:
-    """The helper's: the current folder comes last, where its random.py shadows nothing."""
-    here = os.getcwd()
-    return [*(entry for entry in _import_path() if entry != here), here]
-
-
-def _environment() -> dict[str, str]:
-    pinned = {**PINNED_ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "64"}
-    environment = {**os.environ, **pinned}
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment

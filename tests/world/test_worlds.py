@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from distcheck.worlds.helper_process import CleanHelper
 from distcheck.worlds.launch import start_job
 from distcheck.worlds.pool import Pool
 from tests.world.launching import run, start
@@ -141,12 +142,11 @@ def test_everything_dies_with_the_front(number: signal.Signals) -> None:
 def test_a_pool_says_when_its_helper_is_gone(tmp_path: Path) -> None:
     from distcheck.errors import HelperError
 
-    own = Pool()
+    helper = CleanHelper()
+    own = Pool(helper)
     own.wait_ready()
     job = start_job(own, target="tests.world.jobs:sleeps_alone", payload=b"", fds=[], deadline_s=60)
-    assert own._process is not None
-    own._process.kill()
-    own._process.wait()
+    helper.end(0)
     assert not own.usable
 
     def wait() -> None:
