@@ -11,7 +11,6 @@ import msgspec
 import psutil
 import pytest
 
-from distcheck.worlds.helper_process import CleanHelper
 from distcheck.worlds.launch import start_job
 from distcheck.worlds.pool import Pool
 from tests.world.launching import run, start
@@ -142,11 +141,13 @@ def test_everything_dies_with_the_front(number: signal.Signals) -> None:
 def test_a_pool_says_when_its_helper_is_gone(tmp_path: Path) -> None:
     from distcheck.errors import HelperError
 
-    helper = CleanHelper()
-    own = Pool(helper)
+    before = psutil.Process().children()
+    own = Pool()
     own.wait_ready()
+    (helper,) = set(psutil.Process().children()) - set(before)
     job = start_job(own, target="tests.world.jobs:sleeps_alone", payload=b"", fds=[], deadline_s=60)
-    helper.end(0)
+    helper.kill()
+    helper.wait()
     assert not own.usable
 
     def wait() -> None:
