@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from itertools import takewhile
 
 from distcheck.records import Outcome, OutcomeName
 from distcheck.worlds.pool import Child
@@ -14,6 +15,10 @@ _LOST_PEER = re.compile(
     r"connectFullMesh|Connection was likely closed|timed out",
     re.IGNORECASE,
 )
+
+
+# Below it, in faulthandler's order, is the life of whoever forked the process.
+_FORKED = os.path.join("distcheck", "worlds", "child.py") + '", line'
 
 
 def finished(child: Child) -> bool:
@@ -85,7 +90,8 @@ def _without_plumbing(stacks: str) -> str:
     own = os.path.dirname(os.path.dirname(__file__))
     blocks = []
     for block in stacks.split("\n\n"):
-        lines = [line for line in block.splitlines() if own not in line and "<string>" not in line]
+        lines = list(takewhile(lambda line: _FORKED not in line, block.splitlines()))
+        lines = [line for line in lines if own not in line and "<string>" not in line]
         frames = [line for line in lines if line.lstrip().startswith("File ")]
         waits = bool(frames) and all("/threading.py" in frame for frame in frames)
         if lines and not waits and not lines[0].startswith("Extension modules"):

@@ -125,15 +125,22 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
     parts = []
     for ident, frame in sys._current_frames().items():
         if ident != own:
-            summary = traceback.extract_stack(frame)
+            summary = _since_fork(traceback.extract_stack(frame))
             shown = [f for f in summary if not _is_own(f.filename)]
             theirs = [f for f in shown if "/torch/" not in f.filename]
             parts.append("".join(traceback.format_list(theirs or shown)))
     reporter.send(messages.Stacks("\n".join(parts), last_collective()))
 
 
+def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames of this process's own life; those below `run` are of whoever forked it."""
+    begun = [i for i, f in enumerate(summary) if f.filename == __file__ and f.name == "run"]
+    return summary[begun[-1] + 1 :] if begun else list(summary)
+
+
 _OWN_FOLDERS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), part) for part in ("worlds", "ranks")
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), part)
+    for part in ("worlds", "ranks", "testing")
 )
 
 

@@ -39,6 +39,7 @@ class Child:
     progress_count: int = 0
     on_progress: Callable[[messages.Progress], None] | None = None
     on_said: Callable[[bytes], None] | None = None
+    on_output: Callable[[bytes], None] | None = None
     _output: deque[bytes] = field(default_factory=deque)
     _output_bytes: int = 0
     _events_fd: int = -1
@@ -76,6 +77,8 @@ class Child:
 
     def take_output(self, data: bytes) -> None:
         """Keeps the end of the output."""
+        if self.on_output is not None:
+            self.on_output(data)
         self._output.append(data)
         self._output_bytes += len(data)
         while self._output_bytes - len(self._output[0]) >= _OUTPUT_KEPT_BYTES:

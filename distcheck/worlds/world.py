@@ -50,6 +50,7 @@ class World:
         self._failed_at: float | None = None
         self._last_look = 0.0
         self.hung = False
+        pool.wait_ready()  # before there are pipes: a helper forked from here would keep them open
         release_fd, self._release = os.pipe()
         dump_fd, self._dump = os.pipe()
         self.children: list[Child] = []
@@ -96,6 +97,12 @@ class World:
         """Ends every rank at once, asking nothing."""
         if not self.over:
             self._kill()
+
+    def interrupt(self) -> None:
+        """Ends the world as if it had hung now: ranks are asked for their stacks first."""
+        if self._phase is Phase.RUNNING:
+            self.hung = True
+            self._ask(time.monotonic())
 
     def close(self) -> None:
         """Closes descriptors; the world must be over."""

@@ -1,0 +1,99 @@
+"""The pytest plugin: tests in worlds of ranks. Imports no torch until a world is asked for.
+
+    @pytest.mark.world(4)
+    def test_sum(world):
+        ...
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from distcheck.testing import fixtures, marker
+
+_HELP = (
+    "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False): run the test "
+    "on `size` ranks, each a process; a list of sizes runs it once for each. The fixture `world` "
+    "gives rank, size, device, group, seed, barrier() and gather(value)."
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the marker known."""
+    config.addinivalue_line("markers", _HELP)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A list of sizes is a parameter."""
+    mark = metafunc.definition.get_closest_marker(marker.NAME)
+    if mark is None:
+        return
+    sizes = marker.check_options(mark).sizes
+    if len(sizes) > 1:
+        metafunc.fixturenames.append(marker.SIZE_PARAMETER)
+        ids = [f"world{size}" for size in sizes]
+        metafunc.parametrize(marker.SIZE_PARAMETER, sizes, ids=ids, scope="session")
+
+
+@pytest.fixture(scope="session")
+def world() -> Any:
+    """In a test marked `world`: this rank's view of its world, a `distcheck.testing.WorldView`."""
+    from distcheck.testing import rank
+
+    view = rank.view()
+    if view is None:
+        pytest.fail(
+            "the fixture `world` is there on ranks only: mark the test with @pytest.mark.world(4)",
+            pytrace=False,
+        )
+    return view
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves the ranks' own fixtures to them."""
+    options = _options(item)
+    if options is not None and isinstance(item, pytest.Function):
+        also = fixtures.OF_THE_PROCESS if options.reuse else ()
+        fixtures.defer(item, fixtures.deferred_names(item, also=also))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the body of a test marked `world` on its ranks."""
+    __tracebackhide__ = True
+    options = _options(pyfuncitem)
+    if options is None:
+        return None
+    from distcheck.testing import front
+
+    front.call(pyfuncitem, options)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Puts the ranks' own reports in place of the pytest process's view of them."""
+    report = yield
+    if call.excinfo is not None and report.outcome == "failed":
+        longrepr = getattr(call.excinfo.value, "longrepr", None)
+        if longrepr is not None and item.get_closest_marker(marker.NAME) is not None:
+            for note in getattr(call.excinfo.value, "__notes__", ()):
+                longrepr.addsection("hypothesis", note)
+            report.longrepr = longrepr
+    return report
+
+
+def _options(item: pytest.Item) -> marker.WorldOptions | None:
+    mark = item.get_closest_marker(marker.NAME)
+    if mark is None:
+        return None
+    if not isinstance(item, pytest.Function) or hasattr(item, "_testcase"):
+        pytest.fail("a test in a world is a plain function, or a method of a plain class")
+    callspec = getattr(item, "callspec", None)
+    options = marker.check_options(mark)
+    size = callspec.params.get(marker.SIZE_PARAMETER) if callspec is not None else None
+    return options if size is None else marker.with_size(options, size)

@@ -1,0 +1,36 @@
+"""Distributed tests under pytest: a test marked `world(4)` runs its body on four fresh ranks.
+
+The ranks are forked from the pytest process itself at the moment of the call, so that fixtures,
+parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the door; here:
+
+    marker      what `@pytest.mark.world(...)` may say
+    fixtures    which fixtures belong to the ranks
+    front       in the pytest process: starts a world, waits, decides
+    rank        in a rank: runs the body, tells what happened
+    messages    what a rank tells
+    failures    many ranks' failures as one report
+    kept        worlds that are kept from test to test (`reuse=True`)
+    turns       how many worlds run at once under xdist
+    leaks       what a test left behind in a rank
+    view        the `world` that a test sees
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["LeakWarning", "WorldFailure", "WorldView"]
+
+if TYPE_CHECKING:
+    from distcheck.testing.failures import WorldFailure
+    from distcheck.testing.leaks import LeakWarning
+    from distcheck.testing.view import WorldView
+
+_HOMES = {"LeakWarning": "leaks", "WorldFailure": "failures", "WorldView": "view"}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolves the public names on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'distcheck.testing' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"distcheck.testing.{_HOMES[name]}"), name)

@@ -1,0 +1,211 @@
+"""Many ranks' failures as one: the cause first, ranks that failed alike once, victims in a line."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntry,
+    ReprEntryNative,
+    ReprExceptionInfo,
+    ReprFileLocation,
+    ReprTraceback,
+)
+
+from distcheck.records import Outcome
+from distcheck.testing.messages import RankReport
+
+
+class WorldFailure(Exception):
+    """A test that failed on at least one rank.
+
+    Raised in the pytest process as a subclass that is also of the type that the rank raised, so
+    that `xfail(raises=...)` and hypothesis see what they would have seen in one process.
+    `longrepr` is the report of all ranks.
+    """
+
+    longrepr: ReprExceptionInfo | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a world ended: `outcomes` with causes first, and per rank what it told and printed."""
+
+    size: int
+    outcomes: Sequence[Outcome]
+    reports: dict[int, RankReport]
+    outputs: dict[int, str]
+    timeout: str = ""
+
+
+_Entry = ReprEntry | ReprEntryNative
+_types: dict[tuple[str, str], type[WorldFailure]] = {}
+
+
+def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
+    """The failure to raise for a world in which a rank failed."""
+    entries: list[_Entry] = [_line(ended.timeout)] if ended.timeout else []
+    groups = _groups(ended)
+    crash: ReprFileLocation | None = None
+    for ranks, outcome in groups:
+        report = ended.reports.get(ranks[0])
+        entries.append(_line(f"{_name(ranks, ended.size)} {_verb(outcome, report)}"))
+        if report is not None and report.longrepr is not None:
+            found, place = _entries_of(report.longrepr, config)
+            entries += found
+            crash = crash or place
+        elif outcome.detail:
+            entries.append(ReprEntryNative([f"{outcome.detail}\n"]))
+    entries += [_line(text) for text in _bystanders(ended)]
+    headline = _headline(ended, groups)
+    place = crash or ReprFileLocation(path="", lineno=0, message="")
+    place = ReprFileLocation(path=place.path, lineno=place.lineno, message=headline)
+    longrepr = ReprExceptionInfo(
+        reprtraceback=ReprTraceback(reprentries=entries, extraline=None, style="long"),
+        reprcrash=place,
+    )
+    cause = ended.reports.get(groups[0][0][0]) if groups else None
+    failure = _type_for(cause)(f"{headline}\n{longrepr}")
+    failure.longrepr = longrepr
+    return failure
+
+
+def divided(ended: Ended) -> str:
+    """What to say of ranks that did not agree on whether there was anything to test."""
+    skipped = [rank for rank, report in ended.reports.items() if report.end == "skipped"]
+    others = [rank for rank in range(ended.size) if rank not in skipped]
+    reason = ended.reports[skipped[0]].reason
+    return (
+        f"{_name(skipped, ended.size)} skipped ({reason}), {_name(others, ended.size)} did not; "
+        "skip on every rank or on none"
+    )
+
+
+def resolve(name: str) -> type[BaseException] | None:
+    """The class called "module:qualified name", if it is loaded here."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
+    """Ranks that failed on their own account, by how they failed; causes first."""
+    found: dict[tuple[str, str, str], tuple[list[int], Outcome]] = {}
+    for outcome in ended.outcomes:
+        if outcome.outcome in ("finished", "ended") or _is_victim(outcome):
+            continue
+        report = ended.reports.get(outcome.rank)
+        told = report is not None and report.longrepr is not None
+        if report is not None and told:
+            key = (report.exception, report.where, re.sub(r"\d+", "#", report.message))
+        else:
+            key = (outcome.outcome, "", re.sub(r"0x[0-9a-f]+|\d+", "#", outcome.detail))
+        found.setdefault(key, ([], outcome))[0].append(outcome.rank)
+    groups = list(found.values())
+    if not groups:  # everybody lost a peer: nobody to blame but the first
+        groups = [([o.rank], o) for o in ended.outcomes if o.outcome != "finished"][:1]
+    return groups
+
+
+def _is_victim(outcome: Outcome) -> bool:
+    return outcome.outcome == "raised" and "its peer was gone" in outcome.detail.split("\n", 1)[0]
+
+
+def _bystanders(ended: Ended) -> list[str]:
+    lines = []
+    victims = [o.rank for o in ended.outcomes if _is_victim(o)]
+    if victims:
+        lines.append(f"{_name(victims, ended.size)} lost a peer, and raised for it")
+    for outcome in ended.outcomes:
+        if outcome.outcome == "ended":
+            last = [t for t in outcome.detail.splitlines() if t.startswith("last collective")]
+            where = f" ({last[0]})" if last else ""
+            lines.append(f"{_name([outcome.rank], ended.size)} was ended with them{where}")
+    return lines
+
+
+def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
+    if not groups:
+        return ended.timeout or "the world failed"
+    ranks, outcome = groups[0]
+    report = ended.reports.get(ranks[0])
+    what = report.message if report is not None and report.message else outcome.outcome
+    if report is None or not report.message:
+        what += f" {_last_line(outcome)}" if _last_line(outcome) else ""
+    return f"{_name(ranks, ended.size)}: {what}"
+
+
+def _last_line(outcome: Outcome) -> str:
+    wanted = ("last collective", "killed by", "left with")
+    lines = [t for t in outcome.detail.splitlines() if t.startswith(wanted)]
+    return f"({lines[0]})" if lines else ""
+
+
+def _name(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size and size > 1:
+        return f"all {size} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} of {size}"
+
+
+def _verb(outcome: Outcome, report: RankReport | None) -> str:
+    if report is not None and report.longrepr is not None:
+        return "failed:"
+    return {"raised": "raised:", "exited": "exited:", "killed": "was killed:"}.get(
+        outcome.outcome, f"{outcome.outcome}:"
+    )
+
+
+def _line(text: str) -> ReprEntryNative:
+    return ReprEntryNative([f"{text}\n"])
+
+
+def _entries_of(
+    data: dict[str, Any], config: pytest.Config
+) -> tuple[list[_Entry], ReprFileLocation | None]:
+    """A rank's own report, as pytest serialised it there, in entries that can be put together."""
+    report = config.hook.pytest_report_from_serializable(config=config, data=data)
+    longrepr = report.longrepr
+    if isinstance(longrepr, ExceptionChainRepr):
+        entries: list[_Entry] = []
+        for traceback, _, description in longrepr.chain:
+            entries += traceback.reprentries  # type: ignore[arg-type]
+            if traceback.extraline:
+                entries.append(_line(traceback.extraline))
+            if description:
+                entries.append(_line(description))
+        return entries, longrepr.reprcrash
+    return [_line(str(longrepr))], None
+
+
+def _type_for(report: RankReport | None) -> type[WorldFailure]:
+    """A type of its own for every kind and place of failure, as hypothesis tells bugs apart."""
+    if report is None or not report.exception:
+        return WorldFailure
+    key = (report.exception, report.where)
+    if key not in _types:
+        base = resolve(report.exception)
+        name = report.exception.rpartition(":")[2].rpartition(".")[2]
+        _types[key] = _subclass(name, base)
+    return _types[key]
+
+
+def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]:
+    if base is not None and issubclass(base, Exception):
+        try:
+            kind = type(name, (WorldFailure, base), {"__init__": _plain_init})
+            kind("tried")
+        except TypeError:  # a class that cannot be mixed, or made from a text
+            pass
+        else:
+            return kind
+    return type(name, (WorldFailure,), {})
+
+
+def _plain_init(self: BaseException, text: str) -> None:
+    Exception.__init__(self, text)

@@ -1,0 +1,238 @@
+"""In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
+
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.errors import DistcheckError
+from distcheck.records import Outcome
+from distcheck.testing import failures, kept, rank, turns
+from distcheck.testing.failures import Ended
+from distcheck.testing.leaks import LeakWarning
+from distcheck.testing.marker import WorldOptions
+from distcheck.testing.messages import RankReport, Seen
+from distcheck.testing.rank import Prepared
+from distcheck.worlds import blame
+from distcheck.worlds.helper_process import ForkedHelper
+from distcheck.worlds.launch import start_world
+from distcheck.worlds.pool import Child, Pool
+from distcheck.worlds.world import World
+
+_TARGET = "distcheck.testing.rank:run"
+_SECTION = "output of rank"
+_LOG = "log of rank"
+
+
+def call(item: pytest.Function, options: WorldOptions) -> None:
+    """Runs a test in a world; with hypothesis, every example in a world of its own."""
+    __tracebackhide__ = True
+    args = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    function = item.obj
+    handle = getattr(function, "hypothesis", None)
+    body = function if handle is None else handle.inner_test
+    if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
+        pytest.fail(
+            f"{item.name} is {'a coroutine' if inspect.iscoroutinefunction(body) else 'a generator'}"
+            " function: a test in a world is a plain function",
+            pytrace=False,
+        )
+    if handle is None:
+        run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
+        return
+
+    @functools.wraps(body)
+    def in_world(*given: Any, **drawn: Any) -> None:
+        __tracebackhide__ = True
+        _refuse_drawing_in_ranks([*given, *drawn.values()])
+        run_in_world(Prepared(item=item, options=options, body=body, args=given, kwargs=drawn))
+
+    handle.inner_test = in_world
+    try:
+        function(**args)
+    finally:
+        handle.inner_test = body
+
+
+def run_in_world(prepared: Prepared) -> None:
+    """One body, once, on all ranks. Returns if it passed; raises what pytest understands."""
+    __tracebackhide__ = True
+    item, options = prepared.item, prepared.options
+    _make_ready_to_fork()
+    with turns.turn(item.config):
+        try:
+            ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
+        except DistcheckError as error:
+            pytest.fail(f"no world could be made: {error}", pytrace=False)
+    _tell(item, ended)
+    _decide(item, ended)
+
+
+def _make_ready_to_fork() -> None:
+    """What every rank will need is imported here, once; what cannot be inherited is refused."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        pytest.fail(
+            "the pytest process itself is in a process group, which ranks cannot inherit; a test "
+            "without the marker `world` has opened it and must call destroy_process_group()",
+            pytrace=False,
+        )
+
+
+def _run_fresh(prepared: Prepared) -> Ended:
+    rank.prepare(prepared)
+    pool = Pool(ForkedHelper())
+    try:
+        world = start_world(
+            pool,
+            target=_TARGET,
+            backend=prepared.options.backend,
+            size=prepared.options.size,
+            payload=msgspec.msgpack.encode,
+            fds=[],
+            deadline_s=prepared.options.deadline_s,
+        )
+        reports = listen(world, prepared.item)
+        return wait(pool, world, reports)
+    finally:
+        rank.prepare(None)
+        pool.close()
+
+
+def listen(world: World, item: pytest.Function) -> dict[int, RankReport]:
+    """Collects what each rank says; under `-s`, prints what it prints."""
+    reports: dict[int, RankReport] = {}
+
+    def take(number: int, payload: bytes) -> None:
+        reports[number] = msgspec.msgpack.decode(payload, type=RankReport)
+
+    live = item.config.getoption("capture") == "no"
+    for number, child in enumerate(world.children):
+        child.on_said = functools.partial(take, number)
+        if live:
+            child.on_output = functools.partial(_print_live, number)
+    return reports
+
+
+def wait(pool: Pool, world: World, reports: dict[int, RankReport]) -> Ended:
+    """Until the world is over. A timeout that strikes meanwhile is told with the ranks' stacks."""
+    timeout = ""
+    try:
+        while not world.over:
+            pool.pump(0.05)
+            world.tick()
+    except pytest.fail.Exception as struck:
+        timeout = str(struck)
+        world.interrupt()
+        _drain(pool, world)
+    except BaseException:
+        world.kill()
+        _drain(pool, world)
+        raise
+    outcomes = blame.outcomes(world.children, hung=world.hung)
+    outputs = {number: _output(child) for number, child in enumerate(world.children)}
+    world.close()
+    return Ended(
+        size=len(world.children),
+        outcomes=outcomes,
+        reports=reports,
+        outputs=outputs,
+        timeout=timeout,
+    )
+
+
+def _drain(pool: Pool, world: World) -> None:
+    while not world.over:
+        pool.pump(0.05)
+        world.tick()
+
+
+def _output(child: Child) -> str:
+    return child.output.strip("\n") if child.on_output is None else ""
+
+
+def _print_live(number: int, data: bytes) -> None:
+    for line in data.decode(errors="replace").splitlines():
+        print(f"[rank {number}] {line}")
+    sys.stdout.flush()
+
+
+def _tell(item: pytest.Function, ended: Ended) -> None:
+    """Passes on what ranks printed, logged, warned of, left open and had to import."""
+    kinds = (_SECTION, _LOG)
+    item._report_sections[:] = [s for s in item._report_sections if not s[1].startswith(kinds)]
+    logs = {number: report.log for number, report in ended.reports.items()}
+    for kind, texts in ((_SECTION, ended.outputs), (_LOG, logs)):
+        for numbers, text in _alike(texts):
+            item.add_report_section("call", f"{kind} {numbers}", text)
+    seen = dict.fromkeys(w for _, r in sorted(ended.reports.items()) for w in r.warnings)
+    for warning in seen:
+        _warn_again(warning)
+    left = {number: "; ".join(report.left) for number, report in ended.reports.items()}
+    for numbers, text in _alike(left):
+        warnings.warn(LeakWarning(f"{item.nodeid} left on rank {numbers}: {text}"), stacklevel=1)
+    for name in {name for report in ended.reports.values() for name in report.preloads}:
+        importlib.import_module(name)  # once here, so that no later rank has to
+
+
+def _alike(texts: dict[int, str]) -> list[tuple[str, str]]:
+    """Ranks by text, the empty one left out: [("0, 2", text), ...]."""
+    found: dict[str, list[int]] = {}
+    for number in sorted(texts):
+        if texts[number]:
+            found.setdefault(texts[number], []).append(number)
+    return [(", ".join(map(str, numbers)), text) for text, numbers in found.items()]
+
+
+def _warn_again(warning: Seen) -> None:
+    category = failures.resolve(warning.category)
+    if category is None or not issubclass(category, Warning):
+        category = UserWarning
+    try:
+        again = category(warning.text)
+    except TypeError:  # a class that is not made from a text
+        again = UserWarning(warning.text)
+    # Filters have passed it in its rank, where the same ones stood.
+    warnings.warn_explicit(again, type(again), warning.filename, warning.line)
+
+
+def _decide(item: pytest.Function, ended: Ended) -> None:
+    __tracebackhide__ = True
+    ends = {number: report.end for number, report in ended.reports.items()}
+    reasons = {end: ended.reports[number].reason for number, end in sorted(ends.items())[::-1]}
+    if "exit" in reasons:
+        pytest.exit(reasons["exit"])
+    if all(outcome.outcome == "finished" for outcome in ended.outcomes) and not ended.timeout:
+        if len(ends) < ended.size:
+            raise AssertionError(f"{len(ends)} of {ended.size} ranks reported: nothing is shown")
+        if set(ends.values()) == {"passed"}:
+            return
+        if set(ends.values()) == {"skipped"}:
+            pytest.skip(reasons["skipped"])
+        pytest.fail(failures.divided(ended), pytrace=False)
+    if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
+        pytest.xfail(reasons["xfailed"])
+    raise failures.failure_of(ended, item.config)
+
+
+def _failed_otherwise(outcome: Outcome, ends: dict[int, str]) -> bool:
+    """Whether a rank failed for a reason of its own, in a world in which another one xfailed."""
+    if outcome.outcome in ("finished", "ended") or ends.get(outcome.rank) == "xfailed":
+        return False
+    return "its peer was gone" not in outcome.detail
+
+
+def _refuse_drawing_in_ranks(values: list[Any]) -> None:
+    if any(type(value).__name__ == "DataObject" for value in values):
+        pytest.fail(
+            "st.data() draws while the test runs, and ranks would draw apart; draw what they need "
+            "with @given or st.composite, above the world",
+            pytrace=False,
+        )

@@ -1,0 +1,69 @@
+"""`@pytest.mark.world(4)`, `@pytest.mark.world([2, 4], deadline_s=30)`: what may be said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+NAME = "world"
+SIZE_PARAMETER = "world_size"
+_MOST_RANKS = 256
+_FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reuse=False)'
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions:
+    """A marker's arguments. `size` is one of `sizes`, chosen by parametrisation."""
+
+    sizes: tuple[int, ...]
+    size: int
+    backend: str = "gloo"
+    device: str = "cpu"
+    deadline_s: float = 30.0
+    seed: int = 0
+    reuse: bool = False
+
+
+def check_options(mark: pytest.Mark) -> WorldOptions:
+    """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
+    known = {"size", "backend", "device", "deadline_s", "seed", "reuse"}
+    unknown = set(mark.kwargs) - known
+    if unknown:
+        raise _refuse(f"takes no {', '.join(sorted(unknown))}")
+    arguments = dict(mark.kwargs)
+    if mark.args:
+        arguments["size"], *rest = mark.args
+        if rest or "size" in mark.kwargs:
+            raise _refuse("takes one size, or a list of them")
+    if "size" not in arguments:
+        raise _refuse("needs the number of ranks")
+    sizes = _sizes(arguments.pop("size"))
+    deadline_s = arguments.get("deadline_s", 30.0)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+        raise _refuse(f"was given deadline_s={deadline_s!r}; it takes seconds, more than 0")
+    for name, kind in (("seed", int), ("reuse", bool), ("backend", str), ("device", str)):
+        if name in arguments and not isinstance(arguments[name], kind):
+            raise _refuse(f"was given {name}={arguments[name]!r}; it takes a {kind.__name__}")
+    device = arguments.get("device", "cpu")
+    if device != "cpu":
+        raise _refuse(f"was given device={device!r}; ranks run on cpu so far")
+    return WorldOptions(sizes=sizes, size=sizes[0], **arguments)
+
+
+def _sizes(given: object) -> tuple[int, ...]:
+    sizes = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_RANKS:
+            raise _refuse(f"was given the size {size!r}; it takes 1 to {_MOST_RANKS} ranks")
+    if not sizes:
+        raise _refuse("was given an empty list of sizes: nothing would run")
+    return tuple(size for size in sizes if isinstance(size, int))
+
+
+def _refuse(what: str) -> pytest.UsageError:
+    return pytest.UsageError(f"the marker `world` {what}; for example {_FORM}")
+
+
+def with_size(options: WorldOptions, size: int) -> WorldOptions:
+    """The options of one of the sizes."""
+    return replace(options, size=size)

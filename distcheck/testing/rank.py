@@ -1,0 +1,200 @@
+"""In a rank: joins the world, runs the test's body there, and tells how it ended."""
+
+import logging
+import random
+import sys
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.testing import fixtures, leaks
+from distcheck.testing.marker import WorldOptions
+from distcheck.testing.messages import End, RankReport, Seen
+from distcheck.testing.view import WorldView
+from distcheck.worlds.child import Reporter
+from distcheck.worlds.rendezvous import Rendezvous, join
+
+# What ranks import as they go and cannot do without for long: the first optimizer imports
+# torch._dynamo, for most of a second, in every rank.
+_PRELOADS = ("torch._dynamo",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A test on the way into its ranks. `body` is what each runs; fixtures that ranks set up
+    stand as `Deferred` among its arguments.
+    """
+
+    item: pytest.Function
+    options: WorldOptions
+    body: Callable[..., object]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_view: WorldView | None = None
+_prepared: Prepared | None = None
+
+
+def prepare(prepared: Prepared | None) -> None:
+    """In the pytest process, just before it forks: what the ranks will run."""
+    global _prepared
+    _prepared = prepared
+
+
+def view() -> WorldView | None:
+    """The world, in a rank; None in any other process."""
+    return _view
+
+
+def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """The job of a fresh rank: one test."""
+    prepared = _prepared
+    assert prepared is not None
+    enter(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0], prepared.options, reporter)
+    report, error = execute(prepared)
+    reporter.say(msgspec.msgpack.encode(report))
+    if error is not None and report.end != "skipped":
+        raise error  # a failed rank leaves at once, so that its peers notice
+    return b""
+
+
+def enter(
+    rendezvous: Rendezvous, listen_fd: int, options: WorldOptions, reporter: Reporter
+) -> None:
+    """Makes the process group and the view of the world."""
+    global _view
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # torch's record of its own failed calls, at DEBUG: a failure is told better elsewhere.
+    logging.getLogger("c10d-NullHandler-default").propagate = False
+    reporter.progress(0, "rendezvous")
+    join(rendezvous, listen_fd)
+    group = dist.group.WORLD
+    assert group is not None
+    _view = WorldView(
+        rank=rendezvous.rank,
+        size=rendezvous.world,
+        device=torch.device(options.device),
+        group=group,
+        seed=options.seed,
+    )
+    _seed(options.seed)
+    reporter.progress(0, "test")
+
+
+def _seed(seed: int) -> None:
+    """Every generator there is, which the fork has cloned."""
+    import torch
+
+    # Not torch.manual_seed: it would import torch._dynamo, in every rank.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
+    """Runs the body with this rank's fixtures; never raises what the test raised."""
+    __tracebackhide__ = True
+    item = prepared.item
+    threads = leaks.threads_now()
+    missing = [name for name in _PRELOADS if name not in sys.modules]
+    logs = item.config.pluginmanager.getplugin("logging-plugin")
+    if logs is not None:
+        logs.report_handler.reset()
+    error: BaseException | None = None
+    with _seen_warnings(item) as seen:
+        try:
+            with fixtures.own_streams(item), fixtures.set_up_in_rank(item) as values:
+                args = [fixtures.fill_in(value, values) for value in prepared.args]
+                kwargs = {k: fixtures.fill_in(v, values) for k, v in prepared.kwargs.items()}
+                _refuse_a_result(item, prepared.body(*args, **kwargs))
+        except BaseException as raised:
+            error = raised
+    report = RankReport(
+        end=_end_of(error),
+        reason=str(error) if error is not None else "",
+        warnings=tuple(_as_seen(warning) for warning in seen),
+        log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
+        left=tuple(leaks.left_behind(threads)) if error is None else (),
+        preloads=tuple(name for name in missing if name in sys.modules),
+    )
+    if report.end == "failed":
+        assert error is not None
+        report = _with_failure(report, item, error)
+    return report, error
+
+
+def _refuse_a_result(item: pytest.Function, result: object) -> None:
+    if result is not None:
+        warnings.warn(
+            pytest.PytestReturnNotNoneWarning(
+                f"{item.nodeid} returned {type(result).__name__}: a test asserts, it returns None"
+            ),
+            stacklevel=1,
+        )
+
+
+def _end_of(error: BaseException | None) -> End:
+    if error is None:
+        return "passed"
+    if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
+        return "skipped"
+    if isinstance(error, pytest.xfail.Exception):
+        return "xfailed"
+    return "exit" if isinstance(error, pytest.exit.Exception) else "failed"
+
+
+def _with_failure(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:
+    """Adds pytest's own report of the failure, made here, where the frames are."""
+    excinfo = pytest.ExceptionInfo.from_exception(error)
+    longrepr = item.repr_failure(excinfo)
+    crash = getattr(longrepr, "reprcrash", None)
+    as_test_report = pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=longrepr,
+        when="call",
+    )
+    data = item.config.hook.pytest_report_to_serializable(
+        config=item.config, report=as_test_report
+    )
+    kind = type(error)
+    return msgspec.structs.replace(
+        report,
+        exception=f"{kind.__module__}:{kind.__qualname__}",
+        message=crash.message if crash is not None else f"{kind.__name__}: {error}",
+        where=f"{crash.path}:{crash.lineno}" if crash is not None else "",
+        longrepr=data,
+    )
+
+
+@contextmanager
+def _seen_warnings(item: pytest.Function) -> Iterator[list[warnings.WarningMessage]]:
+    """Notes the warnings that pass the filters; leaves them to `recwarn` where that is used."""
+    if "recwarn" in item.fixturenames:
+        yield []
+        return
+    with warnings.catch_warnings(record=True) as seen:
+        yield seen
+
+
+def _as_seen(warning: warnings.WarningMessage) -> Seen:
+    category = warning.category
+    return Seen(
+        text=str(warning.message),
+        category=f"{category.__module__}:{category.__qualname__}",
+        filename=warning.filename,
+        line=warning.lineno,
+    )
