@@ -16,6 +16,9 @@ def main() -> NoReturn:
     """The console script. Every way out is one of `ExitCode`."""
     try:
         code = _group.main(standalone_mode=False, prog_name="distcheck")
+    except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
+        _complain("interrupted; nothing is left running")
+        code = ExitCode.INTERRUPTED
     except click.ClickException as error:
         _complain(error.format_message())
         code = ExitCode.USAGE
@@ -28,9 +31,6 @@ def main() -> NoReturn:
         traceback.print_exc()
         _complain("this is a defect of distcheck itself; no verdict was reached")
         code = ExitCode.UNKNOWN
-    except (KeyboardInterrupt, click.Abort):
-        _complain("interrupted; nothing is left running")
-        code = ExitCode.INTERRUPTED
     sys.exit(int(code or 0))
 
 

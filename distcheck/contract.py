@@ -55,17 +55,29 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     scale      how the sum becomes a mean: `divide-after` (sum / W), or `multiply-before`
                (each rank's gradient * (1 / W), then the sum)
     weighting  what a strategy multiplies by `Step.weight` when shards are unequal: the rank's
-               `gradient` after backward, or its `loss` before
+               `gradient` after backward, or its `loss` before. Where neither this nor an order
+               is promised, what `scale_loss` does to the loss is observed and undone
     sync       when gradients are exchanged; says where local gradients can be seen
     buffers    where a forward pass finds BatchNorm's running statistics: `local` to each rank,
-               or `rank 0` (broadcast before every forward)
+               or `rank 0` (broadcast before every forward). Where neither this nor an order is
+               promised, either will do
     """
 
     order: Order | None = None
     scale: Literal["divide-after", "multiply-before"] | None = None
-    weighting: Literal["gradient", "loss"] = "gradient"
+    weighting: Literal["gradient", "loss"] | None = None
     sync: Literal["after-backward", "during-backward"] = "after-backward"
-    buffers: Literal["local", "rank 0"] = "local"
+    buffers: Literal["local", "rank 0"] | None = None
+
+    @property
+    def observes_loss(self) -> bool:
+        """Whether what a strategy does to its loss is observed, because it promises nothing."""
+        return self.order is None and self.weighting is None
+
+    @property
+    def takes_any_buffers(self) -> bool:
+        """Whether a forward pass may start from a rank's own buffers or from rank 0's."""
+        return self.order is None and self.buffers is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +159,23 @@ def strategy(
     *,
     order: Order | None = None,
     scale: Literal["divide-after", "multiply-before"] | None = None,
-    weighting: Literal["gradient", "loss"] = "gradient",
+    weighting: Literal["gradient", "loss"] | None = None,
     sync: Literal["after-backward", "during-backward"] = "after-backward",
-    buffers: Literal["local", "rank 0"] = "local",
+    buffers: Literal["local", "rank 0"] | None = None,
 ) -> Callable[[T], T]:
-    """Declares the contract of the function or class below it; see `Contract` for the words."""
+    """Declares the contract of the function or class below it; see `Contract` for the words.
+
+    Raises ValueError for a promise that is none of them.
+    """
     contract = Contract(order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers)
+    try:
+        msgspec.convert(msgspec.to_builtins(contract), Contract)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"@strategy: {error}; order is RankOrder(), BackendAllReduce(), DDPBuckets() or None; "
+            'scale "divide-after" or "multiply-before"; weighting "gradient" or "loss"; sync '
+            '"after-backward" or "during-backward"; buffers "local" or "rank 0"'
+        ) from None
 
     def declare(target: T) -> T:
         setattr(target, CONTRACT_ATTRIBUTE, contract)

@@ -22,6 +22,7 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     job = msgspec.msgpack.decode(payload, type=InspectionJob)
     data_fd = fds[0] if job.has_data else None
     seeds.pin_determinism()
+    _enter_world_of_one()
     known: dict[tuple[str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
@@ -36,6 +37,16 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             )
         )
     return msgspec.msgpack.encode(Facts(environment=environment(), cases=tuple(facts)))
+
+
+def _enter_world_of_one() -> None:
+    """What code may ask for when it is loaded: a process group, and a launcher's variables."""
+    import torch.distributed as dist
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def environment() -> dict[str, Any]:

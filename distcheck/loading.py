@@ -190,7 +190,8 @@ def _import(what: str, place: str) -> ModuleType:
         return _import_file(Path(place)) if _is_path(place) else importlib.import_module(place)
     except SyntaxError as error:
         raise UsageError(
-            f"{what} file {error.filename} has a syntax error in line {error.lineno}: {error.msg}"
+            f"{what} file {error.filename or place} has a syntax error in line "
+            f"{error.lineno or 1}: {error.msg}"
         ) from None
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):

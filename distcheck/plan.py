@@ -1,5 +1,6 @@
 """From what was asked for to cases, and from a case to the checks that it owes. No torch."""
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +15,9 @@ from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EXACT_DTYPES = ("float32", "float64")
 FULL_BATCH_LAYERS = ("S32", "S64")
+_MOST_BATCH = 10**7
+_MOST_STEPS = 10**5
+_MOST_DEADLINE_S = 10**6
 DEFAULT_WORKLOADS = ("lattice", "cnn")
 # Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
 QUICK_IN_FLOAT64 = ("mlp", "cnn")
@@ -52,6 +56,11 @@ def check_request(request: Request) -> None:
     _check_numbers(request)
     if request.dtype is not None and request.dtype not in DTYPES:
         raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
+    if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
+        raise UsageError(
+            f"workload lattice does not run in {request.dtype}, which holds no sum of a batch of "
+            f"integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
+        )
     if request.backend not in backends.backend_names():
         raise CannotRunError(
             f"backend {request.backend!r} is not available; available is "
@@ -62,15 +71,20 @@ def check_request(request: Request) -> None:
 
 
 def _check_numbers(request: Request) -> None:
-    for what, value, least in (
-        ("--batch", request.batch, 1),
-        ("--steps", request.steps, 1),
-        ("--seed", request.seed, 0),
+    for what, value, least, most in (
+        ("--batch", request.batch, 1, _MOST_BATCH),
+        ("--steps", request.steps, 1, _MOST_STEPS),
+        ("--seed", request.seed, 0, 2**63 - 1),
     ):
-        if value < least:
-            raise UsageError(f"{what} {value} is too small; it must be at least {least}")
-    if not request.deadline_s > 0:
-        raise UsageError(f"--deadline-s {request.deadline_s} is not a positive number of seconds")
+        if not least <= value <= most:
+            raise UsageError(f"{what} {value} is out of range; it takes {least} to {most}")
+    if not 0 < request.deadline_s <= _MOST_DEADLINE_S:
+        raise UsageError(
+            f"--deadline-s {request.deadline_s} is out of range; it takes seconds, more than 0 and "
+            f"at most {_MOST_DEADLINE_S}"
+        )
+    if not request.worlds:
+        raise UsageError("no world was given; give at least one number of ranks")
     for world in request.worlds:
         if world < 1:
             raise UsageError(f"--world {world} is no world; it needs at least 1 rank")
@@ -81,10 +95,42 @@ def _check_numbers(request: Request) -> None:
             )
 
 
+def check_case(case: Case) -> Case:
+    """A case as it may run. Raises UsageError for one that was edited into something else."""
+    request = Request(
+        strategies=(case.strategy,),
+        worlds=(case.world,),
+        workloads=(case.workload,),
+        backend=case.backend,
+        device=case.device,
+        dtype=case.dtype,
+        data=datasets.SYNTHETIC if case.data == "lattice" else case.data,
+        data_dir=case.data_dir,
+        batch=case.batch,
+        steps=case.steps,
+        seed=case.seed,
+        deadline_s=case.deadline_s,
+    )
+    (planned,) = plan_cases(request)
+    allowed = {planned.layers, ("S64",)} if case.dtype == "float64" else {planned.layers}
+    if case.layers not in allowed:
+        raise UsageError(
+            f"layers {list(case.layers)} are not those of {case.workload} in {case.dtype}, "
+            f"{list(planned.layers)}"
+        )
+    if (planned.dtype, planned.data) != (case.dtype, case.data):
+        raise UsageError(f"{case.workload} does not run in {case.dtype} on {case.data}")
+    if not re.fullmatch(r"[\w.+-]+", case.id) or case.id.startswith("."):
+        raise UsageError(f"id {case.id!r} is no name for a file")
+    return case
+
+
 def plan_cases(request: Request) -> list[Case]:
     """The cases, strategy by strategy, world by world."""
     check_request(request)
     workloads = dict.fromkeys(request.workloads or DEFAULT_WORKLOADS)
+    if request.dtype not in (None, *EXACT_DTYPES):
+        workloads.pop("lattice", None)
     cases = [
         _case(request, strategy, world, workload, dtype)
         for strategy in dict.fromkeys(request.strategies)
@@ -100,8 +146,6 @@ def plan_cases(request: Request) -> list[Case]:
 
 
 def _dtypes(request: Request, workload: str) -> list[str]:
-    if workload == "lattice":  # low precision holds no sum of 256 integers exactly
-        return [request.dtype if request.dtype in EXACT_DTYPES else "float32"]
     if request.dtype is not None:
         return [request.dtype]
     return ["float32", "float64"] if workload in QUICK_IN_FLOAT64 else ["float32"]

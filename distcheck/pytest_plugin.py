@@ -1,8 +1,8 @@
 """The pytest plugin: tests in worlds of ranks. Imports no torch until a world is asked for.
 
-    @pytest.mark.world(4)
-    def test_sum(world):
-        ...
+@pytest.mark.world(4)
+def test_sum(world):
+    ...
 """
 
 from collections.abc import Generator

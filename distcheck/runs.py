@@ -86,9 +86,12 @@ def check_writable(path: str | None) -> None:
     """Raises before anything runs: a verdict that cannot be written is a verdict lost."""
     if path is None or path == "-":
         return
+    there = Path(path).exists()
     try:
         with Path(path).open("a"):
             pass
+        if not there:
+            Path(path).unlink()
     except OSError as error:
         raise CannotRunError(f"--json {path} cannot be written: {error.strerror}") from error
 

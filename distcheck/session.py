@@ -24,7 +24,7 @@ from distcheck.plan import FULL_BATCH_LAYERS, PlannedCheck
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.traces.layout import TraceLayout, steps_written
 from distcheck.worlds import blame
-from distcheck.worlds.launch import error_of, start_job, start_world
+from distcheck.worlds.launch import end_now, error_of, start_job, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -313,13 +313,7 @@ class Session:
         worlds = [world for world, _ in self._judges]
         if self._world is not None:
             worlds.append(self._world[0])
-        for world in worlds:
-            world.kill()
-        deadline = time.monotonic() + 5
-        while not all(world.over for world in worlds) and time.monotonic() < deadline:
-            self._pool.pump(0.05)
-            for world in worlds:
-                world.tick()
+        end_now(self._pool, *worlds)
 
 
 def _new_trace(layout: TraceLayout) -> int:

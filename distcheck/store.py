@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
-from distcheck.plan import PlannedCheck
+from distcheck.plan import PlannedCheck, check_case
 from distcheck.records import Case, Outcome
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
@@ -49,6 +50,7 @@ class Store:
     def __init__(self, folder: Path, *, keep_everything: bool) -> None:
         self.folder = folder
         self.keep_everything = keep_everything
+        self._made_folder = not folder.exists()
 
     @classmethod
     def at(cls, folder: Path) -> "Store":
@@ -75,7 +77,8 @@ class Store:
             store._make()
             (DEFAULT_FOLDER / ".gitignore").write_text("*\n")
             for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
-                shutil.rmtree(old, ignore_errors=True)
+                if old != store.folder and not _is_running(old.name):
+                    shutil.rmtree(old, ignore_errors=True)
         except (OSError, CannotRunError):
             return None
         return store
@@ -87,7 +90,7 @@ class Store:
     def write_case(self, case: Case) -> None:
         """Writes a case down; before it runs, so that what crashes can be replayed."""
         path = self.case_file(case)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
 
     def check_space(self, total_bytes: int) -> None:
@@ -123,7 +126,8 @@ class Store:
     def discard_if_unused(self) -> None:
         """Removes what was made for a run that never began: its folder holds only cases."""
         if not (self.folder / "report.json").exists() and not (self.folder / "traces").exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
+            gone = self.folder if self._made_folder else self.folder / "cases"
+            shutil.rmtree(gone, ignore_errors=True)
 
     def write_report(self, text: str) -> None:
         """Writes report.json."""
@@ -139,6 +143,12 @@ class Store:
             raise CannotRunError(
                 f"{self.folder} cannot be written: {error.strerror}; save elsewhere"
             ) from error
+
+
+def _is_running(name: str) -> bool:
+    """Whether the run whose folder has this name is still going: it ends in a process id."""
+    _, _, pid = name.rpartition("-")
+    return pid.isdecimal() and psutil.pid_exists(int(pid))
 
 
 def stored_bytes(fd: int) -> int:
@@ -159,11 +169,13 @@ def saved_cases(folder: Path) -> list[Path]:
 def read_case(path: Path) -> Case:
     """A case that `write_case` wrote. Raises UsageError where the file is no case."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Case)
+        return check_case(msgspec.json.decode(path.read_bytes(), type=Case))
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is not a case file: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{path} is not a case that can run: {error}") from error
 
 
 def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
@@ -175,7 +187,16 @@ def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
         saved = msgspec.json.decode((folder / "about.json").read_bytes(), type=SavedCase)
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-    fds = [os.memfd_create("distcheck-saved") for _ in sorted(folder.glob("run-*"))]
+    case, layout = saved.case, saved.layout
+    runs = sorted(folder.glob("run-*"))
+    if not runs:
+        raise UsageError(f"the trace in {folder} is damaged: there is no run-1")
+    if (layout.world, layout.steps) != (case.world, case.steps):
+        raise UsageError(
+            f"the trace in {folder} is of {layout.world} ranks and {layout.steps} steps, its case "
+            f"says {case.world} and {case.steps}"
+        )
+    fds = [os.memfd_create("distcheck-saved") for _ in runs]
     job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
     try:
         run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)

@@ -11,10 +11,13 @@
 import atexit
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from distcheck import limits, plan, preparation, store, verdicts
 from distcheck.datasets import SYNTHETIC
@@ -51,7 +54,7 @@ class Silent(Listener):
 
 
 def verify(
-    strategy: str | Callable[..., Any] | Sequence[str],
+    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
     *,
     world: int | Sequence[int] = 4,
     workload: str | Sequence[str] = (),
@@ -78,22 +81,33 @@ def verify(
     machine cannot run. Every call starts fresh ranks; only the helper that they are forked from
     is kept from one call to the next.
     """
-    request = Request(
-        strategies=_names(strategy),
-        worlds=(world,) if isinstance(world, int) else tuple(world),
-        workloads=(workload,) if isinstance(workload, str) else tuple(workload),
-        data=data,
-        data_dir=None if data_dir is None else os.fspath(data_dir),
-        batch=batch,
-        steps=steps,
-        seed=seed,
-        dtype=dtype,
-        deadline_s=deadline_s,
-    )
+    asked = {
+        "strategies": _names(strategy),
+        "worlds": (world,) if isinstance(world, int) else world,
+        "workloads": (workload,) if isinstance(workload, str) else workload,
+        "data": data,
+        "data_dir": None if data_dir is None else os.fspath(data_dir),
+        "batch": batch,
+        "steps": steps,
+        "seed": seed,
+        "dtype": dtype,
+        "deadline_s": deadline_s,
+    }
+    try:
+        request = msgspec.convert(asked, Request)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"verify() was given something else than it takes: {error}") from None
     cases = plan.plan_cases(request)
     keep = None if save is None else Store.at(Path(save))
     with _pool_lock:
-        return run_cases(cases, pool=_shared_pool(), keep=keep)
+        pool = _shared_pool()
+        try:
+            return run_cases(cases, pool=pool, keep=keep)
+        except DistcheckError:
+            raise
+        except BaseException:
+            pool.close()  # it may have been interrupted in the middle of a message
+            raise
 
 
 def run_cases(
@@ -201,7 +215,7 @@ class _Book:
         try:
             self._keep.write_trace(self._pool, saved, fds)
         except (OSError, DistcheckError) as error:
-            self._save_error = self._saving_failed(error)
+            self._note_failure(error)
 
     def report(self, *, interrupted: bool) -> Report:
         """The report over all cases; those that never finished are unknown."""
@@ -225,14 +239,18 @@ class _Book:
         try:
             self._keep.write_report(render_json(report))
         except OSError as error:
-            self._save_error = self._saving_failed(error)
+            self._note_failure(error)
             return self.report(interrupted=report.interrupted)
         return report
 
-    def _saving_failed(self, error: Exception) -> str:
+    def _note_failure(self, error: Exception) -> None:
+        """What a person asked to save and is not saved is an error; our own keeping is not."""
         assert self._keep is not None
+        if not self._keep.keep_everything:
+            self._keep = None
+            return
         what = getattr(error, "strerror", None) or error
-        return (
+        self._save_error = (
             f"the run could not be saved to {self._keep.folder} ({what}); "
             "the verdict above stands, free some space or save elsewhere"
         )
@@ -256,9 +274,11 @@ def _run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
     return run
 
 
-def _names(strategy: str | Callable[..., Any] | Sequence[str]) -> tuple[str, ...]:
-    if isinstance(strategy, str):
-        return (strategy,)
+def _names(
+    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
+) -> tuple[str, ...]:
+    if isinstance(strategy, str | os.PathLike):
+        return (os.fspath(strategy),)
     if not callable(strategy):
         return tuple(strategy)
     module, name = getattr(strategy, "__module__", ""), getattr(strategy, "__qualname__", "")
@@ -267,6 +287,8 @@ def _names(strategy: str | Callable[..., Any] | Sequence[str]) -> tuple[str, ...
             f"strategy {strategy!r} has no name that ranks could import it by; define it at the "
             'top level of a module, or give "path/to/file.py:object"'
         )
+    if module == "__main__":  # a script: ranks import it by its file
+        module = getattr(sys.modules[module], "__file__", "") or module
     return (f"{module}:{name}",)
 
 

@@ -1,5 +1,6 @@
 """All expectations of one step, each computed when a check first asks for it."""
 
+import math
 from functools import cached_property
 
 import torch
@@ -72,11 +73,31 @@ class StepExpectation:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        world = len(parts)
-        in_loss = self.contract.weighting == "loss"
-        shares = [(1.0 if in_loss else weight) / world for weight in self.weights]
         filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
-        return rounding.interval(filled, shares)
+        scaled = any(factor != 1.0 for factor in self._loss_factors)
+        return rounding.interval(filled, self._shares, rescaled=scaled)
+
+    @property
+    def _loss_factors(self) -> list[float]:
+        """What the ranks' shard gradients are multiplied by, without a promise to say so."""
+        observed = self.contract.observes_loss
+        return [header.loss_factor if observed else 1.0 for header in self.headers]
+
+    @property
+    def _shares(self) -> list[float]:
+        """What each rank's shard gradient counts for in the mean over all samples."""
+        world = len(self.weights)
+        if self.contract.weighting == "loss":
+            return [1.0 / world] * world
+        pairs = zip(self.weights, self._loss_factors, strict=True)
+        return [weight / factor / world if factor else math.nan for weight, factor in pairs]
+
+    def buffers(self, rank: int) -> list[list[torch.Tensor]]:
+        """What a rank's buffers may be after the step: one way, or two where none is promised."""
+        ways = [self.shards[rank].buffers]
+        if self.contract.takes_any_buffers and rank != 0:
+            ways.append(self._references.shards.run(rank, self.step, buffers_of=0).buffers)
+        return ways
 
     @cached_property
     def full_batch(self) -> FullBatch:
@@ -151,6 +172,7 @@ class References:
         world = self._trace.layout.world
         while len(self._lattice) <= step:
             done = len(self._lattice)
-            ids = [self._trace.header(rank, done).ids for rank in range(world)]
-            self._lattice.append(self._lattice_oracle.step(ids))
+            headers = [self._trace.header(rank, done) for rank in range(world)]
+            ids, factors = [h.ids for h in headers], [h.loss_factor for h in headers]
+            self._lattice.append(self._lattice_oracle.step(ids, factors))
         return self._lattice[step]

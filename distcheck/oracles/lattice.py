@@ -95,12 +95,15 @@ class LatticeOracle:
     """Trains in integers, step by step, from the samples that each rank read."""
 
     def __init__(self, contract: Contract, dtype: str) -> None:
-        self._weighted_loss = contract.weighting == "loss"
+        self._contract = contract
         self._limit = 2 ** _SIGNIFICAND_BITS[dtype]
         self._weights = {name: [_UNIT * w for w in values] for name, values in initial().items()}
 
-    def step(self, shards: Sequence[Sequence[int]]) -> LatticeStep:
-        """Advances by one step; `shards` are the ranks' sample indices.
+    def step(
+        self, shards: Sequence[Sequence[int]], loss_factors: Sequence[float] | None = None
+    ) -> LatticeStep:
+        """Advances by one step; `shards` are the ranks' sample indices, `loss_factors` what each
+        multiplied its loss by (asked of strategies that promise nothing; by default 1).
 
         Raises HeadroomError where a sum could leave the exact range.
         """
@@ -119,10 +122,9 @@ class LatticeOracle:
                 w - g for w, g in zip(self._weights[name], synced[name], strict=True)
             ]
         scales = [Fraction(total * odd, len(ids)) for odd, ids in zip(odds, shards, strict=True)]
-        seen = [
-            scale * (Fraction(len(ids) * world, total) if self._weighted_loss else 1)
-            for scale, ids in zip(scales, shards, strict=True)
-        ]
+        factors = self._loss_factors([len(ids) for ids in shards], loss_factors)
+        self._check_factors(sums, scales, factors)
+        seen = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
         return LatticeStep(
             local=[
                 {name: [factor * k for k in part] for name, part in c.total.items()}
@@ -132,6 +134,24 @@ class LatticeOracle:
             after={n: [Fraction(w, _UNIT) for w in part] for n, part in self._weights.items()},
             losses=[scale * c.loss for scale, c in zip(scales, sums, strict=True)],
         )
+
+    def _loss_factors(
+        self, sizes: Sequence[int], observed: Sequence[float] | None
+    ) -> list[Fraction]:
+        if self._contract.weighting == "loss":
+            return [Fraction(size * len(sizes), sum(sizes)) for size in sizes]
+        if self._contract.observes_loss and observed is not None:
+            return [Fraction(factor) for factor in observed]
+        return [Fraction(1)] * len(sizes)
+
+    def _check_factors(
+        self, sums: "list[_Contributions]", scales: list[Fraction], factors: list[Fraction]
+    ) -> None:
+        """A power of two moves the exponent only; any other factor takes digits."""
+        for c, scale, factor in zip(sums, scales, factors, strict=True):
+            digits = abs((scale * factor).numerator)
+            if digits and _odd(digits) * c.largest >= self._limit:
+                raise HeadroomError(f"a loss times {float(factor)} has more digits than are exact")
 
     def _check(self, sums: "list[_Contributions]", odds: list[int], world: int, total: int) -> None:
         weighted = [odd * world * c.largest for odd, c in zip(odds, sums, strict=True)]

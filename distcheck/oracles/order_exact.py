@@ -107,7 +107,7 @@ def _prepare(
 ) -> torch.Tensor | None:
     if gradient is None:
         return None
-    if contract.weighting == "gradient" and weight != 1.0:
+    if contract.weighting != "loss" and weight != 1.0:
         gradient = gradient * weight
     if contract.scale == "multiply-before":
         gradient = gradient * (1.0 / world)

@@ -48,14 +48,19 @@ def gamma(roundings: int, unit: float) -> float:
     return roundings * unit / (1 - roundings * unit)
 
 
-def interval(shards: Sequence[torch.Tensor], weights: Sequence[float]) -> Interval:
+def interval(
+    shards: Sequence[torch.Tensor], weights: Sequence[float], *, rescaled: bool = False
+) -> Interval:
     """The interval for one parameter.
 
-    `shards` are the ranks' gradients, all of one shape and dtype; `weights` add up to 1.
+    `shards` are the ranks' gradients, all of one shape and dtype. `weights` say what each counts
+    for; they add up to 1, unless the shards are `rescaled`: a strategy scaled its loss by some
+    factor, the weights take that back, and so will the strategy, with two roundings more.
     """
     world = len(shards)
     equal = all(weight == weights[0] for weight in weights)
-    roundings = world + 1 if equal else world + 3
+    roundings = world + 1 if equal and not rescaled else world + 3
+    roundings += 2 if rescaled else 0
     unit, tiny = _UNITS[shards[0].dtype]
     mean = torch.zeros(shards[0].shape, dtype=torch.float64)
     magnitude = torch.zeros_like(mean)

@@ -54,19 +54,16 @@ class ShardReference:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model = model
 
-    def run(self, rank: int, step: int) -> ShardResult:
-        """One rank's forward and backward at one step. Raises NotRecordedError."""
+    def run(self, rank: int, step: int, *, buffers_of: int | None = None) -> ShardResult:
+        """One rank's forward and backward at one step, from its own buffers or another's (by
+        default as the contract has it). Raises NotRecordedError.
+        """
         headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
         header = headers[rank]
         total = sum(len(h.ids) for h in headers)
-        from_rank_0 = self._contract.buffers == "rank 0"
-        load_state(
-            self._model,
-            self._trace,
-            rank=rank,
-            buffers_of=0 if from_rank_0 else rank,
-            step=step,
-        )
+        if buffers_of is None:
+            buffers_of = 0 if self._contract.buffers == "rank 0" else rank
+        load_state(self._model, self._trace, rank=rank, buffers_of=buffers_of, step=step)
         batch = self._ingredients.batch(torch.tensor(header.ids, dtype=torch.int64), total)
         torch.set_rng_state(torch.frombuffer(bytearray(header.rng_state), dtype=torch.uint8))
         loss = self._ingredients.loaded.workload.loss(self._model, batch)
@@ -74,9 +71,15 @@ class ShardReference:
         weight = len(header.ids) * len(headers) / total
         if self._contract.weighting == "loss" and weight != 1.0:
             loss = loss * weight
-        loss.backward()
+        loss.backward(self._cotangent(loss, header.loss_factor))
         return ShardResult(
             loss=loss_value,
             gradients=[p.grad for _, p in trainable(self._model)],
             buffers=[b.clone() for b in self._model.buffers()],
         )
+
+    def _cotangent(self, loss: torch.Tensor, observed: float) -> torch.Tensor | None:
+        """What backward starts with: the factor that a strategy without a promise has put on."""
+        if not self._contract.observes_loss or observed == 1.0:
+            return None
+        return torch.full_like(loss, observed)

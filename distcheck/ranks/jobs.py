@@ -131,6 +131,9 @@ class Unwatched(Observer):
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
         """Nothing."""
 
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Nothing."""
+
     def synced(self, step: int, model: torch.nn.Module) -> None:
         """Nothing."""
 

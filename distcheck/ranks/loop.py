@@ -71,6 +71,7 @@ class Loop:
         loss: torch.Tensor = self._ingredients.loaded.workload.loss(self.wrapped, batch)
         loss_value = float(loss.detach())
         scaled = self._strategy.scale_loss(loss, step)
+        self._observer.scaled(loss, scaled)
         progress(number, "backward")
         scaled.backward()
         progress(number, "sync")

@@ -28,6 +28,10 @@ class Observer(Protocol):
         """The shard is known, nothing has been computed."""
         ...
 
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
+        ...
+
     def synced(self, step: int, model: nn.Module) -> None:
         """Gradients are what the optimizer will see."""
         ...
@@ -55,6 +59,7 @@ class TraceRecorder:
         self._epoch = 0
         self._ids: list[int] = []
         self._rng_state = b""
+        self._loss_factor = 1.0
         self._ready: list[int] = []
 
     def attach(self, model: nn.Module) -> None:
@@ -73,6 +78,13 @@ class TraceRecorder:
         rng_state = torch.get_rng_state()
         self._rng_state = bytes(raw_bytes(rng_state))
         self._ready.clear()
+
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Notes the factor, exactly as backward will meet it."""
+        self._loss_factor = 1.0
+        if scaled is not loss:
+            found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
+            self._loss_factor = float("nan") if found is None else float(found)
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Records local gradients that no hook saw as absent, and the synchronised ones."""
@@ -94,6 +106,7 @@ class TraceRecorder:
             step,
             ids=self._ids,
             loss=loss,
+            loss_factor=self._loss_factor,
             epoch=self._epoch,
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,

@@ -20,7 +20,7 @@ from distcheck.records import Outcome
 from distcheck.testing.messages import RankReport
 
 
-class WorldFailure(Exception):
+class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
     """A test that failed on at least one rank.
 
     Raised in the pytest process as a subclass that is also of the type that the rank raised, so

@@ -32,7 +32,7 @@ def deferred_names(item: pytest.Function, *, also: tuple[str, ...] = ()) -> list
     Those that depend on `world` or on one of `also`, and these themselves.
     """
     definitions = item._fixtureinfo.name2fixturedefs
-    belongs: dict[str, bool] = {name: True for name in (WORLD, *also)}
+    belongs = dict.fromkeys((WORLD, *also), True)
 
     def decide(name: str) -> bool:
         if name not in belongs:
@@ -76,7 +76,7 @@ def fill_in(value: Any, values: dict[str, Any]) -> Any:
 @contextmanager
 def own_streams(item: pytest.Function) -> Iterator[None]:
     """Has capsys and its like capture this rank's own streams, and lets go of what is left."""
-    captures = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
+    captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
     inherited = [capture._capture for capture in captures]  # kept, so that nothing closes them
     for capture in captures:

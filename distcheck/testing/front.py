@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -37,12 +37,14 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     function = item.obj
     handle = getattr(function, "hypothesis", None)
     body = function if handle is None else handle.inner_test
-    if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
-        pytest.fail(
-            f"{item.name} is {'a coroutine' if inspect.iscoroutinefunction(body) else 'a generator'}"
-            " function: a test in a world is a plain function",
-            pytrace=False,
-        )
+    for kind, is_one in (
+        ("coroutine", inspect.iscoroutinefunction),
+        ("generator", inspect.isgeneratorfunction),
+    ):
+        if is_one(body):
+            pytest.fail(
+                f"{item.name} is a {kind} function: a test in a world is a plain one", pytrace=False
+            )
     if handle is None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
@@ -160,7 +162,7 @@ def _output(child: Child) -> str:
 
 def _print_live(number: int, data: bytes) -> None:
     for line in data.decode(errors="replace").splitlines():
-        print(f"[rank {number}] {line}")
+        sys.stdout.write(f"[rank {number}] {line}\n")
     sys.stdout.flush()
 
 
@@ -222,7 +224,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
     raise failures.failure_of(ended, item.config)
 
 
-def _failed_otherwise(outcome: Outcome, ends: dict[int, str]) -> bool:
+def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
     """Whether a rank failed for a reason of its own, in a world in which another one xfailed."""
     if outcome.outcome in ("finished", "ended") or ends.get(outcome.rank) == "xfailed":
         return False

@@ -167,9 +167,7 @@ def _with_failure(report: RankReport, item: pytest.Function, error: BaseExceptio
         longrepr=longrepr,
         when="call",
     )
-    data = item.config.hook.pytest_report_to_serializable(
-        config=item.config, report=as_test_report
-    )
+    data = item.config.hook.pytest_report_to_serializable(config=item.config, report=as_test_report)
     kind = type(error)
     return msgspec.structs.replace(
         report,

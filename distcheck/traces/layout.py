@@ -31,7 +31,8 @@ _ALIGNMENT = 64
 RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
 
 ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, reserved
-HEADER = struct.Struct("<BxxxIdqI16s")  # written, samples, loss, epoch, RNG bytes, RNG digest
+# written, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest
+HEADER = struct.Struct("<BxxxIddqI16s")
 
 
 class Kind(IntEnum):

@@ -21,11 +21,15 @@ from distcheck.traces.layout import (
 
 @dataclass(frozen=True, kw_only=True)
 class StepHeader:
-    """What a rank recorded of a step besides tensors; ids and ready_order are indices."""
+    """What a rank recorded of a step besides tensors; ids and ready_order are indices.
+
+    `loss_factor` is the derivative of what backward started from by the shard's mean loss.
+    """
 
     written: bool
     ids: tuple[int, ...]
     loss: float
+    loss_factor: float
     epoch: int
     rng_state: bytes
     rng_digest: bytes
@@ -54,7 +58,7 @@ class TraceReader:
     def header(self, rank: int, step: int) -> StepHeader:
         """The step header of a rank."""
         at = self.layout.header_offset(rank, step)
-        written, samples, loss, epoch, rng_bytes, digest = HEADER.unpack_from(self._map, at)
+        written, samples, loss, factor, epoch, rng_bytes, digest = HEADER.unpack_from(self._map, at)
         at += HEADER.size
         rng_state = bytes(self._map[at : at + rng_bytes])
         at += RNG_STATE_BYTES
@@ -65,6 +69,7 @@ class TraceReader:
             written=bool(written),
             ids=ids,
             loss=loss,
+            loss_factor=factor,
             epoch=epoch,
             rng_state=rng_state,
             rng_digest=digest,

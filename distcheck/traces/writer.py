@@ -78,6 +78,7 @@ class TraceWriter:
         *,
         ids: list[int],
         loss: float,
+        loss_factor: float,
         epoch: int,
         rng_state: bytes,
         ready_order: list[int],
@@ -97,7 +98,9 @@ class TraceWriter:
         packed_order = b"".join(i.to_bytes(4, "little", signed=True) for i in ready_order)
         self._index[tail : tail + len(packed_order)] = packed_order
         digest = xxhash.xxh3_128_digest(rng_state)
-        HEADER.pack_into(self._index, at, 1, len(ids), loss, epoch, len(rng_state), digest)
+        HEADER.pack_into(
+            self._index, at, 1, len(ids), loss, loss_factor, epoch, len(rng_state), digest
+        )
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself when nobody does."""

@@ -23,7 +23,7 @@ _FORKED = os.path.join("distcheck", "worlds", "child.py") + '", line'
 
 def finished(child: Child) -> bool:
     """Whether a rank did its job and then left in peace, exit status included."""
-    return child.done is not None and child.gone and child.exit_code == 0
+    return child.done is not None and child.gone and child.released and child.exit_code == 0
 
 
 def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:

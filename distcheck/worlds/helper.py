@@ -108,10 +108,10 @@ class Helper:
                 break
             if pid == 0:
                 break
+            gone = True
             key = self._children.pop(pid, None)
             if key is None:
-                continue  # an orphan of a rank
-            gone = True
+                continue  # an orphan of a rank; its own children are orphans now
             code = os.waitstatus_to_exitcode(status)
             notice = messages.Exited(key, code, None) if code >= 0 else None
             self.say(notice or messages.Exited(key, None, -code))
@@ -126,14 +126,14 @@ class Helper:
                     os.kill(pid, signal.SIGKILL)
 
     def _end_children(self) -> None:
-        for pid in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in list(self._children):
+        """Kills until there is nobody left: whoever loses a parent becomes a child of ours."""
+        while family := linux.children_of_self():
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(-1, 0)
         self._children.clear()
-        self._end_orphans()
 
 
 def main(control_fd: int, front_pid: int) -> None:

@@ -1,5 +1,6 @@
 """Starting the two shapes of work that there are: a world of ranks, and a lone job."""
 
+import time
 from collections.abc import Callable
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
@@ -8,6 +9,7 @@ from distcheck.worlds.pool import Child, Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.world import World
 
+_END_DEADLINE_S = 5.0  # for killed processes to be gone
 _JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files take their time
 
 OnProgress = Callable[[int, messages.Progress], None]
@@ -68,8 +70,22 @@ def run_until_over(pool: Pool, world: World) -> None:
             pool.pump(0.05)
             world.tick()
     except BaseException:
-        world.kill()
+        end_now(pool, world)
         raise
+
+
+def end_now(pool: Pool, *worlds: World) -> None:
+    """Kills worlds and closes them, once their processes are gone."""
+    for world in worlds:
+        world.kill()
+    deadline = time.monotonic() + _END_DEADLINE_S
+    while not all(world.over for world in worlds) and time.monotonic() < deadline:
+        pool.pump(0.05)
+        for world in worlds:
+            world.tick()
+    for world in worlds:
+        if world.over:
+            world.close()
 
 
 def run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:

@@ -40,6 +40,15 @@ def children_of_self() -> list[int]:
         return []
 
 
+def waits_for_disk(pid: int) -> bool:
+    """Whether the kernel is fetching something for a process: a page, a file (state D)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] == ["D"]
+
+
 def busy_seconds(pid: int) -> float:
     """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
 

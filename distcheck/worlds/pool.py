@@ -32,6 +32,7 @@ class Child:
     exit_code: int | None = None
     exit_signal: int | None = None
     gone: bool = False
+    released: bool = False  # told that it may leave, while it was there
     done: messages.Done | None = None
     raised: messages.Raised | None = None
     stacks: messages.Stacks | None = None

@@ -2,9 +2,10 @@
 
 A fixed deadline is either too long to wait for or too short on a crowded machine (the same
 passing world has been seen to take 35 ms on a quiet one and 310 ms at load 20). What counts here
-is time without progress in which the ranks neither ran nor waited for a core: a world that waits
-for a collective that will never complete gathers it at the pace of the clock, one that computes
-gathers none. A rank that spins for ever is caught by a limit of its own, ten times as long.
+is time without progress in which the ranks neither ran nor waited for a core or a disk: a world
+that waits for a collective that will never complete gathers it at the pace of the clock, one that
+computes gathers none. A rank that spins for ever is caught by a limit of its own, ten times as
+long.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ class StallWatch:
         if count != self._last_count:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False
-        if worked > _BUSY_SHARE * elapsed:
+        fetching = any(linux.waits_for_disk(child.pid) for child in children if child.pid)
+        if fetching or worked > _BUSY_SHARE * elapsed:
             self._busy_s += elapsed
         else:
             self._idle_s += elapsed

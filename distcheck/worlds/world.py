@@ -114,7 +114,7 @@ class World:
     def _tick_running(self, now: float) -> None:
         children = self.children
         if all(child.done is not None and not child.gone for child in children):
-            self._close_pipe("_release")
+            self._release_all()
             self._enter(Phase.ENDING, now)
             return
         if any(child.raised is not None or child.gone for child in children):
@@ -144,8 +144,13 @@ class World:
         for child in self.children:
             if not child.gone and child.done is None and child.raised is None:
                 self._pool.signal(child, signal.SIGKILL)
-        self._close_pipe("_release")
+        self._release_all()
         self._enter(Phase.ENDING, time.monotonic())
+
+    def _release_all(self) -> None:
+        for child in self.children:
+            child.released = not child.gone
+        self._close_pipe("_release")
 
     def _enter(self, phase: Phase, now: float) -> None:
         self._phase, self._phase_since = phase, now

@@ -113,11 +113,13 @@ def single_precision_wire(model: nn.Module, step: Step) -> None:
 
 
 @mutant(caught="local gradients X")
-class LossScaledTwice:
-    """The loss is doubled before backward and halved after: right in the end, not on the way."""
+class DoubledOnTheWay:
+    """Gradients are doubled inside backward and halved after: right in the end, not on the way."""
 
-    def scale_loss(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
-        return loss * 2
+    def wrap(self, model: nn.Module) -> nn.Module:
+        # The same values, with twice the derivative.
+        model.register_forward_hook(lambda module, inputs, output: output * 2 - output.detach())
+        return model
 
     def sync(self, model: nn.Module, step: Step) -> None:
         for parameter in model.parameters():

@@ -7,7 +7,7 @@ from distcheck.checks.merging import earliest_failure, hold_against, merge_resul
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, ExitCode, UsageError, VerdictError
 from distcheck.jobs import CaseFacts
-from distcheck.plan import PlannedCheck, Request, notes_on, plan_cases, plan_checks
+from distcheck.plan import PlannedCheck, Request, check_case, notes_on, plan_cases, plan_checks
 from distcheck.records import (
     Case,
     CaseReport,
@@ -91,8 +91,38 @@ def test_names_that_shorten_alike_keep_ids_apart(tmp_path_factory: pytest.TempPa
     assert len({case.id for case in found}) == len(found)
 
 
-def test_low_precision_keeps_the_lattice_in_float32() -> None:
-    assert [c.dtype for c in cases(dtype="bfloat16")] == ["float32", "bfloat16"]
+def test_low_precision_leaves_the_lattice_out() -> None:
+    assert [(c.workload, c.dtype) for c in cases(dtype="bfloat16")] == [("cnn", "bfloat16")]
+    with pytest.raises(UsageError, match="workload lattice does not run in bfloat16"):
+        cases(dtype="bfloat16", workloads=["lattice"])
+
+
+def test_a_case_comes_back_as_it_was_planned() -> None:
+    for case in [*cases(), *cases(dtype="float64"), *cases(workloads=["vgg11"], worlds=[3])]:
+        assert check_case(case) == case
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"layers": ()}, {"layers": ("X",)}, {"layers": ("foo",)}, {"world": 0}, {"world": -1},
+        {"steps": 0}, {"steps": 10**9}, {"seed": -5}, {"deadline_s": 0.0}, {"batch": 1},
+        {"dtype": "float12"}, {"data": "zzz"}, {"id": "../../evil"}, {"id": ".."}, {"id": ""},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_edited_case_is_refused(edit: dict[str, object]) -> None:
+    """A case without layers would compare nothing, and pass."""
+    _, cnn, _ = cases()
+    with pytest.raises(UsageError):
+        check_case(msgspec.structs.replace(cnn, **edit))
+
+
+def test_an_edited_device_cannot_run() -> None:
+    _, cnn, _ = cases()
+    for edit in ({"device": "cuda"}, {"backend": "nccl"}):
+        with pytest.raises(CannotRunError):
+            check_case(msgspec.structs.replace(cnn, **edit))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +132,14 @@ def test_low_precision_keeps_the_lattice_in_float32() -> None:
         ({"worlds": [0]}, "--world 0 is no world"),
         ({"worlds": [-3]}, "--world -3 is no world"),
         ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),
-        ({"batch": 0}, "--batch 0 is too small"),
-        ({"steps": 0}, "--steps 0 is too small"),
-        ({"seed": -1}, "--seed -1 is too small"),
-        ({"deadline_s": 0.0}, "--deadline-s 0.0 is not a positive"),
+        ({"batch": 0}, "--batch 0 is out of range; it takes 1 to"),
+        ({"steps": 0}, "--steps 0 is out of range"),
+        ({"seed": 2**63}, "--seed 9223372036854775808 is out of range"),
+        ({"steps": 10**9}, "--steps 1000000000 is out of range"),
+        ({"deadline_s": float("inf")}, "--deadline-s inf is out of range"),
+        ({"worlds": []}, "no world was given"),
+        ({"seed": -1}, "--seed -1 is out of range"),
+        ({"deadline_s": 0.0}, "--deadline-s 0.0 is out of range"),
         ({"dtype": "int8"}, "unknown dtype 'int8'; known are float32"),
         ({"data": "imagenet"}, "unknown data 'imagenet'; known are synthetic"),
         ({"workloads": ["resnet"]}, "unknown workload 'resnet'"),

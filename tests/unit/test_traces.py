@@ -130,13 +130,19 @@ def test_headers_come_back_and_close_a_step(fd: int) -> None:
         writer = TraceWriter(fd, LAYOUT, rank)
         assert TraceReader(fd, LAYOUT).steps_written() == 0
         writer.put_header(
-            0, ids=[5, 9, 2**40], loss=0.1, epoch=3, rng_state=state, ready_order=[2, 0, 1, -1]
+            0,
+            ids=[5, 9, 2**40],
+            loss=0.1,
+            loss_factor=0.75,
+            epoch=3,
+            rng_state=state,
+            ready_order=[2, 0, 1, -1],
         )
     reader = TraceReader(fd, LAYOUT)
     header = reader.header(1, 0)
     assert header.written
     assert header.ids == (5, 9, 2**40)
-    assert (header.loss, header.epoch) == (0.1, 3)
+    assert (header.loss, header.loss_factor, header.epoch) == (0.1, 0.75, 3)
     assert header.rng_state == state
     assert header.ready_order == (2, 0, 1)
     assert reader.steps_written() == 1

@@ -39,8 +39,9 @@ def crash(model, step):
     good(model)
 
 class doubled_on_the_way:
-    def scale_loss(self, loss, step):
-        return loss * 2
+    def wrap(self, model):  # the same values, with twice the derivative
+        model.register_forward_hook(lambda m, inputs, output: output * 2 - output.detach())
+        return model
 
     def sync(self, model, step):
         good(model)
