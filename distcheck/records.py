@@ -179,8 +179,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def raise_for_verdict(self) -> "Report":
         """Returns itself on a pass; raises `VerdictError` (an AssertionError) otherwise."""
+        __tracebackhide__ = True
         if self.verdict == "pass" and not self.interrupted:
             return self
-        from distcheck.reports.terminal import render_text
+        from distcheck.reports.terminal import render_text, summarize
 
-        raise VerdictError(render_text(self, width=100), self.exit_code)
+        text = f"{summarize(self)}\n\n{render_text(self, width=100)}"
+        raise VerdictError(text, self.exit_code)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck import diagnosis
-from distcheck.checks.merging import hold_against, merge_results
+from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.plan import PlannedCheck
 from distcheck.records import CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.session import CaseRun
@@ -18,7 +18,7 @@ BIT_SETTINGS = ("torch", "cpu", "cpu_capability", "threads", "mkldnn")
 def report_of(run: CaseRun, *, replay: str) -> CaseReport:
     """The report of a case that is finished, or that was interrupted."""
     outcomes = _decisive(run)
-    results = _results(run, outcomes)
+    results = _mark_consequences(_results(run, outcomes))
     return CaseReport(
         case=run.case,
         strategy_file=run.facts.strategy_file,
@@ -92,6 +92,34 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             )
         results.append(_with_note(hold_against(merged, planned.owed), planned.note))
     return results
+
+
+def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Says of failures that begin after the first one that they may follow from it.
+
+    Every step is judged from the state that the ranks had, but ranks that have drifted apart
+    have no common loss; and the lattice trains on from its own beginning.
+    """
+    cause = earliest_failure(results)
+    if cause is None or cause.first is None:
+        return list(results)
+    return [
+        _with_note(
+            result,
+            f"begins after {cause.check} had diverged at step {cause.first.step}, and may follow "
+            "from that",
+        )
+        if result is not cause and _may_follow(result, cause)
+        else result
+        for result in results
+    ]
+
+
+def _may_follow(result: CheckResult, cause: CheckResult) -> bool:
+    if result.verdict != "fail" or result.first is None or cause.first is None:
+        return False
+    same_lattice = result.layer == cause.layer == "lattice"
+    return result.first.step > cause.first.step or (same_lattice and result.check != cause.check)
 
 
 def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckResult:

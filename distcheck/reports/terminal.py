@@ -32,6 +32,10 @@ _STYLE: dict[VerdictName, str] = {
 }
 _DETAIL_LINES = 14  # of a rank's traceback or stack
 _REPLAY = "replay"
+_COLUMNS_FROM_WIDTH = (
+    (94, ("tensors", "ranks", "steps", "elements")),
+    (70, ("elements",)),
+)
 
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
@@ -50,6 +54,22 @@ def render_text(report: Report, *, width: int) -> str:
     return stream.getvalue()
 
 
+def summarize(report: Report) -> str:
+    """The verdict in one line: what did not pass first, and where."""
+    case = next((c for c in report.cases if c.verdict != "pass"), report.cases[0])
+    about = case.case
+    text = f"{case.verdict.upper()} {about.strategy}, world {about.world}, {about.workload}"
+    text += f" {about.dtype}"
+    if case.ranks_failed:
+        first = next(o for o in case.outcomes if o.outcome != "finished")
+        return f"{text}: rank {first.rank} {first.outcome}"
+    result = earliest_failure(case.checks)
+    if result is None or result.first is None:
+        return text
+    layer = f" ({result.layer})" if result.layer != "-" else ""
+    return f"{text}: {result.check}{layer}, {describe_place(result.first)}"
+
+
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Prints the report: a table per strategy and world, in full for whatever did not pass.
 
@@ -61,7 +81,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         console.print(Text(_environment_line(report)), style="dim")
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
-        console.print(_headline(cases, verdict))
+        console.print(_headline(cases, verdict), soft_wrap=True)
         if quiet:
             continue
         if verdict != "pass" or verbose or len(groups) == 1:
@@ -104,16 +124,17 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
     table.add_column("check", no_wrap=True)
     table.add_column("layer", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for what in ("tensors", "ranks", "steps", "elements"):
+    shown = _columns(console.width)
+    for what in shown:
         table.add_column(what, no_wrap=True, justify="right")
-    table.add_column("worst error of its bound", no_wrap=True)
+    table.add_column("worst error of its bound")
     last = ""
     for result in _rows(cases):
         table.add_row(
             result.check if result.check != last else "",
             result.layer.replace("-", ""),
             Text("ok" if result.verdict == "pass" else result.verdict, _STYLE[result.verdict]),
-            *_counts(result.compared),
+            *_counts(result.compared, shown),
             describe_worst(result),
         )
         last = result.check
@@ -125,12 +146,18 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
             _print_failure(case, console)
 
 
-def _counts(compared: Compared) -> list[str]:
+def _columns(width: int) -> tuple[str, ...]:
+    """What was compared, as far as there is room; the verdict always has some."""
+    for least, columns in _COLUMNS_FROM_WIDTH:
+        if width >= least:
+            return columns
+    return ()
+
+
+def _counts(compared: Compared, shown: Sequence[str]) -> list[str]:
     """Numbers for the table; a dash where a check has nothing of a kind."""
-    numbers = (compared.tensors, compared.ranks, compared.steps)
-    return [str(n) if n else "-" for n in numbers] + [
-        count(compared.elements) if compared.elements else "-"
-    ]
+    numbers = [getattr(compared, what) for what in shown]
+    return [count(n) if n else "-" for n in numbers]
 
 
 def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
@@ -199,16 +226,17 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     if first is not None and first.first is not None:
         layer = f" ({first.layer})" if first.layer != "-" else ""
         yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
-    for result in failed:
-        if result.reason:
-            yield "why", f"{result.check}: {result.reason}"
-    unknown: dict[str, list[str]] = {}
-    for result in case.checks:
-        if result.verdict == "unknown":
+    for label, results in (
+        ("why", failed),
+        ("unknown", [r for r in case.checks if r.verdict == "unknown"]),
+    ):
+        by_reason: dict[str, list[str]] = {}
+        for result in results:
             name = result.check + (f" {result.layer}" if result.layer != "-" else "")
-            unknown.setdefault(result.reason, []).append(name)
-    for reason, names in unknown.items():
-        yield "unknown", f"{', '.join(names)}: {reason}"
+            by_reason.setdefault(result.reason, []).append(name)
+        for reason, names in by_reason.items():
+            if reason:
+                yield label, f"{', '.join(names)}: {reason}"
     for diagnosis in case.diagnosis:
         yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
         yield "try", diagnosis.suggestion

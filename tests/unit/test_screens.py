@@ -22,7 +22,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.reports.json_report import render_json
-from distcheck.reports.terminal import render, render_text
+from distcheck.reports.terminal import render, render_text, summarize
 
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
 
@@ -183,10 +183,27 @@ def test_screens(name: str) -> None:
 @pytest.mark.parametrize("width", [80, 60])
 def test_narrow_terminals(width: int) -> None:
     text = render_text(REPORTS["mismatch"], width=width)
-    to_copy = ("next:", "saved:", "replay ")
+    to_copy = ("next:", "saved:", "replay ", "FAIL ")  # to be copied, or searched for
     lines = [line for line in text.splitlines() if not line.strip().startswith(to_copy)]
     assert max(map(len, lines)) <= width
     compare(f"mismatch-{width}.txt", text)
+
+
+@pytest.mark.parametrize("width", [120, 100, 80, 60])
+def test_the_verdict_of_every_check_is_there_at_any_width(width: int) -> None:
+    text = render_text(REPORTS["mismatch"], width=width)
+    rows = [line.split() for line in text.splitlines() if line.startswith("  ")][1:5]
+    assert [word for row in rows for word in row if word in ("ok", "fail", "unknown")] == [
+        "ok", "fail", "fail", "unknown",
+    ]  # fmt: skip
+
+
+def test_a_failure_in_one_line() -> None:
+    line = summarize(REPORTS["mismatch"])
+    assert line.startswith(
+        "FAIL mine.py:sync, world 4, mlp float32: gradients (X), step 1, 7.weight"
+    )
+    assert summarize(REPORTS["crash"]).endswith("rank 2 raised")
 
 
 def test_verbose_and_quiet() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -121,6 +122,27 @@ def leaves_a_grandchild(payload: bytes, fds: list[int], reporter: Reporter) -> b
         )
         reporter.say(str(child.pid).encode())
         raise RuntimeError("the grandchild is left behind")
+    return b""
+
+
+def leaves_a_chain(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Processes within processes: each becomes an orphan when the one above it is ended."""
+    rank, _ = _join(payload, fds)
+    if rank == 1:
+        subprocess.Popen(
+            ["sh", "-c", "sh -c 'sh -c \"sleep 7771; true\"; true'; true"], start_new_session=True
+        )
+        time.sleep(0.3)
+    return b""
+
+
+def leaves_early(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Returns as if all were well, and is gone a moment later."""
+    rank, _ = _join(payload, fds)
+    if rank == 1:
+        threading.Timer(0.05, lambda: os._exit(0)).start()
+    else:
+        time.sleep(0.4)
     return b""
 
 

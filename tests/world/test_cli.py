@@ -48,6 +48,11 @@ class doubled_on_the_way:
         for p in model.parameters():
             p.grad /= 2
 
+def loses_its_folder(model, step):
+    import shutil
+    good(model)
+    shutil.rmtree(".distcheck", ignore_errors=True)
+
 def hang(model, step):
     if step.rank == 1 and step.index == 1:
         open("asleep", "w").close()
@@ -367,6 +372,48 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
     assert "step 1/3" in text
     assert "PASS" in text
     assert ("\x1b[1;32m" in text) is not no_color
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
+def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
+    """While torch is imported, while strategies are looked at, while orders are calibrated."""
+    front = subprocess.Popen(
+        [*COMMAND, "verify", "--strategy", "ddp", "--workload", "vgg11"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(after_s)
+    front.send_signal(signal.SIGINT)
+    _, err = front.communicate(timeout=30)
+    assert front.returncode == 130, err
+    assert err.strip().endswith("nothing is left running")
+    assert "Traceback" not in err
+
+
+def test_own_records_come_and_go_without_harm(distcheck: Run, tmp_path: Path) -> None:
+    """Neither many other runs nor a lost folder change a verdict."""
+    for number in range(12):
+        (tmp_path / ".distcheck" / "runs" / f"9999-{number:02}-1").mkdir(parents=True)
+    ran = distcheck("verify", "--strategy", "bad.py:loses_its_folder", *QUICK)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert distcheck("verify", "--strategy", "bad.py:nothing", "--save", "mine").returncode == 2
+    assert (tmp_path / "mine").is_dir()
+    assert distcheck("verify", "--strategy", "bad.py:nothing", "--json", "r.json").returncode == 2
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_an_edited_case_does_not_pass(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
+    assert ran.returncode == 1
+    (case,) = tmp_path.glob(".distcheck/runs/*/cases/*.json")
+    document = json.loads(case.read_text())
+    case.write_text(json.dumps({**document, "layers": []}))
+    again = distcheck("replay", str(case))
+    assert again.returncode == 2
+    assert "is not a case that can run: layers [] are not those of mlp in float32" in again.stderr
 
 
 def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None:

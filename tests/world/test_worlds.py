@@ -95,6 +95,29 @@ def test_a_grandchild_does_not_survive(pool: Pool) -> None:
     _wait_until(lambda: not psutil.pid_exists(int(said[0])) or _is_zombie(int(said[0])))
 
 
+def _sleepers() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if "7771" in str(p.info["cmdline"])]
+
+
+def test_a_chain_of_processes_does_not_survive() -> None:
+    """Killing one makes orphans of those below it, again and again."""
+    own = Pool()
+    run(own, "leaves_a_chain", 2)
+    _wait_until(lambda: not _sleepers())
+    ranks = start(own, "leaves_a_chain", 2)
+    while not _sleepers():
+        own.pump(0.05)
+        ranks.tick()
+    own.close()
+    assert not _sleepers()
+
+
+def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool) -> None:
+    outcomes, _ = run(pool, "leaves_early", 2)
+    assert [(o.rank, o.outcome) for o in outcomes] == [(1, "exited"), (0, "finished")]
+    assert "left with exit code 0" in outcomes[0].detail
+
+
 def test_output_is_kept_to_its_end(pool: Pool) -> None:
     outcomes, _ = run(pool, "chatters", 2)
     assert outcomes[0].rank == 1
