@@ -5,6 +5,7 @@ def test_sum(world):
     ...
 """
 
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -22,6 +23,13 @@ _HELP = (
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the marker known."""
     config.addinivalue_line("markers", _HELP)
+
+
+def pytest_sessionfinish() -> None:
+    """Ends kept worlds."""
+    kept = sys.modules.get("distcheck.testing.kept")
+    if kept is not None:
+        kept.close_all()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,8 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leaves the ranks' own fixtures to them."""
     options = _options(item)
     if options is not None and isinstance(item, pytest.Function):
-        also = fixtures.OF_THE_PROCESS if options.reuse else ()
-        fixtures.defer(item, fixtures.deferred_names(item, also=also))
+        fixtures.defer(item, fixtures.deferred_names(item, kept=options.reuse))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,8 +88,10 @@ def pytest_runtest_makereport(
     if call.excinfo is not None and report.outcome == "failed":
         longrepr = getattr(call.excinfo.value, "longrepr", None)
         if longrepr is not None and item.get_closest_marker(marker.NAME) is not None:
-            for note in getattr(call.excinfo.value, "__notes__", ()):
-                longrepr.addsection("hypothesis", note)
+            notes = getattr(call.excinfo.value, "__notes__", [])
+            if notes:  # hypothesis' explanation is of lines that ran in this process: ours
+                end = next((n for n, note in enumerate(notes) if "Explanation" in note), None)
+                longrepr.addsection("hypothesis", "\n".join(notes[:end]))
             report.longrepr = longrepr
     return report
 

@@ -59,7 +59,7 @@ def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
             entries += found
             crash = crash or place
         elif outcome.detail:
-            entries.append(ReprEntryNative([f"{outcome.detail}\n"]))
+            entries.append(ReprEntryNative([f"{_detail(outcome)}\n"]))
     entries += [_line(text) for text in _bystanders(ended)]
     headline = _headline(ended, groups)
     place = crash or ReprFileLocation(path="", lineno=0, message="")
@@ -111,6 +111,12 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
     if not groups:  # everybody lost a peer: nobody to blame but the first
         groups = [([o.rank], o) for o in ended.outcomes if o.outcome != "finished"][:1]
     return groups
+
+
+def _detail(outcome: Outcome) -> str:
+    """What is known of a rank, less the step of a training that a test does not have."""
+    first, _, rest = outcome.detail.partition("\n")
+    return rest if first.endswith(", test") and rest else outcome.detail
 
 
 def _is_victim(outcome: Outcome) -> bool:

@@ -15,8 +15,12 @@ import pytest
 WORLD = "world"
 # Fixtures that hold on to streams, which every rank has of its own.
 _STREAMS = ("capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary")
-# Fixtures that mean something in the process that uses them, and cannot be sent to another.
-OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn", "request", "pytestconfig")
+# Fixtures that act on the process that uses them, with whatever is built on them ...
+OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn")
+# ... and those that only cannot be sent to another.
+_NOT_SENT = ("request", "pytestconfig")
+
+_inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,16 @@ class Deferred:
 
     name: str
 
+    def __repr__(self) -> str:
+        return f"<{self.name} of each rank>"
 
-def deferred_names(item: pytest.Function, *, also: tuple[str, ...] = ()) -> list[str]:
-    """The fixtures of a test that the ranks set up, in pytest's order of setting up.
 
-    Those that depend on `world` or on one of `also`, and these themselves.
+def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
+    """The fixtures of a test that the ranks set up, in pytest's order of setting up: those that
+    depend on `world`; in a kept world, also what acts on the process or cannot be sent.
     """
     definitions = item._fixtureinfo.name2fixturedefs
-    belongs = dict.fromkeys((WORLD, *also), True)
+    belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
 
     def decide(name: str) -> bool:
         if name not in belongs:
@@ -41,13 +47,19 @@ def deferred_names(item: pytest.Function, *, also: tuple[str, ...] = ()) -> list
             belongs[name] = any(decide(arg) for arg in sorted(asked))
         return belongs[name]
 
-    return [name for name in item.fixturenames if decide(name)]
+    return [n for n in item.fixturenames if decide(n) or (kept and n in _NOT_SENT)]
 
 
 def defer(item: pytest.Function, names: list[str]) -> None:
-    """Before pytest fills a test's fixtures in: has it leave these alone."""
+    """Before pytest fills a test's fixtures in: has it leave these alone.
+
+    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test.
+    """
     for name in names:
         item.funcargs[name] = Deferred(name)
+        definitions = item._fixtureinfo.name2fixturedefs.get(name)
+        if definitions:
+            item._request._fixture_defs[name] = definitions[-1]
 
 
 @contextmanager
@@ -60,6 +72,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
     try:
         for name in names:
             del item.funcargs[name]
+            item._request._fixture_defs.pop(name, None)
         for name in names:
             values[name] = item.funcargs[name] = item._request.getfixturevalue(name)
         yield values
@@ -78,7 +91,7 @@ def own_streams(item: pytest.Function) -> Iterator[None]:
     """Has capsys and its like capture this rank's own streams, and lets go of what is left."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
-    inherited = [capture._capture for capture in captures]  # kept, so that nothing closes them
+    _inherited.extend(capture._capture for capture in captures)
     for capture in captures:
         capture._capture = None
         capture._start()
@@ -87,7 +100,6 @@ def own_streams(item: pytest.Function) -> Iterator[None]:
     finally:
         for capture in captures:
             _let_go(capture)
-        del inherited
 
 
 def _let_go(capture: Any) -> None:

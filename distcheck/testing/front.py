@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +14,15 @@ from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
 from distcheck.testing import failures, kept, rank, turns
 from distcheck.testing.failures import Ended
+from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RankReport, Seen
+from distcheck.testing.messages import Seen
 from distcheck.testing.rank import Prepared
-from distcheck.worlds import blame
+from distcheck.testing.waiting import listen, wait
 from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
-from distcheck.worlds.pool import Child, Pool
-from distcheck.worlds.world import World
+from distcheck.worlds.pool import Pool
 
 _TARGET = "distcheck.testing.rank:run"
 _SECTION = "output of rank"
@@ -55,6 +54,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         _refuse_drawing_in_ranks([*given, *drawn.values()])
         run_in_world(Prepared(item=item, options=options, body=body, args=given, kwargs=drawn))
 
+    setattr(in_world, BODY, body)
     handle.inner_test = in_world
     try:
         function(**args)
@@ -101,69 +101,10 @@ def _run_fresh(prepared: Prepared) -> Ended:
             fds=[],
             deadline_s=prepared.options.deadline_s,
         )
-        reports = listen(world, prepared.item)
-        return wait(pool, world, reports)
+        return wait(pool, world, listen(world, prepared.item))
     finally:
         rank.prepare(None)
         pool.close()
-
-
-def listen(world: World, item: pytest.Function) -> dict[int, RankReport]:
-    """Collects what each rank says; under `-s`, prints what it prints."""
-    reports: dict[int, RankReport] = {}
-
-    def take(number: int, payload: bytes) -> None:
-        reports[number] = msgspec.msgpack.decode(payload, type=RankReport)
-
-    live = item.config.getoption("capture") == "no"
-    for number, child in enumerate(world.children):
-        child.on_said = functools.partial(take, number)
-        if live:
-            child.on_output = functools.partial(_print_live, number)
-    return reports
-
-
-def wait(pool: Pool, world: World, reports: dict[int, RankReport]) -> Ended:
-    """Until the world is over. A timeout that strikes meanwhile is told with the ranks' stacks."""
-    timeout = ""
-    try:
-        while not world.over:
-            pool.pump(0.05)
-            world.tick()
-    except pytest.fail.Exception as struck:
-        timeout = str(struck)
-        world.interrupt()
-        _drain(pool, world)
-    except BaseException:
-        world.kill()
-        _drain(pool, world)
-        raise
-    outcomes = blame.outcomes(world.children, hung=world.hung)
-    outputs = {number: _output(child) for number, child in enumerate(world.children)}
-    world.close()
-    return Ended(
-        size=len(world.children),
-        outcomes=outcomes,
-        reports=reports,
-        outputs=outputs,
-        timeout=timeout,
-    )
-
-
-def _drain(pool: Pool, world: World) -> None:
-    while not world.over:
-        pool.pump(0.05)
-        world.tick()
-
-
-def _output(child: Child) -> str:
-    return child.output.strip("\n") if child.on_output is None else ""
-
-
-def _print_live(number: int, data: bytes) -> None:
-    for line in data.decode(errors="replace").splitlines():
-        sys.stdout.write(f"[rank {number}] {line}\n")
-    sys.stdout.flush()
 
 
 def _tell(item: pytest.Function, ended: Ended) -> None:

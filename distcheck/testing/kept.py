@@ -1,14 +1,158 @@
 """Worlds that are kept from test to test: `@pytest.mark.world(4, reuse=True)`.
 
-Ranks and process group stay; a test costs a message there and back. What a test changes in its
-ranks is put back after it (environment, folder, random state, dtype, threads), a world in which
-one failed is thrown away. Fixtures that are not the ranks' own travel there by pickle.
+Ranks and process group stay; a test costs a message there and back. Ranks were forked when the
+first such test ran, after collection, so they know every test; fixtures that are not their own
+travel by pickle. What a test changes in its rank is put back (see kept_rank.py), a world in which
+one failed is thrown away.
 """
 
+import atexit
+import os
+import pickle
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.records import Outcome
+from distcheck.testing import rank
 from distcheck.testing.failures import Ended
+from distcheck.testing.messages import KeptTest, RankReport
 from distcheck.testing.rank import Prepared
+from distcheck.testing.waiting import listen, outputs_of, wait
+from distcheck.worlds import messages
+from distcheck.worlds.helper_process import ForkedHelper
+from distcheck.worlds.launch import start_world
+from distcheck.worlds.pool import Pool
+
+_TARGET = "distcheck.testing.kept_rank:serve"
+_MOST_KEPT = 2  # worlds of different sizes or backends
+
+_Key = tuple[int, str, str]
+_kept: dict[_Key, "KeptWorld"] = {}
 
 
 def run(prepared: Prepared) -> Ended:
     """Runs a test in a kept world, which is started if there is none."""
-    raise NotImplementedError
+    options = prepared.options
+    key = (options.size, options.backend, options.device)
+    world = _kept.pop(key, None)
+    if world is None or not world.usable:
+        world = KeptWorld(prepared)
+    while len(_kept) >= _MOST_KEPT:
+        _kept.pop(next(iter(_kept))).close()
+    ended = None
+    try:
+        ended = world.run(prepared)
+    finally:
+        if ended is not None and world.usable:
+            _kept[key] = world  # the youngest last
+        else:
+            world.close()
+    return ended
+
+
+def close_all() -> None:
+    """Ends every kept world."""
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+atexit.register(close_all)
+
+
+class KeptWorld:
+    """Ranks that wait for the next test."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._owner = os.getpid()
+        self._closed = False
+        rank.prepare(prepared)
+        self._pool = Pool(ForkedHelper())
+        self._pool.wait_ready()
+        pairs = [socket.socketpair() for _ in range(prepared.options.size)]
+        self._channels = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        try:
+            self._world = start_world(
+                self._pool,
+                target=_TARGET,
+                backend=prepared.options.backend,
+                size=prepared.options.size,
+                payload=msgspec.msgpack.encode,
+                fds=[other.fileno() for other in theirs],
+                deadline_s=prepared.options.deadline_s,
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            rank.prepare(None)
+            for other in theirs:
+                other.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether another test may run here."""
+        return not self._closed and os.getpid() == self._owner and not self._world.over
+
+    def run(self, prepared: Prepared) -> Ended:
+        """One test. If a rank fails, the world is over afterwards."""
+        test = KeptTest(
+            nodeid=prepared.item.nodeid,
+            arguments=_pickled(prepared),
+            options=msgspec.msgpack.encode(prepared.options),
+        )
+        reports = listen(self._world, prepared.item)
+        self._world.begin_again(prepared.options.deadline_s)
+        data = messages.frame(test)
+        for channel in self._channels:
+            try:
+                channel.sendall(data)
+            except OSError:  # a rank is gone; the world says how
+                break
+        ended = wait(self._pool, self._world, reports, enough=lambda: self._all_well(reports))
+        if ended is None:
+            self._pool.pump(0)  # what was printed before the reports were sent
+            ended = Ended(
+                size=len(self._channels),
+                outcomes=[Outcome(rank=r, outcome="finished") for r in range(len(self._channels))],
+                reports=reports,
+                outputs=outputs_of(self._world),
+            )
+            for child in self._world.children:
+                child.forget_output()
+        return ended
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        self._pool.close()
+        for channel in self._channels:
+            channel.close()
+
+    def _all_well(self, reports: dict[int, RankReport]) -> bool:
+        return len(reports) == len(self._channels) and all(
+            report.end in ("passed", "skipped") for report in reports.values()
+        )
+
+
+def _pickled(prepared: Prepared) -> bytes:
+    try:
+        return pickle.dumps((prepared.args, prepared.kwargs))
+    except Exception as error:
+        reason = str(error)
+    values: dict[str, Any] = {f"argument {n}": v for n, v in enumerate(prepared.args)}
+    for name, value in {**values, **prepared.kwargs}.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            reason = f"{name}: {error}"
+    pytest.fail(
+        f"what the test is given cannot be sent to a kept world ({reason}); have that fixture "
+        "depend on `world`, so that every rank sets it up, or leave reuse=True away",
+        pytrace=False,
+    )

@@ -1,10 +1,14 @@
 """What a test leaves behind in a rank: process groups, unfinished collectives, threads."""
 
-import importlib
-import pickle
 import sys
 import threading
+import time
 from typing import Any
+
+from distcheck.worlds import flight
+
+_LOOKS = 20
+_LOOK_EVERY_S = 0.005
 
 
 class LeakWarning(UserWarning):
@@ -40,17 +44,11 @@ def _process_groups() -> list[str]:
 
 
 def _unfinished_work() -> list[str]:
-    """From torch's flight recorder, where it has one."""
-    try:
-        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-        entries = pickle.loads(c10d._dump_fr_trace())["entries"]
-    except (ImportError, AttributeError, KeyError, RuntimeError):
-        return []
-    open_calls = [
-        entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-        for entry in entries
-        if not entry.get("retired") and entry.get("state") != "completed"
-    ]
+    for _ in range(_LOOKS):  # a call that has returned is entered as complete a moment later
+        open_calls = [flight.name_of(entry) for entry in flight.entries() if flight.is_open(entry)]
+        if not open_calls:
+            break
+        time.sleep(_LOOK_EVERY_S)
     if not open_calls:
         return []
     names = ", ".join(dict.fromkeys(open_calls))

@@ -34,3 +34,11 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     left: tuple[str, ...] = ()
     preloads: tuple[str, ...] = ()
+
+
+class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
+    """A test for a kept rank: which, with which arguments (pickled), under which marker."""
+
+    nodeid: str
+    arguments: bytes
+    options: bytes

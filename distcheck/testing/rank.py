@@ -48,6 +48,12 @@ def prepare(prepared: Prepared | None) -> None:
     _prepared = prepared
 
 
+def inherited() -> Prepared:
+    """In a rank: what was prepared when it was forked."""
+    assert _prepared is not None, "ranks are forked from a process that has prepared a test"
+    return _prepared
+
+
 def view() -> WorldView | None:
     """The world, in a rank; None in any other process."""
     return _view
@@ -55,8 +61,7 @@ def view() -> WorldView | None:
 
 def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """The job of a fresh rank: one test."""
-    prepared = _prepared
-    assert prepared is not None
+    prepared = inherited()
     enter(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0], prepared.options, reporter)
     report, error = execute(prepared)
     reporter.say(msgspec.msgpack.encode(report))
@@ -75,7 +80,7 @@ def enter(
 
     torch.set_num_threads(1)
     # torch's record of its own failed calls, at DEBUG: a failure is told better elsewhere.
-    logging.getLogger("c10d-NullHandler-default").propagate = False
+    logging.getLogger("c10d-NullHandler-default").disabled = True
     reporter.progress(0, "rendezvous")
     join(rendezvous, listen_fd)
     group = dist.group.WORLD
@@ -87,11 +92,17 @@ def enter(
         group=group,
         seed=options.seed,
     )
-    _seed(options.seed)
+    seed_everything(options.seed)
     reporter.progress(0, "test")
 
 
-def _seed(seed: int) -> None:
+def look_from(options: WorldOptions) -> None:
+    """Tells the view what a further test's marker says."""
+    assert _view is not None
+    _view.seed = options.seed
+
+
+def seed_everything(seed: int) -> None:
     """Every generator there is, which the fork has cloned."""
     import torch
 

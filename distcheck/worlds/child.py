@@ -4,7 +4,6 @@ import contextlib
 import faulthandler
 import importlib
 import os
-import pickle
 import random
 import resource
 import signal
@@ -13,10 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from distcheck.errors import DistcheckError
-from distcheck.worlds import linux, messages
+from distcheck.worlds import flight, linux, messages
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -152,20 +150,15 @@ def _is_own(filename: str) -> bool:
 def last_collective() -> str:
     """The last collective that this process entered, with the line that called it.
 
-    From torch's flight recorder (TORCH_FR_BUFFER_SIZE), which works for gloo on CPU as well.
-    Empty where there was none, or torch has none.
+    Empty where there was none, or torch records none.
     """
-    try:
-        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-
-        dump: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())
-        entry = dump["entries"][-1]
-    except (ImportError, AttributeError, KeyError, IndexError, RuntimeError):
+    found = flight.entries()
+    if not found:
         return ""
-    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    entry = found[-1]
     shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
     frames = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
     where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
     state = "" if entry.get("retired") else ", not finished"
     number = entry["collective_seq_id"] if not entry["is_p2p"] else entry["p2p_seq_id"]
-    return f"{name} of [{shapes}], number {number}{state}{where}"
+    return f"{flight.name_of(entry)} of [{shapes}], number {number}{state}{where}"

@@ -76,6 +76,11 @@ class Child:
         else:
             self.stacks = event
 
+    def forget_output(self) -> None:
+        """Begins anew, with nothing kept."""
+        self._output.clear()
+        self._output_bytes = 0
+
     def take_output(self, data: bytes) -> None:
         """Keeps the end of the output."""
         if self.on_output is not None:

@@ -98,6 +98,10 @@ class World:
         if not self.over:
             self._kill()
 
+    def begin_again(self, deadline_s: float) -> None:
+        """Starts the clock anew, for ranks that were idle by intention."""
+        self._watch = StallWatch(deadline_s, time.monotonic())
+
     def interrupt(self) -> None:
         """Ends the world as if it had hung now: ranks are asked for their stacks first."""
         if self._phase is Phase.RUNNING:
