@@ -73,6 +73,10 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
         for name in names:
             del item.funcargs[name]
             item._request._fixture_defs.pop(name, None)
+            for definition in item._fixtureinfo.name2fixturedefs.get(name, ()):
+                # From an earlier test in this rank, or one that asked for it outside of a world.
+                definition.cached_result = None
+                definition._finalizers.clear()
         for name in names:
             values[name] = item.funcargs[name] = item._request.getfixturevalue(name)
         yield values

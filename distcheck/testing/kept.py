@@ -35,7 +35,7 @@ _kept: dict[_Key, "KeptWorld"] = {}
 
 def run(prepared: Prepared) -> Ended:
     """Runs a test in a kept world, which is started if there is none."""
-    options = prepared.options
+    options, arguments = prepared.options, _pickled(prepared)
     key = (options.size, options.backend, options.device)
     world = _kept.pop(key, None)
     if world is None or not world.usable:
@@ -44,7 +44,7 @@ def run(prepared: Prepared) -> Ended:
         _kept.pop(next(iter(_kept))).close()
     ended = None
     try:
-        ended = world.run(prepared)
+        ended = world.run(prepared, arguments)
     finally:
         if ended is not None and world.usable:
             _kept[key] = world  # the youngest last
@@ -97,11 +97,11 @@ class KeptWorld:
         """Whether another test may run here."""
         return not self._closed and os.getpid() == self._owner and not self._world.over
 
-    def run(self, prepared: Prepared) -> Ended:
-        """One test. If a rank fails, the world is over afterwards."""
+    def run(self, prepared: Prepared, arguments: bytes) -> Ended:
+        """One test, with its pickled arguments. If a rank fails, the world is over afterwards."""
         test = KeptTest(
             nodeid=prepared.item.nodeid,
-            arguments=_pickled(prepared),
+            arguments=arguments,
             options=msgspec.msgpack.encode(prepared.options),
         )
         reports = listen(self._world, prepared.item)

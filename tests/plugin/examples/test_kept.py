@@ -1,0 +1,88 @@
+"""Tests in kept worlds."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.world(3, reuse=True)
+PIDS = "KEPT_PIDS"
+
+
+@pytest.fixture
+def seven():
+    return 7
+
+
+@pytest.fixture
+def product(world, seven):
+    return world.rank * seven
+
+
+@pytest.fixture
+def cannot_be_sent():
+    return lambda: None
+
+
+def note(world):
+    with open(os.path.join(os.environ[PIDS], str(world.rank)), "a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def test_first(world, product, tmp_path, capsys, monkeypatch):
+    print("hello")
+    assert capsys.readouterr().out == "hello\n"
+    monkeypatch.setenv("PATCHED", "1")
+    (tmp_path / str(world.rank)).touch()
+    world.barrier()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert world.gather(product) == [0, 7, 14]
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEAKED"] = "1"
+    os.chdir("/")
+    dist.new_group([0, 1])
+    note(world)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_everything_is_put_back(world, number):
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert not {"LEAKED", "PATCHED"} & set(os.environ)
+    assert os.getcwd() != "/"
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert len(set(world.gather(float(torch.rand(()))))) == 1
+    note(world)
+
+
+@settings(max_examples=10, deadline=None, database=None)
+@given(n=st.integers(0, 1000))
+def test_examples(world, n):
+    assert world.gather(n) == [n] * 3
+
+
+def test_all_skip(world):
+    pytest.skip("not here")
+
+
+def test_cannot_be_sent(world, cannot_be_sent):
+    pass
+
+
+def test_same_ranks_so_far(world):
+    note(world)
+
+
+def test_fails(world):
+    print("rank", world.rank)
+    assert world.rank != 1
+    dist.barrier()
+
+
+def test_goes_on_in_a_new_world(world):
+    assert world.gather(world.rank) == [0, 1, 2]
+    note(world)

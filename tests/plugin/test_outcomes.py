@@ -1,0 +1,132 @@
+"""How the shipped examples end, and what pytest prints of them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"
+
+ENDS = {
+    "passed": [
+        "test_sum", "test_sizes[world2-0]", "test_sizes[world2-1]", "test_sizes[world3-0]",
+        "test_sizes[world3-1]", "test_raises", "test_captures", "test_captures_descriptors",
+        "test_warns", "test_leaks", "test_a_process_left_behind", "test_isolated_writes",
+        "test_isolated_reads", "test_seeded", "TestMethods::test_method",
+    ],
+    "skipped": ["test_all_skip"],
+    "xfailed": ["test_xfail_by_type", "test_xfail_inside"],
+    "failed": [
+        "test_one_rank_fails", "test_all_fail_alike", "test_each_fails_its_own_way",
+        "test_deadlock", "test_segfault", "test_segfault_after_the_last_collective",
+        "test_killed", "test_leaves_with_success", "test_sys_exit", "test_pytest_fail",
+        "test_one_skips", "test_xfail_of_another_type", "test_hypothesis_shrinks",
+        "test_hypothesis_data", "test_coroutine",
+    ],
+    "error": ["test_without_marker"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["alone", "xdist"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All examples, once without and once under xdist: what pytest printed."""
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copy(EXAMPLES, folder)
+    teardowns = folder / "teardowns"
+    options = ["-n", "2"] if request.param == "xdist" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--tb=short", *options],
+        cwd=folder,
+        env={**os.environ, "TEARDOWNS": str(teardowns), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(teardowns.read_text()) == 4, "every rank tears its own fixtures down"
+    return done.stdout
+
+
+def section(ran: str, name: str) -> str:
+    """What pytest printed of one failure."""
+    found = re.search(rf"^_+ {re.escape(name)} _+$(.*?)^(?:_+ \S+.* _+|=+ .* =+)$",
+                      ran, re.M | re.S)  # fmt: skip
+    assert found is not None, name
+    return found[1]
+
+
+def test_every_example_ends_as_it_should(ran: str) -> None:
+    lines = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) \S*?::(\S+)", ran, re.M)
+    names = {"PASSED": "passed", "FAILED": "failed", "ERROR": "error", "XFAIL": "xfailed"}
+    found: dict[str, list[str]] = {"skipped": ["test_all_skip"]}
+    for word, name in lines:
+        found.setdefault(names[word], []).append(name)
+    assert {end: sorted(tests) for end, tests in found.items()} == {
+        end: sorted(tests) for end, tests in ENDS.items()
+    }
+    assert re.search(r"SKIPPED \[1\] .*not here", ran)
+
+
+def test_a_failure_reads_like_one_of_pytest(ran: str) -> None:
+    text = section(ran, "test_one_rank_fails")
+    assert "rank 2 of 4 failed:" in text
+    assert "in test_one_rank_fails" in text
+    assert "E   AssertionError: assert {'rank': 2, 'value': 3} == {'rank': 2, 'value': 4}" in text
+    assert "Differing items:" in text or "{'value': 3} != {'value': 4}" in text
+    assert "Captured output of rank 2" in text
+    assert "I am two" in text
+    assert text.index("rank 2 of 4") < text.find("lost a peer") or "lost a peer" not in text
+    assert "distcheck/" not in text, "none of the plugin's own frames"
+    assert "FAILED" in ran
+    assert re.search(r"test_one_rank_fails - rank 2 of 4: AssertionError", ran)
+
+
+def test_ranks_that_fail_alike_are_shown_once(ran: str) -> None:
+    text = section(ran, "test_all_fail_alike")
+    assert text.count("in test_all_fail_alike") == 1
+    assert re.search(r"(all 3 ranks|ranks? [\d, ]+ of 3) failed:", text)
+
+
+def test_different_failures_are_all_shown(ran: str) -> None:
+    text = section(ran, "test_each_fails_its_own_way")
+    assert "from zero" in text or "from one" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "phrases"),
+    [
+        ("test_deadlock", ["rank 0 of 3 hung:", "time.sleep(1000)", "last collective: barrier"]),
+        ("test_segfault", ["rank 1 of 3 was killed:", "SIGSEGV", "in test_segfault"]),
+        ("test_segfault_after_the_last_collective", ["rank 1 of 2 was killed:", "SIGSEGV"]),
+        ("test_killed", ["rank 1 of 2 was killed:", "SIGKILL", "out-of-memory"]),
+        ("test_leaves_with_success", ["rank 1 of 2 exited:", "left with exit code 0"]),
+        ("test_sys_exit", ["SystemExit"]),
+        ("test_pytest_fail", ["by request"]),
+        ("test_one_skips", ["rank 1 of 2 skipped (not here)", "skip on every rank or on none"]),
+        ("test_xfail_of_another_type", ["ValueError: unknown"]),
+        ("test_hypothesis_shrinks", ["assert 100 < 100", "n=100"]),
+        ("test_hypothesis_data", ["st.data() draws while the test runs"]),
+        ("test_coroutine", ["is a coroutine function"]),
+        ("ERROR at setup of test_without_marker", ["mark the test with @pytest.mark.world(4)"]),
+    ],
+)
+def test_what_is_said(ran: str, name: str, phrases: list[str]) -> None:
+    text = section(ran, name)
+    for phrase in phrases:
+        assert phrase in text
+    assert "_pytest/" not in text
+
+
+def test_warnings_are_pytests_own(ran: str) -> None:
+    text = ran
+    assert text.count("UserWarning: on every rank") == 1
+    assert re.search(r"LeakWarning: .*test_leaks left on rank 0, 1: 1 process group", text)
+
+
+def test_nothing_survives(ran: str) -> None:
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "7772" in str(p.info["cmdline"])]
