@@ -20,9 +20,25 @@ _HELP = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What the conformance suite is pointed at."""
+    group = parser.getgroup("distcheck", "gradient synchronisation under test")
+    for name, kind, what in (
+        ("strategy", str, "strategy for distcheck.conformance: a name, FILE.py:OBJ or MODULE:OBJ"),
+        ("world", int, "number of ranks for distcheck.conformance"),
+        ("workload", str, "workload for distcheck.conformance"),
+    ):
+        group.addoption(
+            f"--distcheck-{name}", action="append", type=kind, metavar=name.upper(), default=[],
+            help=f"{what}; may be given several times",
+        )  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the marker known."""
     config.addinivalue_line("markers", _HELP)
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
 
 
 def pytest_sessionfinish() -> None:

@@ -73,7 +73,8 @@ def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
 LIGHT = (
     "distcheck", "distcheck.cli", "distcheck.plan", "distcheck.verification", "distcheck.runs",
     "distcheck.catalogue", "distcheck.train", "distcheck.doctor", "distcheck.contract",
-    "distcheck.store", "distcheck.session", "distcheck.reports.terminal",
+    "distcheck.store", "distcheck.session", "distcheck.reports.terminal", "distcheck.pytest_plugin",
+    "distcheck.testing",
 )  # fmt: skip
 
 

@@ -1,0 +1,190 @@
+"""The plugin as a guest in somebody's pytest: what it costs, refuses, and leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Writes test_it.py and runs pytest on it, in a folder of its own."""
+
+    def go(text: str, *options: str, **more: object) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "test_it.py").write_text("import pytest\n" + text)
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *options],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **more,  # type: ignore[call-overload]
+        )
+
+    return go
+
+
+def test_it_is_inert_until_it_is_used(run: Run) -> None:
+    ran = run("import sys\ndef test_nothing(): assert 'torch' not in sys.modules\n", "-W", "error")
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_without_the_plugin_the_marker_is_unknown(run: Run) -> None:
+    text = "@pytest.mark.world(2)\ndef test_it(world): pass\n"
+    ran = run(text, "-p", "no:distcheck", "--strict-markers")
+    assert ran.returncode == 2
+    assert "'world' not found in `markers`" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("marker", "sentence"),
+    [
+        ("world()", "needs the number of ranks"),
+        ("world(0)", "was given the size 0; it takes 1 to 256 ranks"),
+        ("world('4')", "was given the size '4'"),
+        ("world([])", "was given an empty list of sizes: nothing would run"),
+        ("world(2, 3)", "takes one size, or a list of them"),
+        ("world(2, colour='red')", "takes no colour"),
+        ("world(2, deadline_s=0)", "was given deadline_s=0; it takes seconds, more than 0"),
+        ("world(2, device='cuda')", "was given device='cuda'; ranks run on cpu so far"),
+        ("world(2, reuse=1)", "was given reuse=1; it takes a bool"),
+    ],
+)
+def test_a_bad_marker_gets_a_sentence(run: Run, marker: str, sentence: str) -> None:
+    ran = run(f"@pytest.mark.{marker}\ndef test_it(world): pass\n")
+    assert ran.returncode != 0
+    assert sentence in ran.stdout + ran.stderr
+    assert "1 passed" not in ran.stdout
+
+
+def test_a_group_in_the_pytest_process_is_refused(run: Run) -> None:
+    ran = run(
+        "import torch.distributed as dist\n"
+        "def test_opens():\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "@pytest.mark.world(2)\n"
+        "def test_it(world): pass\n"
+    )
+    assert "1 failed, 1 passed" in ran.stdout
+    assert "must call destroy_process_group()" in ran.stdout
+
+
+def test_a_backend_that_is_not_there(run: Run) -> None:
+    ran = run("@pytest.mark.world(2, backend='nope')\ndef test_it(world): pass\n")
+    assert ran.returncode == 1
+    assert "nope" in ran.stdout
+
+
+HANGS = """
+import time
+@pytest.mark.world(2)
+def test_hangs(world):
+    open(f"pid-{world.rank}", "w").write(str(__import__("os").getpid()))
+    time.sleep(1000)
+
+def test_next(): pass
+"""
+
+
+def test_a_timeout_by_signal_tells_the_ranks_stacks(run: Run) -> None:
+    ran = run(HANGS, "--timeout", "3", "--timeout-method", "signal")
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout
+    assert "Timeout" in ran.stdout
+    assert "time.sleep(1000)" in ran.stdout
+
+
+def test_a_timeout_by_thread_leaves_nobody(run: Run, tmp_path: Path) -> None:
+    ran = run(HANGS, "--timeout", "3", "--timeout-method", "thread")
+    assert ran.returncode == 1
+    assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_nobody_survives_pytest(tmp_path: Path, number: signal.Signals, options: list[str]) -> None:
+    (tmp_path / "test_it.py").write_text("import pytest\n" + HANGS)
+    front = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.2)
+    front.send_signal(number)
+    front.wait(60)
+    assert_gone(tmp_path)
+
+
+def assert_gone(folder: Path) -> None:
+    pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_output_is_live_without_capture(run: Run) -> None:
+    text = "@pytest.mark.world(2)\ndef test_it(world): print('I am', world.rank)\n"
+    ran = run(text, "-s")
+    assert "[rank 0] I am 0\n" in ran.stdout
+    assert "[rank 1] I am 1\n" in ran.stdout
+
+
+def test_the_session_goes_on_after_any_end(run: Run) -> None:
+    ran = run(
+        "import os, signal\n"
+        "@pytest.mark.parametrize('round', range(4))\n"
+        "@pytest.mark.parametrize('how', ['kill', 'exit', 'raise', 'pass'])\n"
+        "@pytest.mark.world(2)\n"
+        "def test_it(world, how, round):\n"
+        "    if how == 'kill' and world.rank: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if how == 'exit' and world.rank: os._exit(3)\n"
+        "    assert how != 'raise' or world.rank == 0\n"
+    )
+    assert "12 failed, 4 passed" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("strategy", "end"), [("allreduce", "passed"), ("unweighted.py:mean_of_means", "failed")]
+)
+def test_the_conformance_suite(tmp_path: Path, strategy: str, end: str) -> None:
+    (tmp_path / "unweighted.py").write_text(
+        "import torch.distributed as dist\n"
+        "def mean_of_means(model, step):\n"
+        "    for p in model.parameters():\n"
+        "        dist.all_reduce(p.grad)\n"
+        "        p.grad /= step.world_size\n"
+    )
+    options = ["--distcheck-strategy", strategy, "--distcheck-world", "2", "--distcheck-world", "3"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance", "-rf",
+         "-p", "no:cacheprovider", "--distcheck-workload", "mlp", *options],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ("failed" in ran.stdout) is (end == "failed"), ran.stdout
+    if end == "failed":
+        assert "world3-mlp" in ran.stdout
+        assert "world2-mlp-gradients" not in ran.stdout, "equal shards hide it"
+        assert "gradients (R) fail: step 0" in ran.stdout
+    else:
+        assert "18 passed, 2 skipped" in ran.stdout, ran.stdout
+
+
+def test_the_conformance_suite_needs_a_strategy(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert "give --distcheck-strategy NAME" in ran.stdout + ran.stderr
