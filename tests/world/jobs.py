@@ -44,30 +44,6 @@ def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes
     return msgspec.msgpack.encode(facts)
 
 
-def reduce_sizes(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Reduces vectors of the given sizes and says where gloo and the prediction differ."""
-    from distcheck.backends.gloo import all_reduce_sum
-
-    rank, about = _join(payload, fds)
-    wrong = []
-    for elements, dtype_name, seed, how in about["examples"]:
-        dtype = getattr(torch, dtype_name)
-        vectors = [_vector(elements, dtype, seed * 1000 + r, how) for r in range(about["ranks"])]
-        reduced = vectors[rank].clone()
-        dist.all_reduce(reduced)
-        if not torch.equal(reduced, all_reduce_sum(vectors)):
-            wrong.append([elements, dtype_name, seed])
-    return msgspec.msgpack.encode(wrong)
-
-
-def _vector(elements: int, dtype: torch.dtype, seed: int, how: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(elements, generator=generator, dtype=torch.float64)
-    if how == "spread":
-        values *= torch.pow(2.0, torch.randint(-6, 7, (elements,), generator=generator))
-    return values.to(dtype)
-
-
 def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     reporter.progress(1, "sync")

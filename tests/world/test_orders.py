@@ -1,13 +1,15 @@
 """The predicted reduction orders are gloo's and DDP's own, to the bit."""
 
-import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distcheck.backends.gloo import all_reduce_sum
 from distcheck.preparation import calibrate
+from distcheck.testing import WorldView
 from distcheck.worlds.pool import Pool
-from tests.world.launching import run
 
 SIZES = st.one_of(
     st.integers(1, 40),
@@ -22,23 +24,38 @@ EXAMPLES = st.lists(
 )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8])
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.world([2, 3, 4, 5, 7, 8], reuse=True)
+@settings(max_examples=6)
 @given(examples=EXAMPLES)
 def test_all_reduce_adds_in_the_predicted_order(
-    pool: Pool, world: int, examples: list[tuple[int, str, int, str]]
+    world: WorldView, examples: list[tuple[int, str, int, str]]
 ) -> None:
-    outcomes, results = run(pool, "reduce_sizes", world, ranks=world, examples=examples)
-    assert {o.outcome for o in outcomes} == {"finished"}, outcomes[0].detail
-    assert [msgspec.msgpack.decode(result) for result in results] == [[]] * world
+    for elements, dtype, seed, how in examples:
+        assert_as_predicted(world, elements, getattr(torch, dtype), seed, how)
 
 
-def test_many_segments(pool: Pool) -> None:
+@pytest.mark.world([2, 3, 4], reuse=True)
+def test_many_segments(world: WorldView) -> None:
     """More than 2 W MiB: the ring has more segments than its least number."""
-    examples = [(2_400_000, "float32", 1, "plain"), (5_000_001, "bfloat16", 2, "spread")]
-    for world in (2, 3, 4):
-        _, results = run(pool, "reduce_sizes", world, ranks=world, examples=examples)
-        assert [msgspec.msgpack.decode(result) for result in results] == [[]] * world
+    assert_as_predicted(world, 2_400_000, torch.float32, 1, "plain")
+    assert_as_predicted(world, 5_000_001, torch.bfloat16, 2, "spread")
+
+
+def assert_as_predicted(
+    world: WorldView, elements: int, dtype: torch.dtype, seed: int, how: str
+) -> None:
+    vectors = [vector(elements, dtype, seed * 1000 + rank, how) for rank in range(world.size)]
+    reduced = vectors[world.rank].clone()
+    dist.all_reduce(reduced)
+    assert torch.equal(reduced, all_reduce_sum(vectors)), (elements, dtype, seed)
+
+
+def vector(elements: int, dtype: torch.dtype, seed: int, how: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(elements, generator=generator, dtype=torch.float64)
+    if how == "spread":
+        values *= torch.pow(2.0, torch.randint(-6, 7, (elements,), generator=generator))
+    return values.to(dtype)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
