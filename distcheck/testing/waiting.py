@@ -11,6 +11,7 @@ import pytest
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
 from distcheck.worlds import blame
+from distcheck.worlds.launch import end_now
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
@@ -57,10 +58,11 @@ def wait(
     except pytest.fail.Exception as struck:
         timeout = str(struck)
         world.interrupt()
-        _drain(pool, world)
+        while not world.over:
+            pool.pump(0.05)
+            world.tick()
     except BaseException:
-        world.kill()
-        _drain(pool, world)
+        end_now(pool, world)
         raise
     ended = Ended(
         size=len(world.children),
@@ -79,12 +81,6 @@ def outputs_of(world: World) -> dict[int, str]:
         number: child.output.strip("\n") if child.on_output is None else ""
         for number, child in enumerate(world.children)
     }
-
-
-def _drain(pool: Pool, world: World) -> None:
-    while not world.over:
-        pool.pump(0.05)
-        world.tick()
 
 
 def _print_live(number: int, data: bytes) -> None:

@@ -3,7 +3,13 @@
 import time
 from collections.abc import Callable
 
-from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.errors import (
+    CannotRunError,
+    DistcheckError,
+    ExitCode,
+    HelperError,
+    UsageError,
+)
 from distcheck.worlds import messages
 from distcheck.worlds.pool import Child, Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
@@ -79,13 +85,15 @@ def end_now(pool: Pool, *worlds: World) -> None:
     for world in worlds:
         world.kill()
     deadline = time.monotonic() + _END_DEADLINE_S
-    while not all(world.over for world in worlds) and time.monotonic() < deadline:
-        pool.pump(0.05)
-        for world in worlds:
-            world.tick()
+    try:
+        while not all(world.over for world in worlds) and time.monotonic() < deadline:
+            pool.pump(0.05)
+            for world in worlds:
+                world.tick()
+    except HelperError:
+        pass  # it is gone, and its children with it
     for world in worlds:
-        if world.over:
-            world.close()
+        world.close()
 
 
 def run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:

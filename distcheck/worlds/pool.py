@@ -209,7 +209,7 @@ class Pool:
             self._connection.setblocking(True)
             self._connection.sendall(messages.frame(messages.Signal(child.key, number)))
         except (BrokenPipeError, ConnectionError):
-            self._helper_died()
+            pass  # the helper is gone, and the child died with it
         finally:
             self._connection.setblocking(False)
 

@@ -109,7 +109,7 @@ class World:
             self._ask(time.monotonic())
 
     def close(self) -> None:
-        """Closes descriptors; the world must be over."""
+        """Closes descriptors; the world is over, or was ended as far as it can be."""
         for child in self.children:
             self._pool.forget(child)
         for name in ("_release", "_dump"):
