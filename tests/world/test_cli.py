@@ -1,113 +1,20 @@
-"""The command line, as a person meets it: verdicts, exit codes, bad input, nothing left behind."""
+"""The command line, as a person meets it: verdicts, exit codes, bad input."""
 
 import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(Path(sysconfig.get_path("scripts"), "distcheck"))]
-QUICK = ("--workload", "mlp", "--dtype", "float32", "--world", "2")
+from tests.world.command import COMMAND, MOODY, QUICK, Run, distcheck
 
-BAD = """
-import os, time
-import torch.distributed as dist
-
-def good(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-def no_sync(model):
-    pass
-
-def crash(model, step):
-    if step.rank == 1:
-        raise RuntimeError("the reason")
-    good(model)
-
-class doubled_on_the_way:
-    def wrap(self, model):  # the same values, with twice the derivative
-        model.register_forward_hook(lambda m, inputs, output: output * 2 - output.detach())
-        return model
-
-    def sync(self, model, step):
-        good(model)
-        for p in model.parameters():
-            p.grad /= 2
-
-def loses_its_folder(model, step):
-    import shutil
-    good(model)
-    shutil.rmtree(".distcheck", ignore_errors=True)
-
-def hang(model, step):
-    if step.rank == 1 and step.index == 1:
-        open("asleep", "w").close()
-        time.sleep(1000)
-    good(model)
-"""
-
-FILLER = """
-import torch.distributed as dist
-
-def fills_the_disk(model, step):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= step.world_size
-    if step.index == 2 and step.rank == 0:
-        with open("small/filler", "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
-"""
-
-MOODY = """
-import os, pathlib, torch
-from distcheck.workloads.mlp import MLP
-
-class Moody(MLP):
-    def loss(self, model, batch):
-        marker = pathlib.Path("inspected")
-        if "RANK" not in os.environ and marker.exists():
-            raise RuntimeError("not in the mood")
-        marker.touch()
-        return super().loss(model, batch)
-"""
-
-
-@pytest.fixture
-def distcheck(tmp_path: Path) -> Run:
-    """Runs the console script in a folder that holds bad.py and nothing else."""
-    (tmp_path / "bad.py").write_text(BAD)
-
-    def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "COLUMNS": "100", **options.pop("env", {})}  # type: ignore[dict-item]
-        return subprocess.run(
-            [*COMMAND, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            **options,  # type: ignore[call-overload]
-        )
-
-    return run
+__all__ = ["distcheck"]
 
 
 def sentences(ran: subprocess.CompletedProcess[str]) -> list[str]:
@@ -372,115 +279,6 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
     assert "step 1/3" in text
     assert "PASS" in text
     assert ("\x1b[1;32m" in text) is not no_color
-
-
-@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
-def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
-    """While torch is imported, while strategies are looked at, while orders are calibrated."""
-    front = subprocess.Popen(
-        [*COMMAND, "verify", "--strategy", "ddp", "--workload", "vgg11"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    time.sleep(after_s)
-    front.send_signal(signal.SIGINT)
-    _, err = front.communicate(timeout=30)
-    assert front.returncode == 130, err
-    assert err.strip().endswith("nothing is left running")
-    assert "Traceback" not in err
-
-
-def test_own_records_come_and_go_without_harm(distcheck: Run, tmp_path: Path) -> None:
-    """Neither many other runs nor a lost folder change a verdict."""
-    for number in range(12):
-        (tmp_path / ".distcheck" / "runs" / f"9999-{number:02}-1").mkdir(parents=True)
-    ran = distcheck("verify", "--strategy", "bad.py:loses_its_folder", *QUICK)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    assert distcheck("verify", "--strategy", "bad.py:nothing", "--save", "mine").returncode == 2
-    assert (tmp_path / "mine").is_dir()
-    assert distcheck("verify", "--strategy", "bad.py:nothing", "--json", "r.json").returncode == 2
-    assert not (tmp_path / "r.json").exists()
-
-
-def test_an_edited_case_does_not_pass(distcheck: Run, tmp_path: Path) -> None:
-    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
-    assert ran.returncode == 1
-    (case,) = tmp_path.glob(".distcheck/runs/*/cases/*.json")
-    document = json.loads(case.read_text())
-    case.write_text(json.dumps({**document, "layers": []}))
-    again = distcheck("replay", str(case))
-    assert again.returncode == 2
-    assert "is not a case that can run: layers [] are not those of mlp in float32" in again.stderr
-
-
-def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(BAD)
-    command = [*COMMAND, "verify", "--strategy", "ddp"]
-    command += ["--strategy", "bad.py:hang", *QUICK, "--json", "report.json"]
-    front = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(3)  # the first case is judged while the second runs
-    family = psutil.Process(front.pid).children(recursive=True)
-    assert len(family) >= 3
-    front.send_signal(signal.SIGINT)
-    out, err = front.communicate(timeout=30)
-    assert front.returncode == 130
-    assert err.strip() == "distcheck: interrupted after 1 of 2 cases; nothing is left running"
-    assert "PASS    ddp" in out
-    assert "UNKNOWN bad.py:hang" in out
-    document = json.loads((tmp_path / "report.json").read_text())
-    assert document["exit_code"] == 130
-    assert [c["verdict"] for c in document["cases"]] == ["pass", "unknown"]
-    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive
-
-
-def on_a_small_disk(tmp_path: Path, megabytes: int, then: str) -> subprocess.CompletedProcess[str]:
-    """Runs a shell script in a namespace where ./small is a file system of so many megabytes."""
-    small = tmp_path / "small"
-    small.mkdir()
-    script = f"mount -t tmpfs -o size={megabytes}m none {small} && cd {tmp_path} && {then}"
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    except FileNotFoundError:
-        pytest.skip("no unshare here, so no file system of its own")
-    if re.search("^(unshare|mount):", ran.stderr, re.M):
-        pytest.skip(f"no file system of its own can be mounted here: {ran.stderr.strip()}")
-    return ran
-
-
-def save_to_small(strategy: str) -> str:
-    return (
-        f"{sys.executable} -m distcheck verify --strategy {strategy} --workload mlp "
-        "--dtype float32 --world 2 --save small/run"
-    )
-
-
-def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    ran = on_a_small_disk(tmp_path, 3, save_to_small("ddp"))
-    assert ran.returncode == 3
-    assert re.search(r"--save .* needs about \d+ MiB and \d+ MiB are free", ran.stderr)
-    assert ran.stdout == ""
-
-
-def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None:
-    """The strategy itself fills the disk, at its last step."""
-    (tmp_path / "filler.py").write_text(FILLER)
-    then = save_to_small("filler.py:fills_the_disk") + "; code=$?; ls small/run/traces; exit $code"
-    ran = on_a_small_disk(tmp_path, 200, then)
-    assert ran.returncode == 3, ran.stdout + ran.stderr
-    assert "PASS    filler.py:fills_the_disk, world 2" in ran.stdout
-    assert "could not be saved to small/run (No space left on device)" in ran.stderr
-    assert "the verdict above stands" in ran.stderr
-    assert not re.search("^filler-", ran.stdout, re.M), "no half of a trace is left"
 
 
 def test_list_names_everything_in_one_line_each(distcheck: Run) -> None:

@@ -1,0 +1,125 @@
+"""The command line when things end early: Ctrl-C, a full disk, lost and edited files."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.world.command import BAD, COMMAND, FILLER, QUICK, Run, distcheck
+
+__all__ = ["distcheck"]
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
+def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
+    """While torch is imported, while strategies are looked at, while orders are calibrated."""
+    front = subprocess.Popen(
+        [*COMMAND, "verify", "--strategy", "ddp", "--workload", "vgg11"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(after_s)
+    front.send_signal(signal.SIGINT)
+    _, err = front.communicate(timeout=30)
+    assert front.returncode == 130, err
+    assert err.strip().endswith("nothing is left running")
+    assert "Traceback" not in err
+
+
+def test_own_records_come_and_go_without_harm(distcheck: Run, tmp_path: Path) -> None:
+    """Neither many other runs nor a lost folder change a verdict."""
+    for number in range(12):
+        (tmp_path / ".distcheck" / "runs" / f"9999-{number:02}-1").mkdir(parents=True)
+    ran = distcheck("verify", "--strategy", "bad.py:loses_its_folder", *QUICK)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert distcheck("verify", "--strategy", "bad.py:nothing", "--save", "mine").returncode == 2
+    assert (tmp_path / "mine").is_dir()
+    assert distcheck("verify", "--strategy", "bad.py:nothing", "--json", "r.json").returncode == 2
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_an_edited_case_does_not_pass(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
+    assert ran.returncode == 1
+    (case,) = tmp_path.glob(".distcheck/runs/*/cases/*.json")
+    document = json.loads(case.read_text())
+    case.write_text(json.dumps({**document, "layers": []}))
+    again = distcheck("replay", str(case))
+    assert again.returncode == 2
+    assert "is not a case that can run: layers [] are not those of mlp in float32" in again.stderr
+
+
+def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    command = [*COMMAND, "verify", "--strategy", "ddp"]
+    command += ["--strategy", "bad.py:hang", *QUICK, "--json", "report.json"]
+    front = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)  # the first case is judged while the second runs
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert len(family) >= 3
+    front.send_signal(signal.SIGINT)
+    out, err = front.communicate(timeout=30)
+    assert front.returncode == 130
+    assert err.strip() == "distcheck: interrupted after 1 of 2 cases; nothing is left running"
+    assert "PASS    ddp" in out
+    assert "UNKNOWN bad.py:hang" in out
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["exit_code"] == 130
+    assert [c["verdict"] for c in document["cases"]] == ["pass", "unknown"]
+    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive
+
+
+def on_a_small_disk(tmp_path: Path, megabytes: int, then: str) -> subprocess.CompletedProcess[str]:
+    """Runs a shell script in a namespace where ./small is a file system of so many megabytes."""
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f"mount -t tmpfs -o size={megabytes}m none {small} && cd {tmp_path} && {then}"
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        pytest.skip("no unshare here, so no file system of its own")
+    if re.search("^(unshare|mount):", ran.stderr, re.M):
+        pytest.skip(f"no file system of its own can be mounted here: {ran.stderr.strip()}")
+    return ran
+
+
+def save_to_small(strategy: str) -> str:
+    return (
+        f"{sys.executable} -m distcheck verify --strategy {strategy} --workload mlp "
+        "--dtype float32 --world 2 --save small/run"
+    )
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    ran = on_a_small_disk(tmp_path, 3, save_to_small("ddp"))
+    assert ran.returncode == 3
+    assert re.search(r"--save .* needs about \d+ MiB and \d+ MiB are free", ran.stderr)
+    assert ran.stdout == ""
+
+
+def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None:
+    """The strategy itself fills the disk, at its last step."""
+    (tmp_path / "filler.py").write_text(FILLER)
+    then = save_to_small("filler.py:fills_the_disk") + "; code=$?; ls small/run/traces; exit $code"
+    ran = on_a_small_disk(tmp_path, 200, then)
+    assert ran.returncode == 3, ran.stdout + ran.stderr
+    assert "PASS    filler.py:fills_the_disk, world 2" in ran.stdout
+    assert "could not be saved to small/run (No space left on device)" in ran.stderr
+    assert "the verdict above stands" in ran.stderr
+    assert not re.search("^filler-", ran.stdout, re.M), "no half of a trace is left"
