@@ -134,6 +134,31 @@ def assert_gone(folder: Path) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+def test_a_worker_of_xdist_that_crashes_takes_nobody_along(run: Run, tmp_path: Path) -> None:
+    """Its ranks end with it; another worker goes on."""
+    ran = run(
+        "import os, time, threading\n"
+        "@pytest.mark.world(2)\n"
+        "def test_ok_before(world): assert world.gather(1) == [1, 1]\n"
+        "@pytest.mark.world(2)\n"
+        "def test_crashes(world):\n"
+        "    open(f'pid-{world.rank}', 'w').write(str(os.getpid()))\n"
+        "    if world.rank == 0:\n"
+        "        world_of = os.getppid()\n"
+        "        stat = open(f'/proc/{world_of}/stat').read()\n"
+        "        pytest_process = int(stat.rpartition(')')[2].split()[1])\n"
+        "        os.kill(pytest_process, 9)\n"
+        "    time.sleep(1000)\n"
+        "@pytest.mark.world(2)\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_ok_after(world, number): assert world.gather(1) == [1, 1]\n",
+        "-n", "2",
+    )  # fmt: skip
+    assert "1 failed, 7 passed" in ran.stdout, ran.stdout
+    assert "crashed while running" in ran.stdout
+    assert_gone(tmp_path)
+
+
 def test_output_is_live_without_capture(run: Run) -> None:
     text = "@pytest.mark.world(2)\ndef test_it(world): print('I am', world.rank)\n"
     ran = run(text, "-s")
