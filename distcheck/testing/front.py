@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -80,6 +81,8 @@ def _make_ready_to_fork() -> None:
     """What every rank will need is imported here, once; what cannot be inherited is refused."""
     import torch.distributed as dist
 
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")
     if dist.is_available() and dist.is_initialized():
         pytest.fail(
             "the pytest process itself is in a process group, which ranks cannot inherit; a test "

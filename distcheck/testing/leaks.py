@@ -7,8 +7,8 @@ from typing import Any
 
 from distcheck.worlds import flight
 
-_LOOKS = 20
-_LOOK_EVERY_S = 0.005
+_LOOKS = 100
+_LOOK_EVERY_S = 0.001
 
 
 class LeakWarning(UserWarning):
@@ -45,7 +45,7 @@ def _process_groups() -> list[str]:
 
 def _unfinished_work() -> list[str]:
     for _ in range(_LOOKS):  # a call that has returned is entered as complete a moment later
-        open_calls = [flight.name_of(entry) for entry in flight.entries() if flight.is_open(entry)]
+        open_calls = [flight.name_of(e) for e in flight.entries(stacks=False) if flight.is_open(e)]
         if not open_calls:
             break
         time.sleep(_LOOK_EVERY_S)

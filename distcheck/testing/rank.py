@@ -109,8 +109,9 @@ def seed_everything(seed: int) -> None:
     # Not torch.manual_seed: it would import torch._dynamo, in every rank.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    numpy_random = sys.modules.get("numpy.random")  # numpy itself imports it on first use
+    if numpy_random is not None:
+        numpy_random.seed(seed % 2**32)
 
 
 def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:

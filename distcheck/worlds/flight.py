@@ -12,13 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def entries() -> list[dict[str, Any]]:
-    """What was recorded, oldest first."""
+def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
+    """What was recorded, oldest first; with the Python frames of each call, which take longer."""
     try:
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         with _without_inductor():
-            found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())
-    except (ImportError, AttributeError, RuntimeError):
+            dumped = c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=stacks)
+            found: dict[str, Any] = pickle.loads(dumped)
+    except (ImportError, AttributeError, RuntimeError, TypeError):
         return []
     recorded: list[dict[str, Any]] = found.get("entries", [])
     return recorded

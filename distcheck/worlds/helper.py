@@ -167,6 +167,8 @@ def serve_forked(control: socket.socket, front_pid: int) -> None:
 def _preload() -> str:
     for name in _PRELOADED:
         importlib.import_module(name)
+    if "numpy" in sys.modules:  # torch's guest; every rank seeds it
+        importlib.import_module("numpy.random")
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing torch left {threads} threads; forking needs one")

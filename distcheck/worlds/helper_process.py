@@ -117,6 +117,8 @@ class ForkedHelper:
 
     def start(self, control: socket.socket, *, ours: socket.socket) -> None:
         """Forks; the fork serves its connection until that ends, and never returns here."""
+        from distcheck.worlds import helper  # here, so that the fork does not have to
+
         front = os.getpid()
         with warnings.catch_warnings():
             # Python 3.12 warns of forking where threads are. The fork has none of them, and
@@ -126,8 +128,6 @@ class ForkedHelper:
         if self._pid:
             return
         try:
-            from distcheck.worlds import helper
-
             os.setsid()
             ours.close()
             helper.serve_forked(control, front)
