@@ -153,9 +153,12 @@ def calibrate(
     run_until_over(pool, ranks)
     try:
         if not ranks.succeeded:
-            failed = next(c for c in ranks.children if c.done is None)
+            why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
+            if not ranks.hung:
+                unfinished = [c for c in ranks.children if c.done is None]
+                why = str(error_of((unfinished or ranks.children)[0]))
             raise CannotRunError(
-                f"a plain all_reduce over {world} ranks on {backend} failed: {error_of(failed)}"
+                f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )
         answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
     finally:

@@ -42,10 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Ends kept worlds."""
+    """Ends kept worlds, and waits for the others to be gone."""
     kept = sys.modules.get("distcheck.testing.kept")
     if kept is not None:
         kept.close_all()
+    _settle()
+
+
+def _settle() -> None:
+    front = sys.modules.get("distcheck.testing.front")
+    if front is not None:
+        front.settle()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,7 +85,9 @@ def world() -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leaves the ranks' own fixtures to them."""
     options = _options(item)
-    if options is not None and isinstance(item, pytest.Function):
+    if options is None:
+        _settle()  # an ordinary test finds the process as if there had been no world
+    elif isinstance(item, pytest.Function):
         fixtures.defer(item, fixtures.deferred_names(item, kept=options.reuse))
 
 

@@ -26,6 +26,9 @@ from distcheck.worlds.launch import start_world
 from distcheck.worlds.pool import Pool
 
 _TARGET = "distcheck.testing.rank:run"
+# Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
+# with this process; the next world need not wait for that.
+_leaving: list[Pool] = []
 _SECTION = "output of rank"
 _LOG = "log of rank"
 
@@ -107,7 +110,15 @@ def _run_fresh(prepared: Prepared) -> Ended:
         return wait(pool, world, listen(world, prepared.item))
     finally:
         rank.prepare(None)
-        pool.close()
+        pool.let_go()
+        settle()
+        _leaving.append(pool)
+
+
+def settle() -> None:
+    """Waits for the helpers of worlds that are over."""
+    while _leaving:
+        _leaving.pop().close()
 
 
 def _tell(item: pytest.Function, ended: Ended) -> None:

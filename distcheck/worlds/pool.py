@@ -227,15 +227,18 @@ class Pool:
 
     def close(self) -> None:
         """Ends the helper and with it every child."""
+        self.let_go()
+        if self._opened and os.getpid() == self._owner:
+            self._helper.end(_PATIENCE_S)
+
+    def let_go(self) -> None:
+        """Tells the helper to end, and does not wait for it; `close` it later."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
-        if not self._opened:
-            return
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        self._helper.end(_PATIENCE_S)
         for child in list(self._children.values()):
             self.forget(child)
         self._selector.close()

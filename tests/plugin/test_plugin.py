@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.world.command import hear_interrupts
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -115,6 +117,7 @@ def test_nobody_survives_pytest(tmp_path: Path, number: signal.Signals, options:
     front = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=hear_interrupts,
     )  # fmt: skip
     deadline = time.monotonic() + 90
     while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):

@@ -1,6 +1,7 @@
 """The console script, run in a folder of its own beside some bad strategies."""
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -81,6 +82,11 @@ class Moody(MLP):
         marker.touch()
         return super().loss(model, batch)
 """
+
+
+def hear_interrupts() -> None:
+    """Between fork and exec: whoever started the tests may have had SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture

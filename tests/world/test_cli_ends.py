@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.world.command import BAD, COMMAND, FILLER, QUICK, Run, distcheck
+from tests.world.command import BAD, COMMAND, FILLER, QUICK, Run, distcheck, hear_interrupts
 
 __all__ = ["distcheck"]
 
@@ -22,6 +22,7 @@ def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
     front = subprocess.Popen(
         [*COMMAND, "verify", "--strategy", "ddp", "--workload", "vgg11"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hear_interrupts,
     )  # fmt: skip
     time.sleep(after_s)
     front.send_signal(signal.SIGINT)
@@ -63,7 +64,12 @@ def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None
     command = [*COMMAND, "verify", "--strategy", "ddp"]
     command += ["--strategy", "bad.py:hang", *QUICK, "--json", "report.json"]
     front = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:

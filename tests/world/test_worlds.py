@@ -13,6 +13,7 @@ import pytest
 
 from distcheck.worlds.launch import start_job
 from distcheck.worlds.pool import Pool
+from tests.world.command import hear_interrupts
 from tests.world.launching import run, start
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +151,11 @@ def test_everything_dies_with_the_front(number: signal.Signals) -> None:
         "while True: pool.pump(1)\n"
     )
     front = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=hear_interrupts,
     )
     assert front.stdout is not None
     assert front.stdout.readline() == b"asleep\n"
