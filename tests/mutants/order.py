@@ -35,9 +35,10 @@ def everybody_starts_with_itself(model: nn.Module, step: Step) -> None:
 
 @mutant(caught="rerun")
 def order_of_arrival(model: nn.Module, step: Step) -> None:
-    """All ranks agree on an order, and every run on another."""
-    order = torch.tensor([int.from_bytes(os.urandom(4), "little") for _ in range(step.world_size)])
-    dist.broadcast(order, src=0)
+    """All ranks agree on an order for every parameter, and every run on others."""
     for parameter in model.parameters():
+        drawn = [int.from_bytes(os.urandom(4), "little") for _ in range(step.world_size)]
+        order = torch.tensor(drawn)
+        dist.broadcast(order, src=0)
         gathered = _gather(parameter.grad, step)
         parameter.grad.copy_(sum(gathered[i] for i in order.argsort()) / step.world_size)
