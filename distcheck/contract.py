@@ -3,6 +3,8 @@
 A strategy needs no base class. It is a function, or an object with any of
 
     wrap(model) -> module        once, before the first step (as DistributedDataParallel does)
+    optimizer(build, parameters) -> optimizer    once, in place of build(parameters)
+    backward(loss_of, batch, step) -> loss    in place of one forward and backward of the shard
     scale_loss(loss, step)       before backward
     sync(model, step)            after backward
     close()                      once, after the last step
@@ -14,7 +16,7 @@ reduction order its gradients are owed to the bit, without one within the roundi
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -34,40 +36,91 @@ class BackendAllReduce(msgspec.Struct, frozen=True, tag="all-reduce"):
     """The order of the backend's own all_reduce, called once per parameter."""
 
 
+class BackendReduce(msgspec.Struct, frozen=True, tag="reduce"):
+    """The order of the backend's own reduce to one rank, called once per parameter."""
+
+
+class RingOrder(msgspec.Struct, frozen=True, tag="ring"):
+    """A ring, one parameter at a time: the textbook's reduce-scatter.
+
+    The n elements are cut into W chunks of n // W, the first n % W of them one longer. Chunk c
+    is (((g[c] + g[c+1]) + g[c+2]) + ...) + g[c+W-1], ranks counted modulo W.
+    """
+
+
 class DDPBuckets(msgspec.Struct, frozen=True, tag="ddp-buckets"):
     """The order of the backend's all_reduce over DistributedDataParallel's buckets.
 
-    Sizes are in MiB: the first bucket's limit and that of the others, once DDP has rebuilt its
-    buckets in the order in which gradients became ready (after the first backward).
+    Sizes are in MiB: the first bucket's limit and that of the others (`bucket_cap_mb` sets
+    both), once DDP has rebuilt its buckets in the order in which gradients became ready. That is
+    at step `rebuilt_at`: 1, after the first backward; with `static_graph=True` 2. With
+    `find_unused_parameters=True` they are never rebuilt (None): the limits then hold from the
+    first step, over the parameters in the order of their registration.
     """
 
     first_mib: float = 1.0
     cap_mib: float = 25.0
+    rebuilt_at: int | None = 1
 
 
-Order = RankOrder | BackendAllReduce | DDPBuckets
+Scale = Literal["divide-after", "divide-before", "multiply-before"]
+Weighting = Literal["gradient", "loss"]
+Sync = Literal["after-backward", "during-backward", "out-of-sight"]
+OptimizerState = Literal["replicated", "sharded", "cut"]
+Device = Literal["cpu", "cuda"]
+Buffers = Literal["local", "rank 0"]
+Wire = Literal["bfloat16", "float16", "float32"]
+CellName = Literal[
+    "tied_weights", "unused_parameters", "unused_later", "frozen_parameters", "frozen_later",
+    "called_twice", "dropout", "reassigned_buffers", "one_element", "zero_size",
+    "indivisible_sizes", "bucket_boundaries", "channels_last", "transposed", "mixed_dtypes",
+    "complex", "sparse", "ragged_batch", "two_epochs", "accumulation", "clipping", "loss_scaling",
+    "resume",
+]  # fmt: skip
+
+Order = RankOrder | BackendAllReduce | BackendReduce | RingOrder | DDPBuckets
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
     """What a strategy promises.
 
     order      the reduction order, or None where none is promised
-    scale      how the sum becomes a mean: `divide-after` (sum / W), or `multiply-before`
-               (each rank's gradient * (1 / W), then the sum)
+    scale      how the sum becomes a mean: `divide-after` (sum / W), `divide-before` (each rank's
+               gradient / W, then the sum), or `multiply-before` (gradient * (1 / W), then the sum)
+    wire       the dtype that gradients are rounded to before they are exchanged, and summed in
+               (with the scale, if that comes before); None: the gradient's own
     weighting  what a strategy multiplies by `Step.weight` when shards are unequal: the rank's
                `gradient` after backward, or its `loss` before. Where neither this nor an order
                is promised, what `scale_loss` does to the loss is observed and undone
-    sync       when gradients are exchanged; says where local gradients can be seen
+    sync       when gradients are exchanged; says where local gradients can be seen. Where they
+               are exchanged `out-of-sight` of hooks on the model's parameters, as FSDP does, what
+               backward left on each rank is not checked by itself
     buffers    where a forward pass finds BatchNorm's running statistics: `local` to each rank,
-               or `rank 0` (broadcast before every forward). Where neither this nor an order is
-               promised, either will do
+               or `rank 0` (broadcast before the first forward of every step). Where neither this
+               nor an order is promised, either will do
+    micro_batches  into how many stretches `backward` cuts a shard, the first longer by one where
+               need be. Each one's mean loss is multiplied by its share of the shard's samples
+               (and then by the weight); losses and gradients are added up in that order
+    optimizer_state  whether every rank holds the state of every parameter, or each tensor is
+               `sharded` (held whole by exactly one rank) or `cut` (each rank holds and updates a
+               piece, of the parameter as well)
+    backend    the only backend it works on, where it speaks to that directly
+    device     the only kind of device it works on: "cpu" or "cuda"
+    declines   cells of `--thorough` that it is not made for (see `distcheck list`); they are
+               left out, and the report says so
     """
 
     order: Order | None = None
-    scale: Literal["divide-after", "multiply-before"] | None = None
-    weighting: Literal["gradient", "loss"] | None = None
-    sync: Literal["after-backward", "during-backward"] = "after-backward"
-    buffers: Literal["local", "rank 0"] | None = None
+    scale: Scale | None = None
+    weighting: Weighting | None = None
+    sync: Sync = "after-backward"
+    buffers: Buffers | None = None
+    wire: Wire | None = None
+    micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 1
+    optimizer_state: OptimizerState = "replicated"
+    backend: str | None = None
+    device: Device | None = None
+    declines: tuple[CellName, ...] = ()
 
     @property
     def observes_loss(self) -> bool:
@@ -85,7 +138,8 @@ class Step:
     """What a strategy may know about the step it synchronises.
 
     `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group`
-    is the process group of the world (None: the default group).
+    is the process group of the world (None: the default group). `ranks_with_data` is how many
+    ranks have a shard, where it was said that some have none (None: every rank has one).
     """
 
     index: int
@@ -94,13 +148,20 @@ class Step:
     samples: int
     total_samples: int
     group: "ProcessGroup | None" = None
+    ranks_with_data: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many ranks have a shard: what a sum of their gradients is to be divided by."""
+        return self.world_size if self.ranks_with_data is None else self.ranks_with_data
 
     @property
     def weight(self) -> float:
         """What a rank's mean gradient must be multiplied by so that a plain mean over the ranks
-        equals the mean over all samples: samples * W / total. It is 1.0 for equal shards.
+        (with data) equals the mean over all samples: samples * W / total. It is 1.0 for equal
+        shards.
         """
-        return self.samples * self.world_size / self.total_samples
+        return self.samples * self.shards / self.total_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +175,52 @@ class Batch:
     ids: "torch.Tensor"
     total: int
 
+    def split(self, parts: int) -> "list[Batch]":
+        """The shard in at most `parts` stretches, none empty, the first longer by one if need be;
+        `total` stays that of the step.
+        """
+        parts = max(1, min(parts, len(self.ids)))
+        pieces = (t.tensor_split(parts) for t in (self.inputs, self.labels, self.ids))
+        return [
+            Batch(inputs=inputs, labels=labels, ids=ids, total=self.total)
+            for inputs, labels, ids in zip(*pieces, strict=True)
+        ]
+
+
+LossOf = Callable[[Batch], "torch.Tensor"]  # a stretch of the shard to its mean loss
+Build = Callable[..., "torch.optim.Optimizer"]  # parameters, or groups of them, to an optimizer
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training loop does besides forward, backward, sync and step.
+
+    accumulate     backward passes in a step, each over a stretch of the shard; all but the last
+                   within `no_sync()` (or FSDP2's counterpart), where the wrapped model has it
+    clip_norm      clips gradients to this L2 norm, after the sync, by torch's clip_grad_norm_
+    loss_scale     trains with torch's GradScaler, which begins with this scale (a power of two,
+                   so that it rounds nothing); a step whose gradients overflow is skipped
+    resume_before  the step before which model, strategy and optimizer are built anew and filled
+                   from a checkpoint of each rank's own
+    """
+
+    accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
+    clip_norm: float | None = None
+    loss_scale: float | None = None
+    resume_before: int | None = None
+
 
 class Workload(Protocol):
     """What is trained: a model, a loss that is a mean over the shard, an optimizer.
 
-    Two further methods are looked for and have defaults:
+    Further methods and attributes are looked for and have defaults:
 
     samples()                          data of the workload's own, in place of `--data`
     sampler(size, world, rank, seed, epoch) -> indices of this rank for one epoch, in order;
                                        by default torch's DistributedSampler
+    before_step(model, step)           what a script does to its model before a step's forward
+                                       pass, such as freezing a layer; a function of the step
+    training                           a `Training`: what the loop does besides
+    own_dtypes                         True: `model` is left in the dtypes that it was built in
     """
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> "torch.nn.Module":
@@ -158,23 +256,45 @@ class Samples(Protocol):
 def strategy(
     *,
     order: Order | None = None,
-    scale: Literal["divide-after", "multiply-before"] | None = None,
-    weighting: Literal["gradient", "loss"] | None = None,
-    sync: Literal["after-backward", "during-backward"] = "after-backward",
-    buffers: Literal["local", "rank 0"] | None = None,
+    scale: Scale | None = None,
+    weighting: Weighting | None = None,
+    sync: Sync = "after-backward",
+    buffers: Buffers | None = None,
+    wire: Wire | None = None,
+    micro_batches: int = 1,
+    optimizer_state: OptimizerState = "replicated",
+    backend: str | None = None,
+    device: Device | None = None,
+    declines: tuple[CellName, ...] = (),
 ) -> Callable[[T], T]:
     """Declares the contract of the function or class below it; see `Contract` for the words.
 
     Raises ValueError for a promise that is none of them.
     """
-    contract = Contract(order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers)
+    contract = Contract(
+        order=order,
+        scale=scale,
+        weighting=weighting,
+        sync=sync,
+        buffers=buffers,
+        wire=wire,
+        micro_batches=micro_batches,
+        optimizer_state=optimizer_state,
+        backend=backend,
+        device=device,
+        declines=declines,
+    )
     try:
         msgspec.convert(msgspec.to_builtins(contract), Contract)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"@strategy: {error}; order is RankOrder(), BackendAllReduce(), DDPBuckets() or None; "
-            'scale "divide-after" or "multiply-before"; weighting "gradient" or "loss"; sync '
-            '"after-backward" or "during-backward"; buffers "local" or "rank 0"'
+            f"@strategy: {error}; order is RankOrder(), BackendAllReduce(), BackendReduce(), "
+            "RingOrder(), DDPBuckets() or None; "
+            'scale "divide-after", "divide-before" or "multiply-before"; weighting "gradient" or '
+            '"loss"; sync "after-backward", "during-backward" or "out-of-sight"; buffers "local" '
+            'or "rank 0"; wire "bfloat16", "float16", "float32" or None; micro_batches a number '
+            'from 1; optimizer_state "replicated", "sharded" or "cut"; backend a name or None; '
+            'device "cpu", "cuda" or None; declines names of cells (distcheck list)'
         ) from None
 
     def declare(target: T) -> T:

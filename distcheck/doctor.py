@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from distcheck import limits, loading, preparation
+from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.datasets import dataset_names
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.jobs import EXAMINE, Calibration
@@ -86,13 +87,14 @@ def _calibrations(pool: Pool) -> Iterator[tuple[str, str]]:
                 pool,
                 backend="gloo",
                 world=world,
-                orders=("all-reduce", "ddp-buckets"),
+                orders=(BackendAllReduce(), BackendReduce(), DDPBuckets()),
                 dtypes=("float32", "float64"),
                 deadline_s=30.0,
             )
         except DistcheckError as error:
             yield f"gloo, world {world}", f"cannot run: {error}"
             continue
-        for order, failure in calibration.failures.items():
-            text = f"{order}: as predicted, to the bit" if not failure else f"{order}: {failure}"
+        for order, failure in calibration.failures:
+            name = type(order).__struct_config__.tag
+            text = f"{name}: as predicted, to the bit" if not failure else f"{name}: {failure}"
             yield f"gloo world {world}", text

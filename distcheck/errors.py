@@ -27,10 +27,26 @@ class UsageError(DistcheckError):
     exit_code = ExitCode.USAGE
 
 
+class LeftOutError(UsageError):
+    """Nothing was asked for but what has nothing to show for this strategy."""
+
+
 class CannotRunError(DistcheckError):
     """What was asked for is sound, but this machine cannot run it."""
 
     exit_code = ExitCode.CANNOT_RUN
+
+
+class MembershipError(DistcheckError):
+    """The launcher has changed the number of ranks of a run that had begun: nothing is known."""
+
+    exit_code = ExitCode.UNKNOWN
+
+
+class RankLostError(CannotRunError):
+    """A process with ranks of the world cannot be reached any more."""
+
+    exit_code = ExitCode.RANK_FAILED
 
 
 class HelperError(DistcheckError):

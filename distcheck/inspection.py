@@ -1,19 +1,25 @@
 """The first job of a run: look at strategy, workload, data and machine before any rank starts."""
 
+import contextlib
 import os
 import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcheck import __version__, seeds
+from distcheck import __version__, acceptance, devices, seeds
+from distcheck.backends.mpi import library
 from distcheck.contract import Contract
+from distcheck.errors import UsageError
 from distcheck.jobs import CaseFacts, Facts, InspectionJob
-from distcheck.loading import load_strategy
+from distcheck.loading import LoadedStrategy, load_strategy
 from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
+from distcheck.records import Case
 from distcheck.worlds.child import Reporter
 
 
@@ -23,20 +29,82 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     data_fd = fds[0] if job.has_data else None
     seeds.pin_determinism()
     _enter_world_of_one()
+    if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
+        _prepare_mpi()
     known: dict[tuple[str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
         reporter.progress(0, f"inspect {case.id}")
-        strategy = load_strategy(case.strategy)
+        strategy = load_strategy(case.strategy, case.adaptation)
+        _check_loss(case, strategy)
+        _check_without_data(case, strategy)
+        acceptance.check_promise(case, strategy.contract)
         key = (case.workload, case.dtype)
         if key not in known:
-            known[key] = _look_at(open_ingredients(case, job.description, data_fd))
+            known[key] = look_at(open_ingredients(case, job.description, data_fd))
         facts.append(
             msgspec.structs.replace(
-                known[key], contract=strategy.contract, strategy_file=strategy.file
+                known[key],
+                contract=acceptance.contract_under(case, strategy.contract),
+                strategy_file=strategy.file,
+                takes_loss=_takes_loss(strategy),
+                strategy_line=strategy.line,
+                note=strategy.note,
+                own_backward=strategy.backward is not None,
+                own_update=strategy.update != "loop",
             )
         )
-    return msgspec.msgpack.encode(Facts(environment=environment(), cases=tuple(facts)))
+    first = job.cases[0]
+    devices.enter(first.device, 0)
+    found = Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
+    return msgspec.msgpack.encode(found)
+
+
+def _mentions_mpi(spec: str) -> bool:
+    try:
+        return "mpi4py" in Path(spec.partition(":")[0]).read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _prepare_mpi() -> None:
+    """Has mpi4py found and left alone: this process is no part of an MPI job."""
+    with contextlib.suppress(ImportError):
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        launcher = library.find_launcher()
+        if launcher is not None and launcher.library:
+            os.environ.setdefault("MPI4PY_LIBMPI", launcher.library)
+
+
+def _check_loss(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for a loss contract beside a strategy that has its own."""
+    if case.loss == "mean":
+        return
+    if not _takes_loss(strategy):
+        raise UsageError(
+            f"--loss {case.loss} is for code that promises nothing; {case.strategy} promises how "
+            "it weights and scales, or has a backward() of its own: leave --loss at mean"
+        )
+
+
+def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for ranks without data beside a promise of what every rank gives."""
+    contract = strategy.contract
+    about_gradients = msgspec.structs.replace(contract, backend=None, device=None, declines=())
+    if not case.adaptation.without_data:
+        return
+    if strategy.backward is not None or about_gradients != Contract():
+        raise UsageError(
+            f"--without-data is for code that promises nothing and is called after backward; "
+            f"{case.strategy} promises how every rank's gradient is exchanged, or has a backward() "
+            "of its own: leave --without-data out, or the promise"
+        )
+
+
+def _takes_loss(strategy: LoadedStrategy) -> bool:
+    return strategy.backward is None and strategy.contract.observes_loss
 
 
 def _enter_world_of_one() -> None:
@@ -49,18 +117,20 @@ def _enter_world_of_one() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def environment() -> dict[str, Any]:
+def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
     """Versions, machine and settings, as a report records them."""
     return {
         "distcheck": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "backend": "gloo",
-        "device": "cpu",
+        "backend": backend,
+        "device": device,
         **seeds.describe_settings(),
+        **devices.describe(device),
         "libraries": {name: version(name) for name in ("msgspec", "safetensors", "xxhash")},
         "executable": sys.executable,
     }
@@ -87,7 +157,7 @@ def examine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     found = {
         "environment": environment(),
         "backends": [name for name, there in built.items() if there],
-        "devices": f"cpu, {cuda}; distcheck runs on cpu",
+        "devices": f"cpu, {cuda}; {devices.gpu_count() or 'no'} GPU here",
         "torchvision": vision,
     }
     return msgspec.json.encode(found)
@@ -104,7 +174,7 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _look_at(ingredients: Ingredients) -> CaseFacts:
+def look_at(ingredients: Ingredients) -> CaseFacts:
     """What there is to know of a workload, from a forward pass over two samples."""
     saved_bytes = 0
 
@@ -128,4 +198,6 @@ def _look_at(ingredients: Ingredients) -> CaseFacts:
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,
         draws_random_numbers=draws,
+        normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
+        training=ingredients.training,
     )

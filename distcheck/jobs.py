@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from distcheck.contract import Contract
+from distcheck.contract import Contract, Order, Training
 from distcheck.records import Case, ModelLayout
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.rendezvous import Rendezvous
@@ -20,6 +20,7 @@ CALIBRATE = "distcheck.oracles.calibration:calibrate_rank"
 RECORD = "distcheck.ranks.jobs:record"
 TRAIN = "distcheck.ranks.jobs:train"
 JUDGE = "distcheck.judge:judge"
+OBSERVE = "distcheck.diagnosis.observation:observe_job"
 SAVE = "distcheck.traces.files:save_job"
 LOAD = "distcheck.traces.files:load_job"
 
@@ -45,11 +46,18 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     contract: Contract
     strategy_file: str
+    strategy_line: int = 0
     model: ModelLayout
     train_size: int
     saved_bytes_per_sample: int
     own_sampler: bool
     draws_random_numbers: bool
+    normalises_batches: bool = False
+    takes_loss: bool = True  # whether another --loss may be declared for the strategy
+    note: str = ""
+    own_backward: bool = False
+    own_update: bool = False
+    training: Training = Training()  # what the workload wants of the loop
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,23 +68,22 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank is to try; `orders` are the tags of the orders in `distcheck.contract`."""
+    """What one rank is to try."""
 
     rendezvous: Rendezvous
-    orders: tuple[str, ...]
+    orders: tuple[Order, ...]
     dtypes: tuple[str, ...]
+    device: str = "cpu"
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Per order: why it does not hold; an empty text where it does."""
+    """Per order that was tried: why it does not hold; an empty text where it does."""
 
-    failures: dict[str, str]
+    failures: tuple[tuple[Order, str], ...] = ()
 
     def failure(self, contract: Contract) -> str:
         """Why the contract's order cannot be relied on; empty where it can."""
-        order = contract.order
-        tag = "" if order is None else str(type(order).__struct_config__.tag)
-        return self.failures.get(tag, "")
+        return next((why for order, why in self.failures if order == contract.order), "")
 
 
 class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +157,23 @@ class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
     planned: tuple[tuple[str, str], ...]
     has_data: bool
     has_rerun: bool
+
+
+class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of a failed case to look at more closely, the gradients' first; `failed` lists the
+    (check, layer) that failed. Descriptors: the trace, then the data (if `has_data`). Answered by
+    `distcheck.diagnosis.facts.Facts`.
+    """
+
+    case: Case
+    contract: Contract
+    layout: TraceLayout
+    description: bytes
+    steps: tuple[int, ...]
+    failed: tuple[tuple[str, str], ...]
+    has_data: bool
+    draws_random_numbers: bool
+    takes_loss: bool = True
 
 
 class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import traceback
 
 import msgspec
 
-from distcheck import checks, seeds
+from distcheck import checks, devices, seeds
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.tally import Tally
 from distcheck.jobs import JudgeJob
@@ -22,12 +22,15 @@ def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Runs the planned checks; returns a list of CheckResult."""
     job = msgspec.msgpack.decode(payload, type=JudgeJob)
     os.nice(5)  # the ranks of the rerun go first, and leave gaps
-    remaining = list(fds)
-    trace = TraceReader(remaining.pop(0), job.layout)
-    data_fd = remaining.pop(0) if job.has_data else None
-    rerun = TraceReader(remaining.pop(0), job.layout, baseline=trace) if job.has_rerun else None
     seeds.pin_determinism()
-    ingredients = open_ingredients(job.case, job.description, data_fd)
+    device = devices.enter(job.case.judged_on, 0)
+    remaining = list(fds)
+    trace = TraceReader(remaining.pop(0), job.layout, device=device)
+    data_fd = remaining.pop(0) if job.has_data else None
+    rerun = None
+    if job.has_rerun:
+        rerun = TraceReader(remaining.pop(0), job.layout, baseline=trace, device=device)
+    ingredients = open_ingredients(job.case, job.description, data_fd, device)
     results = judge_trace(job, ingredients, trace, rerun, reporter)
     return msgspec.msgpack.encode(results)
 
@@ -40,9 +43,11 @@ def judge_trace(
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
     """Every planned check over the job's steps. A check that crashes is unknown, never a pass."""
-    references = References(ingredients, job.contract, trace)
+    # What is owed follows from the ranks that have data, as if they were all that there are.
+    among = trace.of_ranks(ingredients.case.with_data)
+    references = References(ingredients, job.contract, among)
     expectations = [
-        StepExpectation(ingredients, job.contract, trace, references, step) for step in job.steps
+        StepExpectation(ingredients, job.contract, among, references, step) for step in job.steps
     ]
     evidence = Evidence(ingredients, job.contract, trace, expectations, rerun)
     results = []

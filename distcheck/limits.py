@@ -29,8 +29,8 @@ def available_bytes() -> int:
     return available
 
 
-def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
-    """An estimate of the peak: ranks that train, their trace, and one reference at work.
+def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> int:
+    """An estimate of the peak: ranks that train here, the trace of all, one reference at work.
 
     Local gradients are stored once per rank, everything else once where the ranks agree.
     """
@@ -38,7 +38,7 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
         _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
     )
     saved = facts.saved_bytes_per_sample * case.batch
-    ranks = case.world * (_PER_RANK_BYTES + model) + saved
+    ranks = ranks_here * (_PER_RANK_BYTES + model + saved // len(case.with_data))
     return ranks + trace_bytes(case, layout) + reference_bytes(case, facts, layout)
 
 
@@ -46,6 +46,8 @@ def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
     """An estimate of what one judge needs: the whole batch, and every rank's gradients."""
     model = _size(layout, Kind.PARAMETER) + _size(layout, Kind.OPTIMIZER)
     gradients = (case.world + 5) * _size(layout, Kind.GRADIENT)  # 5: mean and bound in float64
+    if facts.training.accumulate > 1:  # what the passes' absolute values add up to, in float64
+        gradients += case.world * 8 * sum(spec.elements for spec in layout.specs(Kind.GRADIENT))
     return _PER_RANK_BYTES + 2 * model + gradients + facts.saved_bytes_per_sample * case.batch
 
 
@@ -58,17 +60,20 @@ def trace_bytes(case: Case, layout: TraceLayout) -> int:
     return (case.steps + 1) * per_step + runs * layout.index_bytes
 
 
-def check_room(case: Case, facts: CaseFacts, layout: TraceLayout) -> None:
-    """Raises CannotRunError when memory or file descriptors cannot suffice."""
+def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
+    """Raises CannotRunError when memory or file descriptors cannot suffice for the ranks that are
+    on this machine, and for the traces of all.
+    """
     _raise_descriptor_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = _FDS_PER_RANK * case.world + _FDS_SPARE
+    descriptors = _FDS_PER_RANK * ranks_here + case.world + _FDS_SPARE
     if soft != resource.RLIM_INFINITY and descriptors > soft:
         raise CannotRunError(
             f"--world {case.world} needs about {descriptors} open files in one process and the "
             f"limit is {soft}; raise it with ulimit -n, or use fewer ranks"
         )
-    needed, available = needed_bytes(case, facts, layout), available_bytes()
+    needed = needed_bytes(case, facts, layout, ranks_here=ranks_here)
+    available = available_bytes()
     if needed > available:
         raise CannotRunError(
             f"case {case.id} needs about {_gib(needed)} GiB of memory and {_gib(available)} GiB "

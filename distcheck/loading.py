@@ -17,33 +17,86 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from distcheck.contract import Contract, Samples, Step, Workload, contract_of
+import xxhash
+
+from distcheck.cells import place_of
+from distcheck.contract import (
+    Batch,
+    Build,
+    Contract,
+    LossOf,
+    Samples,
+    Step,
+    Workload,
+)
+from distcheck.definitions import source_file as source_file
 from distcheck.errors import UsageError
+from distcheck.records import Adaptation
 
 if TYPE_CHECKING:
     import torch
 
 STRATEGY_GROUP = "distcheck.strategies"
-_STRATEGY_FORMS = "a function f(model) or f(model, step), or an object with wrap(model) or sync()"
+_NOTHING_SAID = Adaptation()
+
+
+def build_optimizer(
+    build: Build, parameters: "Iterable[torch.nn.Parameter]"
+) -> "torch.optim.Optimizer":
+    """What a strategy without a word on the optimizer leaves it to be."""
+    return build(parameters)
+
+
+def _same_module(model: "torch.nn.Module") -> "torch.nn.Module":
+    return model
+
+
+def _same_loss(loss: "torch.Tensor", step: Step) -> "torch.Tensor":
+    return loss
+
+
+def _nothing(model: "torch.nn.Module", step: Step) -> None:
+    return None
+
+
+def _no_close() -> None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedStrategy:
-    """A strategy with every optional method filled in; `file` is where it was defined."""
+    """A strategy with every optional method filled in; `file` and `line` are where it was
+    defined, 0 where no line is known.
+
+    `backward` is None where one forward and backward over the whole shard will do. `stepped` is
+    called after the optimizer's step. `update` says where gradients are final: before the `loop`
+    begins the optimizer's step; where an `optimizer` around another begins that one's; or where
+    `sync` begins it, which then takes the step itself. `note` says which form the code was taken
+    as, where it was not written for distcheck.
+    """
 
     contract: Contract
     file: str
-    wrap: "Callable[[torch.nn.Module], torch.nn.Module]"
-    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]"
-    sync: "Callable[[torch.nn.Module, Step], None]"
-    close: Callable[[], None]
+    line: int = 0
+    wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = _same_module
+    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = _same_loss
+    sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    stepped: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    close: Callable[[], None] = _no_close
+    optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
+        build_optimizer
+    )
+    backward: "Callable[[LossOf, Batch, Step], torch.Tensor] | None" = None
+    update: Literal["loop", "optimizer", "sync"] = "loop"
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +108,7 @@ class LoadedWorkload:
     sampler: Callable[[int, int, int, int, int], Sequence[int]] | None
 
 
+@cache
 def strategy_names() -> dict[str, EntryPoint]:
     """The installed strategies by name. Imports none of them."""
     return {point.name: point for point in entry_points(group=STRATEGY_GROUP)}
@@ -67,16 +121,56 @@ def workload_names() -> dict[str, str]:
     return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
 
 
-def summary_of(module: str) -> str:
-    """The first line of a module's docstring, read from its source without importing it."""
+def summary_of(module: str, name: str = "") -> str:
+    """The first line of a module's docstring, or of a function's or class's in it.
+
+    Read from its source, without importing it.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return "(cannot be found)"
     if spec is None or spec.origin is None:
         return "(cannot be found)"
-    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
+    tree = ast.parse(Path(spec.origin).read_text())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    named = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+    docstring = ast.get_docstring(named[0] if named else tree)
     return docstring.splitlines()[0] if docstring else ""
+
+
+def digest_of(what: str, spec: str) -> str:
+    """A digest of the file that a name leads to, found without importing it; "none" if it is not
+    found. Two machines that load the same bytes have the same digest.
+    """
+    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
+    registered = strategy_names() if what == "strategy" else {}
+    if place in registered:
+        place = registered[place].module
+    elif what == "workload" and place in workload_names():
+        place = workload_names()[place]
+    file = Path(place) if is_path(place) else _file_of(place)
+    try:
+        return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file is not None else "none"
+    except OSError:
+        return "none"
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a module's source is; only its top-level package is looked up, none is imported."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not rest:
+        return None if spec is None or spec.origin is None else Path(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
 
 
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
@@ -85,7 +179,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
     Needs neither torch nor an import, so that a slip of the keyboard is answered at once.
     """
     place, _, attribute = spec.partition(":")
-    if _is_path(place):
+    if is_path(place):
         if not Path(place).is_file():
             raise UsageError(f"{what} file {place} does not exist")
         if not attribute:
@@ -100,45 +194,37 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
         )
 
 
-def load_strategy(spec: str) -> LoadedStrategy:
+def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedStrategy:
     """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
-    target = _resolve("strategy", spec, strategy_names())
-    contract = contract_of(target)
-    file = _source_file(target)
-    if inspect.isclass(target):
-        target = _construct(spec, target)
-    if callable(getattr(target, "wrap", None)) or callable(getattr(target, "sync", None)):
-        sync = getattr(target, "sync", None)
-        return LoadedStrategy(
-            contract=contract,
-            file=file,
-            wrap=getattr(target, "wrap", None) or _same_module,
-            scale_loss=getattr(target, "scale_loss", None) or _same_loss,
-            sync=_adapt_sync(spec, sync) if sync is not None else _no_sync,
-            close=getattr(target, "close", None) or _no_close,
-        )
-    if not callable(target):
-        raise UsageError(
-            f"strategy {spec!r} is a {type(target).__name__}; wanted is {_STRATEGY_FORMS}"
-        )
-    return LoadedStrategy(
-        contract=contract,
-        file=file,
-        wrap=_same_module,
-        scale_loss=_same_loss,
-        sync=_adapt_sync(spec, target),
-        close=_no_close,
+    from distcheck.adapters.adapting import adapt
+    from distcheck.adapters.target import Target
+
+    before = {name: text for name, text in adaptation.variables if not text.startswith("@")}
+    target, owner, module = _resolve(
+        "strategy",
+        spec,
+        strategy_names(),
+        before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
     )
+    home = sys.modules.get(getattr(target, "__module__", None) or "", module)
+    return adapt(Target(spec, target, owner, home, adaptation), _find)
+
+
+def _find(spec: str) -> Any:
+    """The object that `@module:object` stands for."""
+    return _resolve("value", spec, {})[0]
 
 
 def load_workload(spec: str) -> LoadedWorkload:
     """Imports a workload. Raises UsageError with what is wrong and what to do."""
-    known = workload_names()
-    if spec in known:
-        target = importlib.import_module(known[spec]).workload
+    known, spec = workload_names(), place_of(spec)
+    name, _, words = spec.partition(":")
+    if name in known and (not words or name == "generated"):  # which its own name describes
+        module = importlib.import_module(known[name])
+        target = module.described(words) if words else module.workload
     else:
         check_spelling("workload", spec, known)
-        target = _resolve("workload", spec, {})
+        target, _, _ = _resolve("workload", spec, {})
     if inspect.isclass(target):
         target = _construct(spec, target)
     missing = [m for m in ("model", "loss", "optimizer") if not callable(getattr(target, m, None))]
@@ -154,7 +240,32 @@ def load_workload(spec: str) -> LoadedWorkload:
     )
 
 
-def _is_path(place: str) -> bool:
+def load_backend(spec: str) -> str:
+    """Makes a communication backend known to torch; returns torch's name for it.
+
+    A name is one of `distcheck.backends`, or torch's own. Anything else is a function that
+    registers a backend and returns its name. Raises UsageError.
+    """
+    from distcheck import backends
+
+    if ":" not in spec and not is_path(spec):
+        return backends.register(spec) if spec in backends.backend_names() else spec
+    check_spelling("backend", spec, backends.backend_names())
+    target, _, _ = _resolve("backend", spec, {})
+    wanted = "wanted is a function without arguments that registers it and returns torch's name"
+    if not callable(target):
+        raise UsageError(f"backend {spec!r} is a {type(target).__name__}; {wanted}")
+    try:
+        name = target()
+    except Exception as error:
+        raise UsageError(f"backend {spec!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"backend {spec!r} returned {name!r}; {wanted}")
+    return name
+
+
+def is_path(place: str) -> bool:
+    """Whether the part before the colon is meant as a file."""
     return place.endswith(".py") or "/" in place
 
 
@@ -167,27 +278,40 @@ def _first_definition(path: Path) -> str:
     return next((name for name in names if not name.startswith("_")), "my_sync")
 
 
-def _resolve(what: str, spec: str, registered: dict[str, EntryPoint]) -> Any:
+def _resolve(
+    what: str,
+    spec: str,
+    registered: dict[str, EntryPoint],
+    *,
+    before: Mapping[str, Any] | None = None,
+) -> tuple[Any, type | None, ModuleType]:
+    """An object, the class that it was reached through, and its module, which has the names of
+    `before` already when it begins.
+    """
     place, _, attribute = spec.partition(":")
     if not attribute and place in registered:
         point = registered[place]
         place, attribute = point.module, point.attr
     check_spelling(what, f"{place}:{attribute}" if attribute else place, registered)
-    module = _import(what, place)
+    module = _import(what, place, before or {})
     target: Any = module
+    owner: type | None = None
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise UsageError(
                 f"{what} {spec!r}: {place} has no object {attribute!r}; it defines "
                 f"{_public_names(module) or 'nothing public'}"
             )
+        owner = target if inspect.isclass(target) else None
         target = getattr(target, part)
-    return target
+    return target, owner, module
 
 
-def _import(what: str, place: str) -> ModuleType:
+def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
     try:
-        return _import_file(Path(place)) if _is_path(place) else importlib.import_module(place)
+        if is_path(place):
+            return _import_file(Path(place), before)
+        return importlib.import_module(place)
     except SyntaxError as error:
         raise UsageError(
             f"{what} file {error.filename or place} has a syntax error in line "
@@ -212,7 +336,7 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
     return f"importing {what} {place} raised {text}{where}"
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     if str(path.parent) not in sys.path:
@@ -227,25 +351,17 @@ def _import_file(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    vars(module).update(before)
     spec.loader.exec_module(module)
     return module
 
 
 def _public_names(module: ModuleType) -> str:
-    own = [
+    return ", ".join(
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
-    return ", ".join(own)
-
-
-def _source_file(target: Any) -> str:
-    try:
-        inspectable = target if inspect.isroutine(target) or inspect.isclass(target) else None
-        return inspect.getsourcefile(inspectable or type(target)) or ""
-    except TypeError:
-        return ""
+    )
 
 
 def _construct(spec: str, target: type) -> Any:
@@ -257,8 +373,8 @@ def _construct(spec: str, target: type) -> Any:
         ) from error
 
 
-def _adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
-    """Accepts f(model, step) and f(model)."""
+def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
+    """Accepts f(model, step) and f(model). Raises UsageError for anything else."""
     try:
         parameters = inspect.signature(sync).parameters.values()
     except (TypeError, ValueError):
@@ -271,7 +387,7 @@ def _adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Modu
     if keyword or len(required) > 2 or (not positional and not variadic):
         raise UsageError(
             f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
-            f"wanted is {_STRATEGY_FORMS}"
+            "wanted is sync(model) or sync(model, step)"
         )
     if takes_two:
         return sync
@@ -280,19 +396,3 @@ def _adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Modu
         sync(model)
 
     return with_model_only
-
-
-def _same_module(model: "torch.nn.Module") -> "torch.nn.Module":
-    return model
-
-
-def _same_loss(loss: "torch.Tensor", step: Step) -> "torch.Tensor":
-    return loss
-
-
-def _no_sync(model: "torch.nn.Module", step: Step) -> None:
-    return None
-
-
-def _no_close() -> None:
-    return None

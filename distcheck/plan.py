@@ -1,23 +1,27 @@
 """From what was asked for to cases, and from a case to the checks that it owes. No torch."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import msgspec
 
-from distcheck import backends, datasets, loading
+from distcheck import acceptance, backends, cells, datasets, devices, loading
+from distcheck.adapters.asked import check_adaptation
+from distcheck.cells import CELLS
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import CaseFacts
+from distcheck.naming import as_file_name, is_file_name, name_apart
 from distcheck.oracles import lattice
-from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+from distcheck.owed import Owed, PlannedCheck
+from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
+from distcheck.remarks import hardly_normalised, rounds_by_position
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-EXACT_DTYPES = ("float32", "float64")
 FULL_BATCH_LAYERS = ("S32", "S64")
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
-_MOST_DEADLINE_S = 10**6
+_MOST_DELAY = 10_000  # milliseconds
 DEFAULT_WORKLOADS = ("lattice", "cnn")
 # Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
 QUICK_IN_FLOAT64 = ("mlp", "cnn")
@@ -39,6 +43,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "gloo"
     device: str = "cpu"
     deadline_s: float = 30.0
+    adaptation: Adaptation = Adaptation()
+    loss: str = "mean"
+    accept: str | None = None
+    ranks_here: int | None = None  # of a launcher's world, on this machine
+    thorough: bool = False
+    without: tuple[str, ...] = ()  # cells
+    delays: tuple[Delay, ...] = ()
 
 
 def check_request(request: Request) -> None:
@@ -46,14 +57,21 @@ def check_request(request: Request) -> None:
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
-            f"no strategy was given; known are {known}, or give path/to/file.py:object"
+            f"no strategy was given; known are {known}, or give path/to/file.py:object, or a "
+            "matrix under [tool.distcheck] in pyproject.toml"
         )
     for spec in request.strategies:
         loading.check_spelling("strategy", spec, loading.strategy_names())
+    check_adaptation(request.adaptation, request.loss)
+    acceptance.check_asked(
+        request.accept, dtype=request.dtype, steps=request.steps, workloads=request.workloads
+    )
     for spec in request.workloads:
-        loading.check_spelling("workload", spec, loading.workload_names())
+        check_workload(spec)
+    cells.check_names(request.without)
     datasets.check_dataset(request.data)
     _check_numbers(request)
+    _check_without_data(request)
     if request.dtype is not None and request.dtype not in DTYPES:
         raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
     if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
@@ -66,8 +84,17 @@ def check_request(request: Request) -> None:
             f"backend {request.backend!r} is not available; available is "
             f"{', '.join(backends.backend_names())}"
         )
-    if request.device != "cpu":
-        raise CannotRunError(f"device {request.device!r} is not available; available is cpu")
+    if why := backends.missing(request.backend):
+        raise CannotRunError(why)
+    for world in request.worlds:
+        ranks = world if request.ranks_here is None else min(world, request.ranks_here)
+        if why := devices.missing(request.device, request.backend, ranks):
+            raise CannotRunError(why)
+
+
+def check_workload(spec: str) -> None:
+    """Raises UsageError for a name that is no workload's."""
+    loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
 def _check_numbers(request: Request) -> None:
@@ -78,21 +105,51 @@ def _check_numbers(request: Request) -> None:
     ):
         if not least <= value <= most:
             raise UsageError(f"{what} {value} is out of range; it takes {least} to {most}")
-    if not 0 < request.deadline_s <= _MOST_DEADLINE_S:
+    if not 0 < request.deadline_s <= MOST_DEADLINE_S:
         raise UsageError(
             f"--deadline-s {request.deadline_s} is out of range; it takes seconds, more than 0 and "
-            f"at most {_MOST_DEADLINE_S}"
+            f"at most {MOST_DEADLINE_S}"
         )
     if not request.worlds:
         raise UsageError("no world was given; give at least one number of ranks")
     for world in request.worlds:
+        check_delays(request.delays, max(world, 1))
         if world < 1:
             raise UsageError(f"--world {world} is no world; it needs at least 1 rank")
-        if request.batch < world:
+        shards = world - len(request.adaptation.without_data)
+        if request.batch < shards:
+            ranks = f"--world {world}" if shards == world else f"the {shards} ranks with data"
             raise UsageError(
-                f"--batch {request.batch} is smaller than --world {world}: a rank would have no "
-                f"sample; give --batch {world} or more, or fewer ranks"
+                f"--batch {request.batch} is smaller than {ranks}: a rank would have no sample; "
+                f"give --batch {shards} or more, or fewer ranks"
             )
+
+
+def _check_without_data(request: Request) -> None:
+    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    without = request.adaptation.without_data
+    if not without:
+        return
+    for world in request.worlds:
+        beyond = [rank for rank in without if not 0 <= rank < world]
+        if beyond or len(without) >= world:
+            raise UsageError(
+                f"--without-data {beyond[0]} is no rank of --world {world}; ranks are 0 to "
+                f"{world - 1}"
+                if beyond
+                else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
+            )
+    in_cells = [name for name in request.workloads if name in CELLS]
+    if request.thorough or in_cells:
+        raise UsageError(
+            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}: in a "
+            "cell every rank computes; give the usual workloads"
+        )
+    if request.accept is not None:
+        raise UsageError(
+            f"--without-data does not go with --accept {request.accept}, whose bounds are derived "
+            "for ranks that all give a gradient; leave one of the two out"
+        )
 
 
 def check_case(case: Case) -> Case:
@@ -110,8 +167,17 @@ def check_case(case: Case) -> Case:
         steps=case.steps,
         seed=case.seed,
         deadline_s=case.deadline_s,
+        adaptation=case.adaptation,
+        loss=case.loss,
+        accept=case.accept,
+        delays=case.delays,
     )
-    (planned,) = plan_cases(request)
+    alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
+    if not alike:
+        raise UsageError(
+            f"reference_device {case.reference_device!r} does not go with device {case.device!r}"
+        )
+    planned = alike[0]
     allowed = {planned.layers, ("S64",)} if case.dtype == "float64" else {planned.layers}
     if case.layers not in allowed:
         raise UsageError(
@@ -120,9 +186,20 @@ def check_case(case: Case) -> Case:
         )
     if (planned.dtype, planned.data) != (case.dtype, case.data):
         raise UsageError(f"{case.workload} does not run in {case.dtype} on {case.data}")
-    if not re.fullmatch(r"[\w.+-]+", case.id) or case.id.startswith("."):
+    if not is_file_name(case.id):
         raise UsageError(f"id {case.id!r} is no name for a file")
     return case
+
+
+def check_delays(delays: Sequence[Delay], world: int) -> None:
+    """Raises UsageError for a delay that no rank of this world could have."""
+    for delay in delays:
+        if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
+            raise UsageError(
+                f"a delay of rank {delay.rank} before collective {delay.collective} by {delay.ms} "
+                f"ms is none that a world of {world} can have: ranks count from 0, collectives "
+                f"from 0 (before backward), and milliseconds from 1 to {_MOST_DELAY}"
+            )
 
 
 def plan_cases(request: Request) -> list[Case]:
@@ -131,24 +208,63 @@ def plan_cases(request: Request) -> list[Case]:
     workloads = dict.fromkeys(request.workloads or DEFAULT_WORKLOADS)
     if request.dtype not in (None, *EXACT_DTYPES):
         workloads.pop("lattice", None)
+    if not acceptance.keeps_lattice(request.accept):
+        workloads.pop("lattice", None)
     cases = [
-        _case(request, strategy, world, workload, dtype)
+        case
         for strategy in dict.fromkeys(request.strategies)
         for world in dict.fromkeys(request.worlds)
-        for workload in workloads
-        for dtype in _dtypes(request, workload)
+        for case in [
+            *(
+                _case(request, strategy, world, workload, dtype)
+                for workload in workloads
+                for dtype in _dtypes(request, workload)
+            ),
+            *_cells(request, strategy, world, besides=workloads),
+        ]
     ]
-    ids = [case.id for case in cases]
-    return [
-        case if ids.count(case.id) == 1 else msgspec.structs.replace(case, id=f"{case.id}-{n}")
-        for n, case in enumerate(cases)
+    cases += [
+        _against_cpu(case)
+        for case in cases
+        if case.device != "cpu"
+        and case.dtype == "float32"
+        and case.workload != "lattice"
+        and acceptance.owes_full_batch(request.accept)
     ]
+    return name_apart(cases)
+
+
+def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str]) -> list[Case]:
+    """The cells of `--thorough`: float32, with batches and steps of their own."""
+    if not request.thorough:
+        return []
+    cases = []
+    for name, cell in CELLS.items():
+        own = msgspec.structs.replace(request, batch=max(cells.BATCH, world), steps=cell.steps)
+        case = _case(own, strategy, world, name, "float32")
+        left_out = "you gave --without" if name in request.without else ""
+        cases += [msgspec.structs.replace(case, left_out=left_out)] if name not in besides else []
+    return cases
+
+
+def _against_cpu(case: Case) -> Case:
+    """The same ranks on their device, held against a whole batch on the CPU: S32's bound is that of
+    two float32 sums in different orders, which is what two kinds of processor compute.
+    """
+    return msgspec.structs.replace(
+        case,
+        id=f"{case.id}-against-cpu",
+        layers=("S32",),
+        rerun=False,
+        reference_device="cpu",
+    )
 
 
 def _dtypes(request: Request, workload: str) -> list[str]:
     if request.dtype is not None:
         return [request.dtype]
-    return ["float32", "float64"] if workload in QUICK_IN_FLOAT64 else ["float32"]
+    quick = workload in QUICK_IN_FLOAT64 and acceptance.owes_full_batch(request.accept)
+    return ["float32", "float64"] if quick else ["float32"]
 
 
 def _case(request: Request, strategy: str, world: int, workload: str, dtype: str) -> Case:
@@ -160,16 +276,22 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         "bfloat16": ("X", "R"),
         "float16": ("X", "R"),
     }[dtype]
+    if not acceptance.owes_full_batch(request.accept):
+        layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
+    if workload in CELLS:
+        layers = tuple(layer for layer in layers if layer not in CELLS[workload].without)
+    own_data = {"lattice": "lattice", **dict.fromkeys(CELLS, datasets.SYNTHETIC)}
     companion = dtype == "float64" and request.dtype is None
+    suffix = "" if request.device == "cpu" else "-cuda"
     return Case(
-        id=f"{name}-w{world}-{place}-{dtype}",
+        id=as_file_name(f"{name}-w{world}-{place}-{dtype}{suffix}"),
         strategy=strategy,
         world=world,
         backend=request.backend,
         device=request.device,
         dtype=dtype,
         workload=workload,
-        data=request.data if workload != "lattice" else "lattice",
+        data=own_data.get(workload, request.data),
         data_dir=request.data_dir,
         batch=request.batch,
         steps=request.steps,
@@ -177,44 +299,20 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         deadline_s=request.deadline_s,
         layers=("lattice",) if workload == "lattice" else ("S64",) if companion else layers,
         rerun=not companion,
+        adaptation=request.adaptation,
+        loss=cast("LossName", request.loss),
+        accept=acceptance.spelled(request.accept),
+        delays=request.delays,
     )
-
-
-def notes_on(case: Case, sizes: Sequence[Sequence[int]]) -> list[str]:
-    """What a person should know about a case before reading its verdict."""
-    notes = []
-    if case.world == 1:
-        notes.append(
-            "world 1 has nothing to synchronise: it shows that the code runs and leaves the "
-            "gradients of one rank alone, nothing about scale, order or agreement"
-        )
-    if case.world == 2:
-        notes.append(
-            "world 2 cannot tell orders of summation apart: every order adds the same two numbers"
-        )
-    uneven = next((step for step in sizes if len(set(step)) > 1), None)
-    if uneven is not None:
-        shards = " + ".join(map(str, uneven))
-        notes.append(f"unequal shards ({shards}): each must count by its number of samples")
-    return notes
-
-
-class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check that a case owes, under one layer, and how much it must compare to count."""
-
-    check: str
-    layer: str
-    scope: str
-    owed: Compared
-    note: str = ""
 
 
 def plan_checks(
     case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
     """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
-    model = facts.model
-    owes = _Owed(case, model, sizes)
+    model, accepted = facts.model, acceptance.read(case.accept)
+    owes = Owed(case, facts.contract, model, sizes)
+    seen = facts.contract.sync != "out-of-sight"
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else "X"
     gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
@@ -223,18 +321,28 @@ def plan_checks(
         PlannedCheck(check="data", layer="-", scope="run", owed=owes.data()),
         PlannedCheck(check="initial state", layer="-", scope="step", owed=owes.initial()),
     ]
-    if exact or bounded:
+    local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
+    if local_sgd:
+        exact, bounded = "X", ""  # each rank's own, to the bit
+        gradient_layers = ["X"]
+    if seen and (exact or bounded):
         planned.append(owes.check("local gradients", own, model.parameters))
     planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
     if exact or bounded:
         planned.append(owes.loss(own))
     planned += [owes.loss(layer) for layer in semantic]
     updated = () if own == "lattice" else model.optimizer
-    planned.append(owes.check("parameters", own, (*model.parameters, *updated)))
+    # An update's bits are those of its own kind of device.
+    if local_sgd:
+        planned += owes.averaged(local_sgd)
+    elif case.reference_device is None and not rounds_by_position(case, facts.contract):
+        planned.append(owes.check("parameters", own, model.parameters, state=updated))
     if model.buffers and (exact or bounded):
         planned.append(owes.check("buffers", "X", model.buffers))
-    compared = (*model.parameters, *model.parameters, *model.optimizer)
-    planned.append(owes.check("agreement", "-", compared))
+    replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
+    compared = (*model.parameters, *model.parameters, *replicas)
+    if not local_sgd:
+        planned.append(owes.check("agreement", "-", compared))
     if case.rerun:
         planned.append(owes.rerun())
     note = _fallback_note(case, facts, sizes, calibration_failure)
@@ -255,14 +363,17 @@ def _layers(
         return ("X" if ordered else ""), "R", []
     exact = "X" if "X" in case.layers and ordered else ""
     # A forward pass over the whole batch would draw other random numbers than the shards did.
-    no_full_batch = facts.draws_random_numbers
+    no_full_batch = facts.draws_random_numbers or hardly_normalised(facts, sizes)
     bounded = "R" if "R" in case.layers or no_full_batch else ""
     semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]
     return exact, bounded, semantic
 
 
 def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
-    return lattice.why_not_exact(contract, dtype=case.dtype, world=case.world, shard_sizes=sizes)
+    world = len(case.with_data)
+    if case.loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes))):
+        return f"a loss of {case.loss} over {world} ranks is not exact"
+    return lattice.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
 
 
 def _fallback_note(
@@ -280,51 +391,3 @@ def _fallback_note(
             "against every rank's own draws, no full batch could repeat them"
         )
     return "; ".join(notes)
-
-
-class _Owed:
-    """How much each check must compare: everything, on every rank, at every step."""
-
-    def __init__(self, case: Case, model: ModelLayout, sizes: Sequence[Sequence[int]]) -> None:
-        self._case, self._model, self._sizes = case, model, sizes
-
-    def check(
-        self, name: str, layer: str, tensors: Sequence[TensorSpec], scope: str = "step"
-    ) -> PlannedCheck:
-        elements = sum(t.elements for t in tensors) * self._case.world * self._case.steps
-        return PlannedCheck(
-            check=name,
-            layer=layer,
-            scope=scope,
-            owed=self._all(len({t.name for t in tensors}), elements),
-        )
-
-    def loss(self, layer: str) -> PlannedCheck:
-        owed = self._all(1, self._case.world * self._case.steps)
-        return PlannedCheck(check="loss", layer=layer, scope="step", owed=owed)
-
-    def outcome(self) -> Compared:
-        return Compared(ranks=self._case.world)
-
-    def data(self) -> Compared:
-        return self._all(0, sum(map(sum, self._sizes)))
-
-    def initial(self) -> Compared:
-        tensors = (*self._model.parameters, *self._model.buffers)
-        elements = sum(t.elements for t in tensors) * self._case.world
-        return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
-
-    def rerun(self) -> PlannedCheck:
-        model, case = self._model, self._case
-        state = (*model.parameters, *model.buffers, *model.optimizer)
-        per_step = sum(t.elements for t in (*model.parameters, *model.parameters, *state))
-        before = sum(t.elements for t in state)
-        elements = case.world * (case.steps * per_step + before)
-        tensors = 2 * len(model.parameters) + len(state)
-        return PlannedCheck(
-            check="rerun", layer="-", scope="run", owed=self._all(tensors, elements)
-        )
-
-    def _all(self, tensors: int, elements: int) -> Compared:
-        case = self._case
-        return Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from distcheck import limits, plan
-from distcheck.contract import BackendAllReduce, DDPBuckets, Order
+from distcheck import limits, plan, remarks
+from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.datasets import FILE_DATASETS, ArrayDescription
-from distcheck.errors import CannotRunError
+from distcheck.errors import CannotRunError, LeftOutError, RankLostError
 from distcheck.jobs import (
     CALIBRATE,
     INSPECT,
@@ -31,6 +31,8 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
 _DEFAULT_DATA_DIR = "data"
+# Orders that are facts about a library; the others are of the strategy's own making.
+TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,16 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
         return
     fd = os.memfd_create(f"distcheck-{name}")
     try:
-        job = PrepareJob(name=name, data_dir=data_dir or _DEFAULT_DATA_DIR, download=download)
+        folder = data_dir or _DEFAULT_DATA_DIR
+        job = PrepareJob(name=name, data_dir=folder, download=download)
         description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
+        for where, other in pool.share_data(name, folder, download=download).items():
+            if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
+                raise CannotRunError(
+                    f"{where} has other files of {name} than rank 0; copy the same ones to every "
+                    "machine"
+                )
         yield Data(fd, description, about.note)
     finally:
         os.close(fd)
@@ -70,22 +79,42 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
 
 def plan_runs(
     pool: Pool, cases: Sequence[Case], facts: Sequence[CaseFacts], data: Data
-) -> list[CaseRun]:
-    """Layouts and planned checks of every case; calibrates what X relies on, once per world.
+) -> tuple[list[CaseRun], dict[str, str]]:
+    """Layouts and planned checks of every case, and the cases that are left out, with the reason;
+    calibrates what X relies on, once per world.
 
-    Raises CannotRunError for a case that does not fit on this machine.
+    Leaves a case out, with a note beside its siblings as well, where its strategy's wire could not
+    carry its numbers. Raises CannotRunError for a case that does not fit on this machine, or on
+    its backend.
     """
+    for case, about in zip(cases, facts, strict=True):
+        if about.contract.backend not in (None, case.backend):
+            raise CannotRunError(
+                f"strategy {case.strategy} works on backend {about.contract.backend} only, not on "
+                f"{case.backend}; give --backend {about.contract.backend}"
+            )
+        if about.contract.device not in (None, case.device):
+            raise CannotRunError(
+                f"strategy {case.strategy} works on device {about.contract.device} only, not on "
+                f"{case.device}; give --device {about.contract.device}"
+            )
+    left_out: list[tuple[Case, str]] = []
     calibrations: dict[tuple[str, int], Calibration] = {}
     runs = []
     for case, about in zip(cases, facts, strict=True):
-        sizes = shard_sizes(case.steps, size=about.train_size, batch=case.batch, world=case.world)
+        sizes = shard_sizes(
+            case.steps, size=about.train_size, batch=case.batch, world=len(case.with_data)
+        )
+        if reason := remarks.why_left_out(case, about, sizes):
+            left_out.append((case, reason))
+            continue
         layout = TraceLayout(
             world=case.world,
             steps=case.steps,
             max_shard=max(map(max, sizes)),
             model=about.model,
         )
-        limits.check_room(case, about, layout)
+        limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
         key = (case.backend, case.world)
         if key not in calibrations:
             calibrations[key] = _calibrate_for(pool, case, cases, facts)
@@ -97,33 +126,58 @@ def plan_runs(
         )
         run = CaseRun(case, about, about.contract, planned, layout)
         run.notes += [data.note] if data.note and case.data in FILE_DATASETS else []
-        run.notes += plan.notes_on(case, sizes)
+        run.notes += [about.note] if about.note else []
+        run.notes += remarks.notes_on(case, sizes, about.contract)
+        if remarks.hardly_normalised(about, sizes):
+            run.notes.append(remarks.HARDLY_NORMALISED)
         runs.append(run)
-    return runs
+    for case, reason in left_out:
+        _note_left_out(case, reason, runs)
+    return runs, {case.id: reason for case, reason in left_out}
+
+
+def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun]) -> None:
+    siblings = [run for run in runs if run.case.siblings == case.siblings]
+    if not siblings:
+        raise LeftOutError(
+            f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
+            f"{reason}; give another workload, or another batch"
+        )
+    for run in siblings:
+        run.notes.append(f"workload {case.workload} is left out: {reason}")
 
 
 def _calibrate_for(
     pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
 ) -> Calibration:
     """Tries the orders that any case on this world relies on, in a world of this size."""
-    orders: set[type[Order]] = set()
+    orders: dict[Order, None] = {}
     dtypes: set[str] = set()
     for other, about in zip(cases, facts, strict=True):
-        if other.world == case.world and about.contract.order is not None:
-            orders.add(type(about.contract.order))
-            dtypes.add(other.dtype)
-    tags = {BackendAllReduce: "all-reduce", DDPBuckets: "ddp-buckets"}
-    wanted = tuple(tag for order, tag in tags.items() if order in orders)
-    if not wanted or case.world == 1:
-        return Calibration(failures={})
+        alike = (other.world, other.backend) == (case.world, case.backend)
+        if alike and isinstance(about.contract.order, TO_CONFIRM):
+            orders[about.contract.order] = None
+            dtypes |= {about.contract.wire or dtype for dtype in _exchanged(other, about)}
+    # A backend that is a library of its own is tried in any case: with it, more can be amiss than
+    # `backends.missing` is able to tell.
+    if case.world == 1 or (not orders and case.backend == "gloo"):
+        return Calibration()
     return calibrate(
         pool,
         backend=case.backend,
         world=case.world,
-        orders=wanted,
+        orders=tuple(orders),
         dtypes=tuple(sorted(dtypes)),
+        device=case.device,
         deadline_s=case.deadline_s,
     )
+
+
+def _exchanged(case: Case, facts: CaseFacts) -> set[str]:
+    """The dtypes that gradients are added up in; complex numbers are added up as pairs."""
+    parts = {"complex64": "float32", "complex128": "float64"}
+    found = {parts.get(spec.dtype, spec.dtype) for spec in facts.model.parameters}
+    return found or {case.dtype}
 
 
 def calibrate(
@@ -131,14 +185,15 @@ def calibrate(
     *,
     backend: str,
     world: int,
-    orders: tuple[str, ...],
+    orders: tuple[Order, ...],
     dtypes: tuple[str, ...],
     deadline_s: float,
+    device: str = "cpu",
 ) -> Calibration:
     """Runs a calibrating world. Raises CannotRunError where not even that works."""
 
     def payload(rendezvous: Rendezvous) -> bytes:
-        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes)
+        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device)
         return msgspec.msgpack.encode(job)
 
     ranks = start_world(
@@ -153,6 +208,9 @@ def calibrate(
     run_until_over(pool, ranks)
     try:
         if not ranks.succeeded:
+            lost = [child.lost for child in ranks.children if child.lost]
+            if lost:
+                raise RankLostError(lost[0])
             why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
             if not ranks.hung:
                 unfinished = [c for c in ranks.children if c.done is None]
@@ -163,8 +221,8 @@ def calibrate(
         answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
     finally:
         ranks.close()
-    failures: dict[str, str] = {}
+    failures = dict.fromkeys(orders, "")
     for answer in answers:
-        for tag, failure in answer.failures.items():
-            failures[tag] = failures.get(tag) or failure
-    return Calibration(failures=failures)
+        for order, failure in answer.failures:
+            failures[order] = failures[order] or failure
+    return Calibration(failures=tuple(failures.items()))

@@ -1,15 +1,22 @@
 """The frozen data that the parts hand to each other. No torch, no behaviour beyond merging."""
 
 import math
+import shlex
 from typing import Any, Literal
 
 import msgspec
 
+from distcheck.aggregates import Aggregates
 from distcheck.errors import ExitCode, VerdictError
 
 VerdictName = Literal["pass", "unknown", "fail"]
-OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended"]
+OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
+LossName = Literal["mean", "mean/world", "sum/global"]
+ChangeKind = Literal["code", "machine", "software", "settings", "other"]
 Number = float | str  # a float, or "nan", "inf", "-inf", which JSON cannot write as numbers
+
+MOST_DEADLINE_S = 10**6
+EXACT_DTYPES = ("float32", "float64")  # which hold sums of a batch of small integers exactly
 
 _RANK_OF_VERDICT: dict[VerdictName, int] = {"pass": 0, "unknown": 1, "fail": 2}
 
@@ -24,6 +31,34 @@ def number(value: float) -> Number:
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
+    """How a strategy that never heard of distcheck is to be called; see `distcheck.adapters`.
+
+    form       the name of a form, or None: chosen from the signature
+    arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
+    variables  the same for names of its module
+    finish, reset  methods of a wrapper to call after backward, and after the optimizer's step
+    without_data  ranks that have no shard of the batch, such as a parameter server
+    """
+
+    form: str | None = None
+    arguments: tuple[tuple[str, str], ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    finish: str | None = None
+    reset: str | None = None
+    without_data: tuple[int, ...] = ()
+
+
+class Delay(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that is slept for `ms` milliseconds in every step of a case's first world: before
+    backward (`collective` 0), or before its n-th collective of the step, counted from 1.
+    """
+
+    rank: int
+    collective: int = 0
+    ms: int
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +79,56 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
     layers: tuple[str, ...] = ("X", "R", "S32")
     rerun: bool = True
+    reference_device: str | None = None
+    adaptation: Adaptation = Adaptation()
+    loss: LossName = "mean"
+    accept: str | None = None
+    left_out: str = ""  # why it is not to run, where the person has said so
+    delays: tuple[Delay, ...] = ()
+
+    @property
+    def siblings(self) -> tuple[str, int, str, int]:
+        """What the cases share that are shown together, and are run by one part of a plan."""
+        return self.strategy, self.world, self.backend, self.seed
+
+    @property
+    def with_data(self) -> tuple[int, ...]:
+        """The ranks that read a shard of the batch, in order: all, unless it was said otherwise."""
+        without = self.adaptation.without_data
+        return tuple(rank for rank in range(self.world) if rank not in without)
+
+    @property
+    def judged_on(self) -> str:
+        """Where references are computed and compared: on the ranks' own kind of device, unless
+        the case is there to compare with another.
+        """
+        return self.reference_device or self.device
+
+    @property
+    def adapter_words(self) -> list[str]:
+        """The options that say again how the code is to be called, and what is accepted of it."""
+        said = self.adaptation
+        words = ["--as", said.form] if said.form else []
+        for option, pairs in (("--arg", said.arguments), ("--set", said.variables)):
+            for name, value in pairs:
+                words += [option, f"{name}={value}"]
+        words += ["--finish", said.finish] if said.finish else []
+        words += ["--reset", said.reset] if said.reset else []
+        for rank in said.without_data:
+            words += ["--without-data", str(rank)]
+        words += ["--loss", self.loss] if self.loss != "mean" else []
+        return words + (["--accept", self.accept] if self.accept else [])
+
+    @property
+    def command_line(self) -> str:
+        """What runs the case's cell from its strategy's code alone, on any machine."""
+        words = ["distcheck", "verify", "--strategy", self.strategy, "--world", str(self.world)]
+        words += ["--workload", self.workload, "--dtype", self.dtype, "--batch", str(self.batch)]
+        words += ["--steps", str(self.steps), "--seed", str(self.seed), "--backend", self.backend]
+        words += ["--device", self.device] if self.device != "cpu" else []
+        words += ["--data", self.data] if self.data != "lattice" else []
+        words += ["--data-dir", self.data_dir] if self.data_dir else []
+        return shlex.join([*words, *self.adapter_words])
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +155,28 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[TensorSpec, ...]
 
 
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a rank entered, as torch's flight recorder has it: its number within the group,
+    and whether it was seen to complete.
+    """
+
+    number: int
+    name: str
+    shapes: str
+    group: str = ""
+    point_to_point: bool = False
+    finished: bool = True
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank ended. `detail` is for a person: a traceback, a signal, a stack."""
+    """How one rank ended. `detail` is for a person: a traceback, a signal, a stack; `collectives`
+    are the last that it entered, where it could be asked.
+    """
 
     rank: int
     outcome: OutcomeName
     detail: str = ""
+    collectives: tuple[Collective, ...] = ()
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +205,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     bound: Number
     ulp: int | None = None
     unit: str = "absolute"
+    actual_bits: str = ""
+    expected_bits: str = ""
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +219,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     worst: Difference | None = None
     first: Difference | None = None
     reason: str = ""
+    aggregates: Aggregates = Aggregates()
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,11 +230,22 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     suggestion: str
 
 
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--accept` has changed: `widened`, what is owed now and by what bound; `not_owed`, what
+    a pass therefore no longer shows.
+    """
+
+    kind: str
+    widened: str
+    not_owed: tuple[str, ...]
+
+
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, how its ranks ended, and what every check said."""
 
     case: Case
     strategy_file: str
+    strategy_line: int = 0  # where it is defined there; 0: not known
     verdict: VerdictName
     outcomes: tuple[Outcome, ...]
     checks: tuple[CheckResult, ...]
@@ -138,6 +253,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     timings_s: dict[str, float] = {}
     replay: str = ""
     notes: tuple[str, ...] = ()
+    accepted: Allowance | None = None
 
     @property
     def ranks_failed(self) -> bool:
@@ -145,11 +261,64 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(outcome.outcome != "finished" for outcome in self.outcomes)
 
 
+class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of the whole plan, and the part of it (1 to `RunPlan.shards`) that is to run it."""
+
+    id: str
+    strategy: str
+    world: int
+    backend: str
+    device: str
+    dtype: str
+    workload: str
+    seed: int
+    shard: int = 1
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was planned, of which a report holds part `shard` of `shards`; 0: every part.
+
+    `digest` is that of the cases and of the files that they name: parts of one plan share it.
+    """
+
+    digest: str
+    shard: int
+    shards: int
+    cases: tuple[PlannedCase, ...]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is not what it was when an earlier run was made; of code, the digests."""
+
+    kind: ChangeKind
+    name: str
+    then: str
+    now: str
+
+    def __str__(self) -> str:
+        if self.kind == "code":
+            return f"the code of {self.name} has changed"
+        return f"{self.name} was {shlex.quote(self.then)} and is {shlex.quote(self.now)}"
+
+
+class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
+    """The last run that was kept and passed with the same strategies, and what has changed."""
+
+    run: str
+    changes: tuple[Change, ...]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over all cases. `distcheck.reports` turns it into text or JSON."""
+    """The verdict over all cases. `distcheck.reports` turns it into text or JSON.
+
+    `left_out` holds the cases that have nothing to show for their strategy, each with the reason.
+    """
 
     environment: dict[str, Any]
     cases: tuple[CaseReport, ...]
+    plan: RunPlan | None = None
+    left_out: dict[str, str] = {}
+    since_green: SinceGreen | None = None
     saved_to: str | None = None
     save_error: str = ""
     interrupted: bool = False

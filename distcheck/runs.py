@@ -1,16 +1,19 @@
 """What the commands `verify`, `replay` and `recheck` do around a verification: show and keep."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from distcheck.errors import CannotRunError
-from distcheck.records import Case, Report
-from distcheck.reports.json_report import render_json
+from distcheck.errors import DistcheckError, ExitCode
+from distcheck.hosting import dismiss, front_pool
+from distcheck.launchers.launch import Launch
+from distcheck.outputs import check_outputs, write_outputs
+from distcheck.provenance import Provenance
+from distcheck.records import Case, Report, RunPlan
 from distcheck.reports.live import LiveProgress
-from distcheck.reports.terminal import console_for, render
+from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store import Store
 from distcheck.verification import Interrupted, recheck, run_cases
 from distcheck.worlds.pool import Pool
@@ -20,57 +23,76 @@ def verify_command(
     cases: Sequence[Case],
     *,
     save: str | None,
-    json_file: str | None,
+    files: Mapping[str, str],
     verbose: bool,
     quiet: bool,
     download: bool = False,
+    launch: Launch | None = None,
+    made: Mapping[str, Provenance] | None = None,
+    whole: RunPlan | None = None,
 ) -> int:
-    """Runs cases and shows the report; returns the exit code."""
-    check_writable(json_file)
-    keep = Store.by_default() if save is None else Store.at(Path(save))
+    """Runs cases, `whole` or a part of it, and shows the report; returns the exit code."""
+    check_outputs(files)
+    keep = Store.by_default() if save is None else Store.at(Path(save), launch)
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
-        return run_cases(cases, pool=pool, keep=keep, listener=listener, download=download)
+        return run_cases(
+            cases,
+            pool=pool,
+            keep=keep,
+            listener=listener,
+            download=download,
+            made=made,
+            whole=whole,
+        )
 
     try:
-        return _show(run, json_file=json_file, verbose=verbose, quiet=quiet)
+        pool = front_pool(launch, cases)
+        return _show(run, pool, files=files, verbose=verbose, quiet=quiet)
     except BaseException:
         if keep is not None:
             keep.discard_if_unused()
         raise
 
 
-def recheck_command(folder: str, *, json_file: str | None, verbose: bool, quiet: bool) -> int:
+def recheck_command(folder: str, *, files: Mapping[str, str], verbose: bool, quiet: bool) -> int:
     """Judges a saved run again and shows the report; returns the exit code."""
-    check_writable(json_file)
+    check_outputs(files)
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
         return recheck(Path(folder), pool=pool, listener=listener)
 
-    return _show(run, json_file=json_file, verbose=verbose, quiet=quiet)
+    return _show(run, Pool(), files=files, verbose=verbose, quiet=quiet)
 
 
 def _show(
     run: Callable[[Pool, LiveProgress], Report],
+    pool: Pool,
     *,
-    json_file: str | None,
+    files: Mapping[str, str],
     verbose: bool,
     quiet: bool,
 ) -> int:
-    pool = Pool()
-    interrupted = False
     try:
         with LiveProgress(Console(stderr=True, quiet=quiet)) as listener:
             report = run(pool, listener)
     except Interrupted as interruption:
-        report, interrupted = interruption.report, True
+        report = interruption.report
+        dismiss(pool, int(report.exit_code), "interrupted")
+    except DistcheckError as error:
+        dismiss(pool, int(error.exit_code), str(error))
+        raise
+    except BaseException:
+        dismiss(pool, int(ExitCode.INTERRUPTED), "interrupted")
+        raise
+    else:
+        dismiss(pool, int(report.exit_code), summarize(report))
     finally:
         pool.close()
-    if json_file != "-":
+    if "-" not in files.values():
         render(report, console_for(), verbose=verbose, quiet=quiet)
-    if json_file is not None:
-        write_text(json_file, render_json(report))
-    if interrupted:
+    write_outputs(files, report)
+    if report.interrupted:
         judged = sum(case.verdict != "unknown" for case in report.cases)
         click.echo(
             f"distcheck: interrupted after {judged} of {len(report.cases)} cases; "
@@ -78,30 +100,9 @@ def _show(
             err=True,
         )
     elif report.save_error:
-        click.echo(f"distcheck: {report.save_error}", err=True)
+        click.echo(
+            f"distcheck: {report.save_error}; the verdict above stands, free some space or save "
+            "elsewhere",
+            err=True,
+        )
     return int(report.exit_code)
-
-
-def check_writable(path: str | None) -> None:
-    """Raises before anything runs: a verdict that cannot be written is a verdict lost."""
-    if path is None or path == "-":
-        return
-    there = Path(path).exists()
-    try:
-        with Path(path).open("a"):
-            pass
-        if not there:
-            Path(path).unlink()
-    except OSError as error:
-        raise CannotRunError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a file, or standard output for "-". Raises CannotRunError."""
-    if path == "-":
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise CannotRunError(f"--json {path} cannot be written: {error.strerror}") from error

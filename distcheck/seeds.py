@@ -18,6 +18,8 @@ PINNED_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "VECLIB_MAXIMUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
+    # cuBLAS sums in one order only if it may not choose its workspace (and so its algorithm) anew.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 
@@ -54,6 +56,10 @@ def pin_determinism() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    # TensorFloat-32 keeps 10 bits of every factor: no bound of float32's holds with it.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def describe_settings() -> dict[str, Any]:

@@ -16,11 +16,14 @@ from typing import Protocol
 
 import msgspec
 
-from distcheck import limits
+from distcheck import diagnosis, limits
+from distcheck.cells import CELLS
 from distcheck.contract import Contract
-from distcheck.errors import CannotRunError
-from distcheck.jobs import JUDGE, RECORD, CaseFacts, JudgeJob, RecordJob
-from distcheck.plan import FULL_BATCH_LAYERS, PlannedCheck
+from distcheck.diagnosis.facts import Facts
+from distcheck.errors import CannotRunError, ExitCode
+from distcheck.jobs import JUDGE, OBSERVE, RECORD, CaseFacts, JudgeJob, ObserveJob, RecordJob
+from distcheck.owed import PlannedCheck
+from distcheck.plan import FULL_BATCH_LAYERS
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.traces.layout import TraceLayout, steps_written
 from distcheck.worlds import blame
@@ -28,9 +31,11 @@ from distcheck.worlds.launch import end_now, error_of, start_job, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
 
 _MOST_JUDGES = 16
+_MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
@@ -70,6 +75,7 @@ class CaseRun:
     outcomes: list[Outcome] = field(default_factory=list)
     rerun_outcomes: list[Outcome] = field(default_factory=list)
     results: list[CheckResult] = field(default_factory=list)
+    seen: Facts | None = None  # what a closer look at a failed case has measured
     timings_s: dict[str, float] = field(default_factory=dict)
     judges_left: int = 0
     worlds_left: int = 0
@@ -90,6 +96,7 @@ class _Judging:
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     whole_run: bool
+    closer_look: bool = False
 
 
 class Session:
@@ -150,21 +157,23 @@ class Session:
         """Whether another judge may start: there are processes and, as far as known, memory."""
         if not self._judges:
             return True
+        if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
+            return False
         needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
         return len(self._judges) < self._most_judges and limits.available_bytes() > 2 * needed
 
     def _start_ranks(self, run: CaseRun, *, again: bool) -> World:
-        case, fds = run.case, []
+        case = run.case
         fd = _new_trace(run.layout)
-        fds.append(fd)
         if again:
             run.rerun_fd = fd
         else:
             run.trace_fd = fd
+        fds = [_shared_trace(run, again=again)]
         if self._data_fd is not None:
-            fds.append(self._data_fd)
+            fds.append(Shared(fd=self._data_fd, kind="data"))
         if again:
-            fds.append(run.trace_fd)
+            fds.append(_shared_trace(run, again=False))
 
         def payload(rendezvous: Rendezvous) -> bytes:
             job = RecordJob(
@@ -212,6 +221,9 @@ class Session:
                 f"{len(unstarted)} of {run.case.world} ranks could not be started "
                 f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
             )
+        refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
+        if refused:  # what cannot be adapted may show only when it is called
+            raise error_of(refused[0])
         if again:
             run.rerun_outcomes = outcomes
         else:
@@ -242,10 +254,12 @@ class Session:
                 run.judges_left += 1
 
     def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
-        """Steps per judge. The lattice trains on from its own beginning, so it is not shared."""
+        """Steps per judge. The lattice trains on from its own beginning, so it is not shared; a
+        cell is judged sooner than a judge is started.
+        """
         if steps == 0:
             return []
-        if "lattice" in run.case.layers:
+        if "lattice" in run.case.layers or run.case.workload in CELLS:
             return [tuple(range(steps))]
         judges = min(steps, self._most_judges)
         bounds = [steps * k // judges for k in range(judges + 1)]
@@ -260,6 +274,8 @@ class Session:
 
     def _start_judge(self, judging: _Judging) -> World:
         run = judging.run
+        if judging.closer_look:
+            return self._start_closer_look(run)
         has_rerun = judging.whole_run and run.rerun_fd >= 0
         fds = [run.trace_fd]
         fds += [self._data_fd] if self._data_fd is not None else []
@@ -279,6 +295,24 @@ class Session:
             self._pool, target=JUDGE, payload=payload, fds=fds, deadline_s=_JUDGE_DEADLINE_S
         )
 
+    def _start_closer_look(self, run: CaseRun) -> World:
+        fds = [run.trace_fd] + ([self._data_fd] if self._data_fd is not None else [])
+        job = ObserveJob(
+            case=run.case,
+            contract=run.contract,
+            layout=run.layout,
+            description=self._description,
+            steps=diagnosis.steps_to_look_at(run.results),
+            failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
+            has_data=self._data_fd is not None,
+            draws_random_numbers=run.facts.draws_random_numbers,
+            takes_loss=run.facts.takes_loss,
+        )
+        payload = msgspec.msgpack.encode(job)
+        return start_job(
+            self._pool, target=OBSERVE, payload=payload, fds=fds, deadline_s=_JUDGE_DEADLINE_S
+        )
+
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
             world, judging = entry
@@ -288,16 +322,34 @@ class Session:
             self._judges.remove(entry)
             run = judging.run
             spent = time.monotonic() - world.begun
-            run.timings_s["judge"] = run.timings_s.get("judge", 0.0) + spent
-            run.results += self._judged(world, judging)
+            what = "closer look" if judging.closer_look else "judge"
+            run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
+            if judging.closer_look:
+                run.seen = self._seen(world, run)
+            else:
+                run.results += self._judged(world, judging)
+                self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
             world.close()
             run.judges_left -= 1
-            self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
-            if run.judges_left == 0 and run.worlds_left == 0:
+            if run.judges_left == 0 and run.worlds_left == 0 and not self._looks_closer(run):
                 run.finished = True
                 self._on_finished(run)
                 run.close()
                 self._listener.finished(run.case)
+
+    def _looks_closer(self, run: CaseRun) -> bool:
+        """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
+        if run.seen is not None or not diagnosis.worth_a_look(run.results):
+            return False
+        self._judgings.append(_Judging(run, (), (), whole_run=True, closer_look=True))
+        run.judges_left += 1
+        return True
+
+    @staticmethod
+    def _seen(world: World, run: CaseRun) -> Facts:
+        if world.succeeded:
+            return msgspec.msgpack.decode(world.results[0], type=Facts)
+        return Facts(world=run.case.world, trouble=str(error_of(world.children[0])))
 
     @staticmethod
     def _judged(world: World, judging: _Judging) -> list[CheckResult]:
@@ -314,6 +366,16 @@ class Session:
         if self._world is not None:
             worlds.append(self._world[0])
         end_now(self._pool, *worlds)
+
+
+def _shared_trace(run: CaseRun, *, again: bool) -> Shared:
+    return Shared(
+        fd=run.rerun_fd if again else run.trace_fd,
+        kind="trace",
+        key=f"{run.case.id}, {'rerun' if again else 'first run'}",
+        size=run.layout.total_bytes,
+        regions=run.layout.regions_of,
+    )
 
 
 def _new_trace(layout: TraceLayout) -> int:

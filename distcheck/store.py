@@ -2,16 +2,21 @@
 
     cases/CASE.json                 written before the case starts: `distcheck replay` takes it
     report.json                     the verdict, as `--json` writes it
+    launch.json, finished/CASE.json under a launcher that may start everything anew: which run this
+                                    is, and the reports of cases that need not be run again
     traces/CASE/about.json          what `distcheck recheck` needs besides the traces
     traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py
 
 With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
-cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs.
+cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs; with all
+traces where it is `distcheck compare` that runs.
 """
 
+import contextlib
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,11 @@ import psutil
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
-from distcheck.plan import PlannedCheck, check_case
-from distcheck.records import Case, Outcome
+from distcheck.launchers.launch import Launch
+from distcheck.owed import PlannedCheck
+from distcheck.plan import check_case
+from distcheck.provenance import Provenance
+from distcheck.records import Case, CaseReport, Outcome
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
@@ -42,56 +50,108 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     rerun_outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
     environment: dict[str, Any]
+    digests: dict[str, str] = {}
+
+    @property
+    def made(self) -> Provenance:
+        """Where it was run."""
+        return Provenance(environment=self.environment, digests=self.digests)
+
+
+class _Made(msgspec.Struct, frozen=True):
+    made: Provenance | None = None
 
 
 class Store:
     """Where one run is kept. Created empty; raises before anything runs if it cannot be."""
 
-    def __init__(self, folder: Path, *, keep_everything: bool) -> None:
+    def __init__(self, folder: Path, *, keep_everything: bool, run: str = "") -> None:
         self.folder = folder
+        self._run = run
         self.keep_everything = keep_everything
         self._made_folder = not folder.exists()
 
     @classmethod
-    def at(cls, folder: Path) -> "Store":
-        """A run directory that the person named: everything is kept.
+    def at(cls, folder: Path, launch: Launch | None = None) -> "Store":
+        """A run directory that the person named: everything is kept. Where `launch` is a restart
+        of the run that made it, that run is taken up.
 
         Raises UsageError for a folder that holds something else, CannotRunError where it
         cannot be written.
         """
+        run = "" if launch is None else launch.run
+        if launch is not None and _takes_up(folder, launch):
+            return cls(folder, keep_everything=True, run=run)
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--save {folder} is a file; give a folder that is new or empty")
+            raise UsageError(f"{folder} is a file; give a folder that is new or empty")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"--save {folder} is not empty; give a folder that is new or empty")
-        store = cls(folder, keep_everything=True)
+            raise UsageError(f"{folder} is not empty; give a folder that is new or empty")
+        store = cls(folder, keep_everything=True, run=run)
         store._make()
+        if run:
+            (folder / "launch.json").write_bytes(msgspec.json.encode({"run": run}))
         return store
 
     @classmethod
     def by_default(cls) -> "Store | None":
         """A folder of this run's own in `.distcheck/`; None where that cannot be written."""
+        try:
+            return cls.of_own(keep_everything=False)
+        except CannotRunError:
+            return None
+
+    @classmethod
+    def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
+        """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
+        `spare`. Raises CannotRunError where that cannot be written.
+        """
         runs = DEFAULT_FOLDER / "runs"
         name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-        store = cls(runs / name, keep_everything=False)
+        store = cls(runs / name, keep_everything=keep_everything)
+        store._make()
         try:
-            store._make()
             (DEFAULT_FOLDER / ".gitignore").write_text("*\n")
             for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
-                if old != store.folder and not _is_running(old.name):
+                if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
                     shutil.rmtree(old, ignore_errors=True)
-        except (OSError, CannotRunError):
-            return None
+        except OSError as error:
+            raise CannotRunError(f"{DEFAULT_FOLDER} cannot be written: {error.strerror}") from error
         return store
 
     def case_file(self, case: Case) -> Path:
         """Where a case is, or will be."""
         return self.folder / "cases" / f"{case.id}.json"
 
-    def write_case(self, case: Case) -> None:
-        """Writes a case down; before it runs, so that what crashes can be replayed."""
+    def write_case(self, case: Case, made: Provenance | None = None) -> None:
+        """Writes a case down; before it runs, so that what crashes can be replayed, and again
+        with where it is run once that is known.
+        """
         path = self.case_file(case)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
+        about = {} if made is None else {"made": made}
+        text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
+        path.write_bytes(msgspec.json.format(text) + b"\n")
+
+    def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
+        """The reports, by case, of what an earlier start of this run has finished."""
+        found = {}
+        for case in cases if self._run else ():
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                data = (self.folder / "finished" / f"{case.id}.json").read_bytes()
+                report = msgspec.json.decode(data, type=CaseReport)
+                if report.case == case:
+                    found[case.id] = report
+        return found
+
+    def write_finished(self, report: CaseReport) -> None:
+        """Notes a case that need not be run again, if this run may be started again."""
+        if not self._run or any(o.outcome == "lost" for o in report.outcomes):
+            return
+        path = self.folder / "finished" / f"{report.case.id}.json"
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(report))
+        draft.replace(path)
 
     def check_space(self, total_bytes: int) -> None:
         """Raises CannotRunError when traces of this size do not fit."""
@@ -100,7 +160,7 @@ class Store:
         free = shutil.disk_usage(self.folder).free
         if total_bytes > free:
             raise CannotRunError(
-                f"--save {self.folder} needs about {total_bytes / 2**20:.0f} MiB and "
+                f"{self.folder} needs about {total_bytes / 2**20:.0f} MiB and "
                 f"{free / 2**20:.0f} MiB are free there; free some space or save elsewhere"
             )
 
@@ -125,7 +185,7 @@ class Store:
 
     def discard_if_unused(self) -> None:
         """Removes what was made for a run that never began: its folder holds only cases."""
-        if not (self.folder / "report.json").exists() and not (self.folder / "traces").exists():
+        if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
             gone = self.folder if self._made_folder else self.folder / "cases"
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -141,8 +201,21 @@ class Store:
             probe.unlink()
         except OSError as error:
             raise CannotRunError(
-                f"{self.folder} cannot be written: {error.strerror}; save elsewhere"
+                f"{self.folder} cannot be written: {error.strerror}; save elsewhere, or run in a "
+                "folder that can be written"
             ) from error
+
+
+def _takes_up(folder: Path, launch: Launch) -> bool:
+    """Whether a folder was made by an earlier start of the same run. torchrun calls every run
+    "none" that was given no name, so that only its count of restarts can tell.
+    """
+    try:
+        made_by = msgspec.json.decode((folder / "launch.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return False
+    same = bool(launch.run) and made_by == {"run": launch.run}
+    return same and (launch.restarts > 0 or launch.run != "none")
 
 
 def _is_running(name: str) -> bool:
@@ -151,9 +224,21 @@ def _is_running(name: str) -> bool:
     return pid.isdecimal() and psutil.pid_exists(int(pid))
 
 
+def _is_within(path: Path | None, folder: Path) -> bool:
+    return path is not None and path.resolve().is_relative_to(folder.resolve())
+
+
 def stored_bytes(fd: int) -> int:
     """What a sparse trace really takes up."""
     return os.fstat(fd).st_blocks * 512
+
+
+def latest_run() -> Path:
+    """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
+    runs = sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
+    if not runs:
+        raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of one")
+    return runs[-1]
 
 
 def saved_cases(folder: Path) -> list[Path]:
@@ -172,10 +257,26 @@ def read_case(path: Path) -> Case:
         return check_case(msgspec.json.decode(path.read_bytes(), type=Case))
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} is not a case file: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path} is not a case that can run: {error}") from error
+
+
+def read_provenance(path: Path) -> Provenance | None:
+    """Where the case of a file was run when it was saved; None where it did not come to that."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Made).made
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_about(folder: Path) -> SavedCase:
+    """A saved case without its traces. Raises UsageError where it is damaged."""
+    try:
+        return msgspec.json.decode((folder / "about.json").read_bytes(), type=SavedCase)
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
 def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
@@ -183,10 +284,7 @@ def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
 
     Raises UsageError where files are missing or damaged.
     """
-    try:
-        saved = msgspec.json.decode((folder / "about.json").read_bytes(), type=SavedCase)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+    saved = read_about(folder)
     case, layout = saved.case, saved.layout
     runs = sorted(folder.glob("run-*"))
     if not runs:

@@ -12,15 +12,18 @@ import click
 import msgspec
 
 from distcheck import plan, preparation
-from distcheck.errors import ExitCode, UsageError
+from distcheck.errors import DistcheckError, ExitCode, UsageError
+from distcheck.hosting import dismiss, front_pool
 from distcheck.jobs import TRAIN, EpochFigures, RunningLoss, TrainJob
+from distcheck.launchers.launch import Launch
+from distcheck.outputs import check_writable, write_text
 from distcheck.plan import Request
 from distcheck.records import Case
-from distcheck.runs import check_writable, write_text
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.shares import Shared
 
 SCHEMA = "distcheck.training/1"
 
@@ -36,32 +39,24 @@ def train_command(
     log_every: int,
     json_file: str | None,
     download: bool,
+    launch: Launch | None = None,
     **options: Any,
 ) -> int:
     """Trains and prints a line per epoch; returns the exit code."""
-    if epochs < 1 or (steps is not None and steps < 1) or log_every < 0:
-        raise UsageError("--epochs and --steps must be at least 1, --log-every at least 0")
-    if strategy is None and world not in (None, 1):
-        raise UsageError(f"--world {world} needs a --strategy; without one a process trains alone")
-    size = world or (4 if strategy else 1)
-    request = Request(
-        strategies=(strategy or "allreduce",),
-        worlds=(size,),
-        workloads=(workload,),
-        dtype=dtype,
-        steps=1,
-        **options,
-    )
-    (case,) = plan.plan_cases(request)
-    if workload == "lattice":
-        raise UsageError("lattice has no accuracy to train for; use mlp, cnn or vgg11")
-    case = msgspec.structs.replace(case, strategy=strategy or "")
+    case = plan_training(
+        strategy=strategy, world=world, workload=workload, epochs=epochs, steps=steps,
+        dtype=dtype, log_every=log_every, **options,
+    )  # fmt: skip
     check_writable(json_file)
-    pool = Pool()
+    pool = front_pool(launch, [case])
     try:
         table, failure = _train(
             pool, case, epochs=epochs, steps=steps, log_every=log_every, download=download
         )
+        dismiss(pool, int(ExitCode.RANK_FAILED if failure else ExitCode.PASS), failure)
+    except DistcheckError as error:
+        dismiss(pool, int(error.exit_code), str(error))
+        raise
     finally:
         pool.close()
     if failure:
@@ -71,6 +66,39 @@ def train_command(
         document = {"schema": SCHEMA, "case": case, "epochs": table}
         write_text(json_file, msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
     return int(ExitCode.PASS)
+
+
+def plan_training(
+    *,
+    strategy: str | None,
+    world: int | None,
+    workload: str,
+    epochs: int,
+    steps: int | None,
+    dtype: str,
+    log_every: int,
+    **options: Any,
+) -> Case:
+    """What is to be trained, as a case. Raises UsageError or CannotRunError."""
+    if epochs < 1 or (steps is not None and steps < 1) or log_every < 0:
+        raise UsageError("--epochs and --steps must be at least 1, --log-every at least 0")
+    if strategy is None and world not in (None, 1):
+        raise UsageError(f"--world {world} needs a --strategy; without one a process trains alone")
+    if options["adaptation"].without_data:
+        raise UsageError("train gives every rank a shard; --without-data is for distcheck verify")
+    size = world or (4 if strategy else 1)
+    request = Request(
+        strategies=(strategy or "allreduce",),
+        worlds=(size,),
+        workloads=(workload,),
+        dtype=dtype,
+        steps=1,
+        **options,
+    )
+    case = plan.plan_cases(request)[0]  # on a GPU, others are there to be compared
+    if workload == "lattice":
+        raise UsageError("lattice has no accuracy to train for; use mlp, cnn or vgg11")
+    return msgspec.structs.replace(case, strategy=strategy or "")
 
 
 def _train(
@@ -110,7 +138,7 @@ def _train(
             backend=case.backend,
             size=case.world,
             payload=payload,
-            fds=[data.fd] if data.fd is not None else [],
+            fds=[Shared(fd=data.fd, kind="data")] if data.fd is not None else [],
             deadline_s=case.deadline_s,
         )
         for child in world.children:

@@ -5,10 +5,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distcheck import diagnosis
+from distcheck import acceptance, diagnosis
+from distcheck.aggregates import merge_aggregates
+from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
-from distcheck.plan import PlannedCheck
-from distcheck.records import CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.owed import PlannedCheck
+from distcheck.records import (
+    CaseReport,
+    CheckResult,
+    Compared,
+    Outcome,
+    VerdictName,
+    merge_verdicts,
+)
 from distcheck.session import CaseRun
 
 # Settings and versions that the bits of a float computation depend on.
@@ -19,17 +28,30 @@ def report_of(run: CaseRun, *, replay: str) -> CaseReport:
     """The report of a case that is finished, or that was interrupted."""
     outcomes = _decisive(run)
     results = _mark_consequences(_results(run, outcomes))
+    verdict = merge_verdicts([result.verdict for result in results])
     return CaseReport(
         case=run.case,
         strategy_file=run.facts.strategy_file,
-        verdict=merge_verdicts([result.verdict for result in results]),
+        strategy_line=run.facts.strategy_line,
+        verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
-        diagnosis=tuple(diagnosis.diagnose(outcomes, results)),
+        diagnosis=tuple(diagnosis.diagnose(outcomes, results, run.seen)),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
-        notes=tuple(run.notes),
+        accepted=acceptance.describe(run.case),
+        notes=(*run.notes, *_about_cell(run.case.workload, verdict)),
     )
+
+
+def _about_cell(workload: str, verdict: VerdictName) -> list[str]:
+    """What a cell is about, for whoever has to look at it."""
+    if workload not in CELLS or verdict == "pass":
+        return []
+    return [
+        f"{workload} is a cell in which {CELLS[workload].about}; if this need not work, give "
+        f"--without {workload}, or decline it in the contract"
+    ]
 
 
 def allow_for_machine(
@@ -62,7 +84,7 @@ def _decisive(run: CaseRun) -> list[Outcome]:
     """The outcomes of the run that failed, the first of the two if none did."""
     if any(o.outcome != "finished" for o in run.rerun_outcomes):
         return [
-            Outcome(rank=o.rank, outcome=o.outcome, detail=f"in the rerun: {o.detail}")
+            msgspec.structs.replace(o, detail=f"in the rerun: {o.detail}")
             if o.outcome != "finished"
             else o
             for o in run.rerun_outcomes
@@ -82,7 +104,10 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
         found = parts.get((planned.check, planned.layer))
         if found:
             found.sort(key=lambda part: part.first.step if part.first else 0)
-            merged = merge_results(found)
+            merged = msgspec.structs.replace(
+                merge_results(found),
+                aggregates=merge_aggregates([part.aggregates for part in found]),
+            )
         else:
             merged = CheckResult(
                 check=planned.check,

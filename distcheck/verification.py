@@ -13,20 +13,25 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from distcheck import limits, plan, preparation, store, verdicts
+from distcheck.adapters.asked import adaptation_of
 from distcheck.datasets import SYNTHETIC
-from distcheck.errors import DistcheckError, UsageError
+from distcheck.errors import DistcheckError, MembershipError, UsageError
+from distcheck.greens import since_last_green
 from distcheck.plan import Request
-from distcheck.records import Case, CaseReport, Report
+from distcheck.provenance import Provenance, changes_for_bits, provenance_of
+from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen
 from distcheck.session import CaseRun, Listener, Session
 from distcheck.store import SavedCase, Store
 from distcheck.worlds.pool import Pool
+
+_DELAY = ("rank", "collective", "ms")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +70,17 @@ def verify(
     seed: int = 0,
     dtype: str | None = None,
     deadline_s: float = 30.0,
+    form: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    finish: str | None = None,
+    reset: str | None = None,
+    without_data: Sequence[int] = (),
+    loss: str = "mean",
+    accept: str | None = None,
+    thorough: bool = False,
+    without: Sequence[str] = (),
+    delays: Sequence[tuple[int, int, int]] = (),
     save: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
@@ -74,6 +90,12 @@ def verify(
     world       number of ranks, or several to try
     workload    names of workloads; by default lattice and cnn
     batch       samples per step, over all ranks
+    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
+    without_data  ranks without a shard of the batch, such as a parameter server
+    accept      as --accept: what differs by design, such as "low-precision:bf16"
+    thorough    all cells as well, but for those named in `without`
+    delays      (rank, collective, ms): ranks to slow down in the first of the two worlds, before
+                their n-th collective of every step, or before backward (0)
     save        folder for cases, traces and the report; nothing is written without it
 
     Returns the report; `report.raise_for_verdict()` turns anything but a pass into an
@@ -92,15 +114,27 @@ def verify(
         "seed": seed,
         "dtype": dtype,
         "deadline_s": deadline_s,
+        "adaptation": adaptation_of(
+            form, arguments or {}, variables or {}, finish, reset, without_data
+        ),
+        "loss": loss,
+        "accept": accept,
+        "thorough": thorough,
+        "without": (without,) if isinstance(without, str) else tuple(without),
+        "delays": [dict(zip(_DELAY, delay, strict=False)) for delay in delays],
     }
     try:
         request = msgspec.convert(asked, Request)
     except msgspec.ValidationError as error:
         raise UsageError(f"verify() was given something else than it takes: {error}") from None
     cases = plan.plan_cases(request)
-    keep = None if save is None else Store.at(Path(save))
+    return verify_cases(cases, keep=None if save is None else Store.at(Path(save)))
+
+
+def verify_cases(cases: Sequence[Case], *, keep: Store | None = None) -> Report:
+    """Runs and judges cases on this process's own pool, as `verify` does."""
     with _pool_lock:
-        pool = _shared_pool()
+        pool = shared_pool()
         try:
             return run_cases(cases, pool=pool, keep=keep)
         except DistcheckError:
@@ -117,26 +151,45 @@ def run_cases(
     keep: Store | None = None,
     listener: Listener | None = None,
     download: bool = False,
+    made: Mapping[str, Provenance] | None = None,
+    whole: RunPlan | None = None,
 ) -> Report:
-    """Runs and judges cases. Raises Interrupted, with what there is, on Ctrl-C."""
+    """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
+    were run before. Raises Interrupted, with what there is, on Ctrl-C.
+    """
     listener = listener or Silent()
     listener.preparing("importing torch")
     pool.open()
     if keep is not None:
         for case in cases:
             keep.write_case(case)
-    pool.wait_ready()
+    try:
+        pool.wait_ready()
+    except MembershipError as error:
+        return _nothing_verified(cases, str(error), whole)
     data_name = next((c.data for c in cases if c.data != "lattice"), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
+        environment = {**facts.environment, **pool.describe()}
+        here = {case.id: provenance_of(case, environment) for case in cases}
+        if keep is not None:
+            for case in cases:
+                keep.write_case(case, here[case.id])
+        earlier = {} if keep is None else keep.finished(cases)
+        about = dict(zip([case.id for case in cases], facts.cases, strict=True))
+        left = [case for case in cases if case.id not in earlier]
         listener.preparing("calibrating reduction orders")
-        runs = preparation.plan_runs(pool, cases, facts.cases, data)
+        runs, out = preparation.plan_runs(pool, left, [about[case.id] for case in left], data)
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
-        listener.planned(cases)
-        book = _Book(pool, runs, facts.environment, keep)
+        listener.planned([run.case for run in runs])
+        for run in runs:
+            before = (made or {}).get(run.case.id)
+            run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
+        book = _Book(pool, runs, here, environment, keep, earlier)
+        book.plan, book.left_out = whole, out
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         try:
             session.run(runs, on_finished=book.enter)
@@ -177,6 +230,22 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
     return Report(environment=here, cases=tuple(reports), saved_to=str(folder))
 
 
+def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
+    found = changes_for_bits(then, now, case)
+    return [f"since this case was saved: {'; '.join(map(str, found))}"] if found else []
+
+
+def _nothing_verified(cases: Sequence[Case], reason: str, whole: RunPlan | None) -> Report:
+    """The report of a run that was given up before any rank of it began."""
+    unknown = [
+        CaseReport(
+            case=case, strategy_file="", verdict="unknown", outcomes=(), checks=(), notes=(reason,)
+        )
+        for case in cases
+    ]
+    return Report(environment={}, cases=tuple(unknown), plan=whole)
+
+
 class _Book:
     """Enters cases as they finish: their report, and what is kept of them."""
 
@@ -184,13 +253,21 @@ class _Book:
         self,
         pool: Pool,
         runs: Sequence[CaseRun],
+        made: Mapping[str, Provenance],
         environment: dict[str, Any],
         keep: Store | None,
+        earlier: dict[str, CaseReport],
     ) -> None:
-        self._pool = pool
+        self._pool, self._made = pool, made
         self._runs, self._environment, self._keep = runs, environment, keep
+        self._earlier = tuple(
+            msgspec.structs.replace(report, notes=(*report.notes, "judged before a restart"))
+            for report in earlier.values()
+        )
         self._reports: dict[str, CaseReport] = {}
         self._save_error = ""
+        self.plan: RunPlan | None = None
+        self.left_out: dict[str, str] = {}
 
     def enter(self, run: CaseRun) -> None:
         """Takes a finished case; afterwards its traces may go."""
@@ -200,6 +277,7 @@ class _Book:
             return
         fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
         size = sum(store.stored_bytes(fd) for fd in fds)
+        self._keep.write_finished(report)
         if not self._keep.wants_trace(size, failed=report.verdict == "fail"):
             return
         saved = SavedCase(
@@ -211,6 +289,7 @@ class _Book:
             rerun_outcomes=tuple(run.rerun_outcomes),
             notes=tuple(run.notes),
             environment=self._environment,
+            digests=self._made[run.case.id].digests,
         )
         try:
             self._keep.write_trace(self._pool, saved, fds)
@@ -225,12 +304,21 @@ class _Book:
         )
         report = Report(
             environment=self._environment,
-            cases=cases,
+            cases=(*self._earlier, *cases),
+            plan=self.plan,
+            left_out=self.left_out,
+            since_green=self._since_green(),
             saved_to=str(self._keep.folder) if self._keep and not self._save_error else None,
             save_error=self._save_error,
             interrupted=interrupted,
         )
         return self._written(report) if self._keep and not self._save_error else report
+
+    def _since_green(self) -> SinceGreen | None:
+        if self._keep is None:
+            return None
+        cases = [run.case for run in self._runs]
+        return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
 
     def _written(self, report: Report) -> Report:
         from distcheck.reports.json_report import render_json
@@ -250,20 +338,12 @@ class _Book:
             self._keep = None
             return
         what = getattr(error, "strerror", None) or error
-        self._save_error = (
-            f"the run could not be saved to {self._keep.folder} ({what}); "
-            "the verdict above stands, free some space or save elsewhere"
-        )
+        self._save_error = f"the run could not be saved to {self._keep.folder} ({what})"
 
     def _replay(self, case: Case) -> str:
         if self._keep is not None:
             return f"distcheck replay {shlex.quote(str(self._keep.case_file(case)))}"
-        words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
-        words += ["--workload", case.workload, "--dtype", case.dtype, "--batch", str(case.batch)]
-        words += ["--steps", str(case.steps), "--seed", str(case.seed)]
-        words += ["--data", case.data] if case.data != "lattice" else []
-        words += ["--data-dir", case.data_dir] if case.data_dir else []
-        return shlex.join(words)
+        return case.command_line
 
 
 def _run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
@@ -296,7 +376,7 @@ _pool: Pool | None = None
 _pool_lock = threading.Lock()
 
 
-def _shared_pool() -> Pool:
+def shared_pool() -> Pool:
     """The process's own pool; a forked child makes another."""
     global _pool
     if _pool is None or not _pool.usable:

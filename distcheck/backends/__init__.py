@@ -1,13 +1,18 @@
-"""What is known of each communication backend, one file each.
+"""What is known of each communication backend, one file or folder each. Importing one imports no
+torch. It may offer
 
-A backend whose reduction order has been established offers `all_reduce_sum`; the others are
-judged by bounds alone.
+    all_reduce_sum(shards)   its reduction order, where that has been established; the others are
+                             judged by bounds alone
+    reduce_sum(shards)       the order of a reduce to one rank
+    missing() -> str         why it cannot run here
+    register() -> str        makes torch know it, in a rank; returns the name that torch knows it by
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,5 +26,29 @@ def backend_names() -> list[str]:
 
 def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
     """The backend's own order of summation, or None where it is not known."""
-    module = importlib.import_module(f"{__name__}.{backend}")
-    return getattr(module, "all_reduce_sum", None)
+    return getattr(_module(backend), "all_reduce_sum", None)
+
+
+def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
+    """The order in which the backend's reduce to any one rank adds, or None: not known."""
+    return getattr(_module(backend), "reduce_sum", None)
+
+
+def missing(backend: str) -> str:
+    """Why a backend cannot run on this machine, in a sentence that says what to install; empty
+    where it can, as far as can be told without torch.
+    """
+    ask: Callable[[], str] | None = getattr(_module(backend), "missing", None)
+    return ask() if ask is not None else ""
+
+
+def register(backend: str) -> str:
+    """Makes torch know a backend, in a rank, before `init_process_group`; returns the name to give
+    it. Raises CannotRunError where its library cannot be loaded.
+    """
+    do: Callable[[], str] | None = getattr(_module(backend), "register", None)
+    return do() if do is not None else backend
+
+
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{backend}")

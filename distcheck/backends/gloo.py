@@ -1,14 +1,17 @@
-"""gloo on CPU: the exact order in which its all_reduce adds.
+"""gloo on CPU: the exact order in which its all_reduce and its reduce add.
 
 Its default all_reduce is a ring: a reduce-scatter over chunks, then an all-gather. A chunk
 starts on the rank behind the one that will own it and travels down the ring, and every rank adds
 its own part to what arrives. How the vector is cut into chunks follows from its size in bytes
 (gloo, allreduce.cc: kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of
-the world). `distcheck.oracles.calibration` confirms it on the machine before anything relies on
-it.
+the world). Its reduce is the same ring with other chunks, whatever the root.
+`distcheck.oracles.calibration` confirms both on the machine before anything relies on them.
 """
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -23,19 +26,41 @@ def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[in
     most = element_bytes * max(1, _MOST_SEGMENT_BYTES // element_bytes)
     segments = _round_up(max(-(-total // most), 2 * world), world)
     segment = _round_up(-(-total // segments), element_bytes)
-    chunk = segment * (segments // world) // element_bytes
-    return [(min(c * chunk, elements), min((c + 1) * chunk, elements)) for c in range(world)]
+    return _chunks(elements, segment * (segments // world) // element_bytes, world)
 
 
-def all_reduce_sum(shards: list[torch.Tensor]) -> torch.Tensor:
+def reduce_chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:
+    """The chunks of reduce (gloo, reduce.cc), as `chunk_bounds`.
+
+    Here the segment comes first: s = min(ceil(b / 2W), 1 MiB), rounded up to whole elements,
+    and then n = max(ceil(b / s), 2W), rounded up to a multiple of W.
+    """
+    total = elements * element_bytes
+    segment = _round_up(min(-(-total // (2 * world)), _MOST_SEGMENT_BYTES), element_bytes)
+    segments = _round_up(max(-(-total // segment) if segment else 0, 2 * world), world)
+    return _chunks(elements, segment * (segments // world) // element_bytes, world)
+
+
+def all_reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
     """What gloo's all_reduce(SUM) leaves on every rank, to the bit.
 
     `shards` are the ranks' vectors [n], in rank order, all of one floating dtype. Chunk c is
     ((x[c-1] + x[c-2]) + ...) + x[c], rank indices modulo W.
     """
+    return _ring_sum(shards, chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards)))
+
+
+def reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
+    """What gloo's reduce(SUM) leaves on the root, to the bit; `shards` as in all_reduce_sum."""
+    bounds = reduce_chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards))
+    return _ring_sum(shards, bounds)
+
+
+def _ring_sum(shards: "list[torch.Tensor]", bounds: list[tuple[int, int]]) -> "torch.Tensor":
+    import torch  # here, so that the front can ask about gloo
+
     world = len(shards)
     result = torch.empty_like(shards[0])
-    bounds = chunk_bounds(shards[0].numel(), shards[0].element_size(), world)
     for chunk, (begin, end) in enumerate(bounds):
         if begin == end:
             continue
@@ -44,6 +69,10 @@ def all_reduce_sum(shards: list[torch.Tensor]) -> torch.Tensor:
             total = shards[(chunk - distance) % world][begin:end] + total
         result[begin:end] = total
     return result
+
+
+def _chunks(elements: int, chunk: int, world: int) -> list[tuple[int, int]]:
+    return [(min(c * chunk, elements), min((c + 1) * chunk, elements)) for c in range(world)]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -22,8 +22,8 @@ SCOPE = "step"
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard's forward pass computed again."""
     for expectation in evidence.expectations:
-        for rank in evidence.ranks:
-            for index, expected in enumerate(_expected(evidence, expectation, rank)):
+        for position, rank in enumerate(evidence.with_data):
+            for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
                 match_ranks(
                     tally,
                     evidence.trace,
@@ -36,7 +36,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 )
 
 
-def _expected(evidence: Evidence, expectation: StepExpectation, rank: int) -> list[torch.Tensor]:
+def _expected(
+    evidence: Evidence, expectation: StepExpectation, rank: int, position: int
+) -> list[torch.Tensor]:
     """The way that the rank's buffers went, where two are allowed; else the first."""
     slot = expectation.step + 1
     layout = evidence.trace.layout
@@ -44,7 +46,7 @@ def _expected(evidence: Evidence, expectation: StepExpectation, rank: int) -> li
         evidence.trace.tensor(rank, Kind.BUFFER, slot, index)
         for index in range(len(layout.model.buffers))
     ]
-    ways = expectation.buffers(rank)
+    ways = expectation.buffers(position)
     for way in ways[1:]:
         if all(a is not None and torch.equal(a, e) for a, e in zip(actual, way, strict=True)):
             return way

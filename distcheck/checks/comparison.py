@@ -6,10 +6,13 @@ Each returns the place that comes closest to failing (or fails worst) and the fi
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from distcheck.checks.ulps import ulp_bins
+
+_SHOWN = 4  # of the elements of one tensor that fail
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRUCT = {torch.float64: ("d", "q"), torch.float32: ("f", "i"), torch.float16: ("e", "h")}
 
@@ -25,16 +28,23 @@ class Place:
     bound: float
     ulp: int | None
     unit: str
+    actual_bits: str = ""  # hexadecimal, in the tensor's dtype; so are expected's, rounded to it
+    expected_bits: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result over one tensor."""
+    """The result over one tensor; of one that fails, the worst few `places`.
+
+    `ulps` counts elements by their distance in ULP (`distcheck.aggregates`).
+    """
 
     ok: bool
     elements: int
     worst: Place | None = None
     first: Place | None = None
+    places: tuple[Place, ...] = ()
+    ulps: dict[int, int] = field(default_factory=dict)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,8 +56,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Equal to the bit, or not."""
+    expected = expected.to(actual.device)
     if torch.equal(bits(actual), bits(expected)):
-        return Comparison(True, actual.numel())
+        return Comparison(True, actual.numel(), ulps={0: actual.numel()})
     same = bits(actual) == bits(expected)
     if actual.is_complex():  # a number is the same if both its parts are
         same = same.all(-1)
@@ -59,6 +70,8 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
         actual.numel(),
         worst=_place(actual, expected, zero, int(error.argmax())),
         first=_place(actual, expected, zero, int(differs.int().argmax())),
+        places=_places(actual, expected, zero, error, differs),
+        ulps=ulp_bins(actual, expected),
     )
 
 
@@ -69,20 +82,39 @@ def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Comparison:
     """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64."""
+    if actual.is_complex():
+        return _within_parts(actual, expected, bound)
     if actual.numel() == 0:
         return Comparison(True, 0)
+    expected, bound = expected.to(actual.device), bound.to(actual.device)
     closest = _closest_if_all_within(actual, expected, bound)
     if closest is not None:
         place = _place(actual, expected, bound, closest)
-        return Comparison(True, actual.numel(), worst=place)
+        ulps = ulp_bins(actual, expected)
+        return Comparison(True, actual.numel(), worst=place, ulps=ulps)
     distance = _distance(actual, expected).reshape(-1)
     limits = bound.reshape(-1)
     fails = ~(distance <= limits)
     share = torch.where(limits > 0, distance / limits, torch.where(fails, math.inf, 0.0))
-    worst = int(share.nan_to_num(nan=math.inf).argmax())
+    share = share.nan_to_num(nan=math.inf)
     ok = not bool(fails.any())
     first = None if ok else _place(actual, expected, bound, int(fails.int().argmax()))
-    return Comparison(ok, actual.numel(), worst=_place(actual, expected, bound, worst), first=first)
+    return Comparison(
+        ok,
+        actual.numel(),
+        worst=_place(actual, expected, bound, int(share.argmax())),
+        first=first,
+        places=() if ok else _places(actual, expected, bound, share, fails),
+        ulps=ulp_bins(actual, expected),
+    )
+
+
+def _within_parts(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Comparison:
+    """Complex numbers are within where both of their parts are; places have an index more, 0 for
+    the real and 1 for the imaginary part.
+    """
+    parts = within(torch.view_as_real(actual), expected, bound)
+    return replace(parts, elements=actual.numel())
 
 
 def _closest_if_all_within(
@@ -93,8 +125,6 @@ def _closest_if_all_within(
     The common case in few passes over memory. A NaN, or a bound of zero, makes argmax point at
     something that is not at most 1; the caller then looks more closely.
     """
-    if actual.is_complex():
-        return None
     share = (actual.double() - expected).abs_().div_(bound).reshape(-1)
     worst = int(share.argmax())
     return worst if float(share[worst]) <= 1.0 else None
@@ -102,7 +132,10 @@ def _closest_if_all_within(
 
 def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Comparison:
     """The L2 norm of the difference is at most `tolerance`."""
-    wanted = expected.double()
+    if actual.is_complex():
+        parts = by_norm(torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
+        return replace(parts, elements=actual.numel())
+    wanted = expected.to(actual.device).double()
     error = float((actual.double() - wanted).norm())
     norm = float(wanted.norm())
     place = Place(
@@ -115,7 +148,8 @@ def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> C
         unit="L2 norm",
     )
     ok = error <= tolerance
-    return Comparison(ok, actual.numel(), worst=place, first=None if ok else place)
+    first = None if ok else place
+    return Comparison(ok, actual.numel(), place, first, places=() if ok else (place,))
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
@@ -148,6 +182,18 @@ def _distance(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(distance.isnan(), torch.where(actual == expected, 0.0, math.inf), distance)
 
 
+def _places(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
+    order: torch.Tensor,
+    fails: torch.Tensor,
+) -> tuple[Place, ...]:
+    """The worst few of the elements that fail, by `order`."""
+    found = order.topk(min(_SHOWN, order.numel())).indices.tolist()
+    return tuple(_place(actual, expected, bound, int(at)) for at in found if bool(fails[at]))
+
+
 def _place(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, position: int
 ) -> Place:
@@ -165,7 +211,22 @@ def _place(
         bound=float(limit),
         ulp=None if distance is None else abs(distance),
         unit="absolute",
+        actual_bits=bits_of(actual_value, actual.dtype),
+        expected_bits=bits_of(expected_value, actual.dtype),
     )
+
+
+def bits_of(value: float, dtype: torch.dtype) -> str:
+    """The bits of a number in a dtype, as hexadecimal digits; empty where there are none."""
+    if dtype == torch.bfloat16:
+        nearest = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+        return struct.pack(">f", nearest).hex()[:4]
+    if dtype not in _STRUCT:
+        return ""
+    try:
+        return struct.pack(f">{_STRUCT[dtype][0]}", value).hex()
+    except OverflowError:  # beyond the dtype's range
+        return ""
 
 
 def _scalar(element: torch.Tensor) -> float:

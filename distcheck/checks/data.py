@@ -1,8 +1,9 @@
 """Every sample that one machine would read at a step is read by exactly one rank.
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
-belongs to rank p mod W at step p div batch. A workload with a sampler of its own owes less: no
-sample twice in an epoch, shards of the right size, another order in another epoch.
+belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
+sampler of its own owes less: no sample twice in an epoch, shards of the right size, another order
+in another epoch.
 """
 
 import torch
@@ -18,7 +19,7 @@ SCOPE = "run"
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """All steps, all ranks."""
-    case, world = evidence.case, evidence.trace.layout.world
+    case, world = evidence.case, len(evidence.with_data)
     size = evidence.ingredients.samples.size(train=True)
     own_sampler = evidence.ingredients.loaded.sampler is not None
     per_epoch = size // case.batch + (size % case.batch >= world)
@@ -28,9 +29,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         first = within * case.batch
         count = min(case.batch, size - first)
         order = _shuffle(size, case.seed, epoch)
-        for rank in evidence.ranks:
+        for position, rank in enumerate(evidence.with_data):
             header = evidence.trace.header(rank, step)
-            mine = [p for p in range(first, first + count) if p % world == rank]
+            mine = [p for p in range(first, first + count) if p % world == position]
             expected = [order[p] for p in mine]
             tally.count(parameter="", rank=rank, step=step, elements=len(header.ids))
             if len(header.ids) != len(expected) or not own_sampler:
@@ -86,7 +87,7 @@ def _no_sample_twice(
 
 def _orders_differ(tally: Tally, evidence: Evidence, per_epoch: int) -> None:
     for step in range(per_epoch, evidence.trace.steps_written()):
-        for rank in evidence.ranks:
+        for rank in evidence.with_data:
             now = evidence.trace.header(rank, step)
             before = evidence.trace.header(rank, step - per_epoch)
             if now.ids == before.ids:

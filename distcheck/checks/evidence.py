@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,10 @@ from distcheck.traces.reader import TraceReader
 
 @dataclass(frozen=True)
 class Evidence:
-    """A trace, what is expected at each step to judge, and the rerun's trace if there is one."""
+    """A trace, what is expected at each step to judge, and the rerun's trace if there is one.
+
+    Expectations number the ranks that have data from 0; where every rank has, that is their rank.
+    """
 
     ingredients: Ingredients
     contract: Contract
@@ -32,6 +36,30 @@ class Evidence:
     def ranks(self) -> range:
         """All ranks."""
         return range(self.trace.layout.world)
+
+    @property
+    def with_data(self) -> tuple[int, ...]:
+        """The ranks that read a shard, in the order of the expectations' lists."""
+        return self.case.with_data
+
+    @cached_property
+    def holding(self) -> tuple[int, ...]:
+        """The ranks that owe the mean gradient: those with data, and of those without the ones
+        whose gradients of zero were ever made something else. A server that keeps the mean owes
+        the right one, one that only hands it on has nothing to compare.
+        """
+        without = [rank for rank in self.ranks if rank not in self.with_data]
+        return tuple(sorted([*self.with_data, *filter(self._ever_held, without)]))
+
+    def _ever_held(self, rank: int) -> bool:
+        count = len(self.trace.layout.model.parameters)
+        return any(
+            tensor is not None and bool(tensor.any())
+            for step in range(self.trace.steps_written())
+            for tensor in (
+                self.trace.tensor(rank, Kind.GRADIENT, step, index) for index in range(count)
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 lattice   bitwise, against the closed form
 X         bitwise, against the shards reduced in the declared order
-R         elementwise, within the rounding bound of any order
+R         elementwise, within the rounding bound of any order (or, where a low-rank exchange is
+          accepted, as a projection of the mean)
 S32, S64  per tensor, relative L2 norm against the whole batch in one process
 """
 
 from functools import partial
 
-from distcheck.checks.comparison import bitwise, by_norm, equal_numbers, within
+import torch
+
+from distcheck.checks.comparison import Comparison, Place, bitwise, by_norm, equal_numbers, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.lattice_tensors import as_tensor
 from distcheck.checks.matching import Compare, match_ranks
@@ -24,6 +27,10 @@ SCOPE = "step"
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Every parameter of every rank."""
     for expectation in evidence.expectations:
+        if expectation.averages is not None:
+            _compare_own(evidence, expectation, tally)
+            continue
+        kept: list[float] = []
         for index, spec in enumerate(evidence.trace.layout.model.parameters):
             match_ranks(
                 tally,
@@ -32,16 +39,35 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 slot=expectation.step,
                 step=expectation.step,
                 index=index,
-                ranks=evidence.ranks,
-                compare=_comparison(expectation, tally.layer, index, spec),
+                ranks=evidence.holding,
+                compare=_comparison(expectation, tally, index, spec, kept),
+                zero_will_do=True,
             )
+        _remark_on_rank(expectation, kept, tally)
         if tally.layer in ("S32", "S64"):
             _remark_on_full_batch(expectation, tally)
 
 
+def _compare_own(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+    """Ranks that train by themselves: each owes its own shard's, to the bit."""
+    for rank in evidence.ranks:
+        for index, own in enumerate(expectation.shards[rank].gradients):
+            match_ranks(
+                tally,
+                evidence.trace,
+                kind=Kind.GRADIENT,
+                slot=expectation.step,
+                step=expectation.step,
+                index=index,
+                ranks=[rank],
+                compare=None if own is None else partial(bitwise, expected=own),
+            )
+
+
 def _comparison(
-    expectation: StepExpectation, layer: str, index: int, spec: TensorSpec
+    expectation: StepExpectation, tally: Tally, index: int, spec: TensorSpec, kept: list[float]
 ) -> Compare | None:
+    layer, accepted = tally.layer, expectation.accepted
     if layer == "lattice":
         return partial(
             equal_numbers, expected=as_tensor(spec, expectation.lattice.synced[spec.name])
@@ -49,6 +75,28 @@ def _comparison(
     if layer == "X":
         exact = expectation.order_exact[index]
         return None if exact is None else partial(bitwise, expected=exact)
+    if layer == "R" and accepted is not None and accepted.family == "low-rank":
+        given = expectation.carried(index)
+        if given is None:
+            return None
+
+        def as_projection(actual: torch.Tensor) -> Comparison:
+            found = expectation.projected(actual, given)
+            kept.append(found.kept)
+            if found.why:
+                tally.remark(f"{spec.name} at step {expectation.step} is {found.why}")
+            place = Place(
+                index=(),
+                actual=float(actual.double().norm()),
+                expected=float(given.mean.norm()),
+                error=found.error,
+                bound=found.bound,
+                ulp=None,
+                unit="L2 norm",
+            )
+            return Comparison(not found.why, actual.numel(), place, place if found.why else None)
+
+        return as_projection
     if layer == "R":
         interval = expectation.interval(index)
         if interval is None:
@@ -57,16 +105,29 @@ def _comparison(
     full = expectation.full_batch.gradients[index]
     if full is None:
         return None
-    tolerance = expectation.full_batch_tolerance(layer, spec.name)
+    tolerance = expectation.full_batch_tolerance(layer, index)
     return partial(by_norm, expected=full, tolerance=tolerance)
+
+
+def _remark_on_rank(expectation: StepExpectation, kept: list[float], tally: Tally) -> None:
+    """How much of a gradient a low-rank exchange kept; that is not judged."""
+    compressed = [share for share in kept if share < 1.0]
+    if compressed:
+        least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))
+        tally.remark(
+            f"step {expectation.step}: {len(compressed)} of {len(kept)} tensors were compressed, "
+            f"{least} to {most} % of their norm kept"
+        )
 
 
 def _remark_on_full_batch(expectation: StepExpectation, tally: Tally) -> None:
     if expectation.normalises_batches and expectation.step == 0:
-        sizes = ", ".join(str(len(header.ids)) for header in expectation.headers)
+        whole = len(expectation.normalised_sizes) == len(expectation.headers)
+        stretches = "shard" if whole else "micro-batches"
+        sizes = ", ".join(map(str, expectation.normalised_sizes))
         tally.remark(
             "BatchNorm: expected is the ghost batch, in which each rank normalises its own "
-            f"shard ({sizes}); its gradient is {expectation.ghost_distance():.2f} (relative L2) "
-            "from that of full-batch training, because statistics of a shard are not those of "
+            f"{stretches} ({sizes}); its gradient is {expectation.ghost_distance():.2f} (relative "
+            "L2) from that of full-batch training, because statistics of a shard are not those of "
             "the batch; no gradient sync can change that"
         )

@@ -20,15 +20,15 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard computed again (X) or in closed form (lattice)."""
     specs = evidence.trace.layout.model.parameters
     for expectation in evidence.expectations:
-        for rank in evidence.ranks:
+        for position, rank in enumerate(evidence.with_data):
             for index, spec in enumerate(specs):
                 same: Callable[..., Comparison] = bitwise
                 expected: torch.Tensor | None
                 if tally.layer == "lattice":
                     same = equal_numbers
-                    expected = as_tensor(spec, expectation.lattice.local[rank][spec.name])
+                    expected = as_tensor(spec, expectation.lattice.local[position][spec.name])
                 else:
-                    expected = expectation.shards[rank].gradients[index]
+                    expected = expectation.shards[position].gradients[index]
                 match_ranks(
                     tally,
                     evidence.trace,

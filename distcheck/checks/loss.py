@@ -1,5 +1,7 @@
 """Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
 
+from collections.abc import Sequence
+
 import torch
 
 from distcheck.checks.comparison import bitwise, by_norm
@@ -18,31 +20,45 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         if not all(header.written for header in expectation.headers):
             continue
         if tally.layer in ("S32", "S64"):
-            _compare_mean(expectation, tally)
+            _compare_mean(evidence, expectation, tally)
         else:
-            _compare_ranks(expectation, tally)
+            _compare_ranks(evidence, expectation, tally)
 
 
-def _compare_ranks(expectation: StepExpectation, tally: Tally) -> None:
-    for rank, header in enumerate(expectation.headers):
+def _compare_ranks(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+    owed = []
+    for position, rank in enumerate(evidence.with_data):
+        header = expectation.headers[position]
         if tally.layer == "lattice":
-            expected = float(expectation.lattice.losses[rank])
+            expected = float(expectation.lattice.losses[position])
         else:
-            expected = expectation.shards[rank].loss
+            expected = expectation.shards[position].loss
+        owed.append(expected)
         comparison = bitwise(_scalar(header.loss), _scalar(expected))
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
+    _sum_up(expectation, tally, expected=_mean(expectation, owed), bound=0.0)
 
 
-def _compare_mean(expectation: StepExpectation, tally: Tally) -> None:
-    world = len(expectation.headers)
-    mean = sum(
-        header.loss * weight / world
-        for header, weight in zip(expectation.headers, expectation.weights, strict=True)
-    )
+def _compare_mean(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+    mean = _mean(expectation, [header.loss for header in expectation.headers])
     expected = expectation.full_batch.loss
-    comparison = by_norm(_scalar(mean), _scalar(expected), loss_tolerance(tally.layer, expected))
-    for rank in range(world):
+    bound = loss_tolerance(tally.layer, expected)
+    comparison = by_norm(_scalar(mean), _scalar(expected), bound)
+    _sum_up(expectation, tally, expected=expected, bound=bound)
+    for rank in evidence.with_data:
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
+
+
+def _mean(expectation: StepExpectation, losses: Sequence[float]) -> float:
+    """The ranks' losses, weighted by their samples."""
+    pairs = zip(losses, expectation.weights, strict=True)
+    return sum(loss * weight / len(losses) for loss, weight in pairs)
+
+
+def _sum_up(expectation: StepExpectation, tally: Tally, *, expected: float, bound: float) -> None:
+    losses = [header.loss for header in expectation.headers]
+    mean = _mean(expectation, losses)
+    tally.sums.add_losses(expectation.step, losses, mean=mean, expected=expected, bound=bound)
 
 
 def _scalar(value: float) -> torch.Tensor:

@@ -27,22 +27,36 @@ def match_ranks(
     index: int,
     ranks: Iterable[int],
     compare: Compare | None,
+    zero_will_do: bool = False,
 ) -> None:
     """Compares one tensor of every rank with one expectation.
 
-    `compare` is None where no tensor is expected (a parameter without a gradient). What a rank
-    never recorded is not counted: the verdict will then be unknown.
+    `compare` is None where no tensor is expected (a parameter without a gradient); with
+    `zero_will_do` one that is zero everywhere is the same. What a rank never recorded is not
+    counted: the verdict will then be unknown.
     """
     spec = trace.layout.specs(kind)[index]
     known: dict[bytes, Comparison] = {}
     for rank in ranks:
         found = recorded(trace, rank, kind, slot, index)
+        if compare is None and zero_will_do and is_zero(found.tensor):
+            tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
+            tally.remark(
+                f"{spec.name} has a gradient of zero where one machine has none, which counts as "
+                "right as long as the optimizer does not move it"
+            )
+            continue
         if found.tensor is None or compare is None:
             _without_tensor(tally, found, spec, rank, step, expected=compare is not None)
             continue
         if found.digest not in known:
             known[found.digest] = compare(found.tensor)
         tally.add(known[found.digest], parameter=spec.name, rank=rank, step=step)
+
+
+def is_zero(tensor: torch.Tensor | None) -> bool:
+    """Whether it is there, and holds nothing but zeros."""
+    return tensor is not None and not bool(tensor.any())
 
 
 def _without_tensor(

@@ -19,11 +19,13 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     if evidence.rerun is None:
         return
     layout = evidence.trace.layout
+    unseen = evidence.contract.sync == "out-of-sight"
+    kinds = [kind for kind in Kind if kind is not Kind.LOCAL_GRADIENT or not unseen]
     steps = min(evidence.trace.steps_written(), evidence.rerun.steps_written())
     for step in range(steps):
         for rank in evidence.ranks:
             _compare_header(evidence.trace, evidence.rerun, rank, step, tally)
-            for kind in Kind:
+            for kind in kinds:
                 after = layout.slots(kind) > layout.steps
                 slots = [0, 1] if after and step == 0 else [step + after]
                 for slot in slots:

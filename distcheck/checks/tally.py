@@ -2,6 +2,7 @@
 
 from distcheck.checks.comparison import Comparison, Place
 from distcheck.checks.merging import share_of_bound
+from distcheck.checks.sums import Sums
 from distcheck.records import CheckResult, Compared, Difference, number
 
 
@@ -19,10 +20,12 @@ class Tally:
         self._worst: Difference | None = None
         self._first: Difference | None = None
         self._reasons: list[str] = []
+        self.sums = Sums()
 
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
         """Takes in the comparison of one tensor of one rank at one step."""
         self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)
+        self.sums.add(comparison, parameter=parameter, rank=rank, step=step)
         if comparison.worst is not None:
             self._note(_difference(comparison.worst, parameter, rank, step))
         if not comparison.ok:
@@ -52,6 +55,7 @@ class Tally:
         """Notes a mismatch that is not one of numbers: something missing, or out of place."""
         self._failed = True
         self._reasons.append(reason)
+        self.sums.fail(parameter=parameter, step=step)
         difference = Difference(
             parameter=parameter,
             rank=rank,
@@ -90,6 +94,7 @@ class Tally:
             worst=self._worst,
             first=self._first,
             reason="; ".join(dict.fromkeys(self._reasons)),
+            aggregates=self.sums.result(),
         )
 
 
@@ -105,4 +110,6 @@ def _difference(place: Place, parameter: str, rank: int, step: int) -> Differenc
         bound=number(place.bound),
         ulp=place.ulp,
         unit=place.unit,
+        actual_bits=place.actual_bits,
+        expected_bits=place.expected_bits,
     )

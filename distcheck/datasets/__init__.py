@@ -21,7 +21,9 @@ FILE_DATASETS = ("cifar10", "mnist")
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes are; `mean` and `std` are per channel, for pixels scaled to 0..1."""
+    """What the bytes are, and their digest; `mean` and `std` are per channel, for pixels scaled to
+    0..1.
+    """
 
     shape: tuple[int, int, int]
     classes: int
@@ -29,6 +31,7 @@ class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
     test_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    digest: str
     note: str = ""
 
 

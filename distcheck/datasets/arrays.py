@@ -9,19 +9,22 @@ import os
 
 import msgspec
 import torch
+import xxhash
 
 from distcheck.datasets import ArrayDescription
 from distcheck.memory import mapped_tensor, raw_bytes, write_at
 
 
-def write_arrays(fd: int, arrays: list[torch.Tensor]) -> None:
-    """Writes uint8 tensors one after the other from the start of the file."""
+def write_arrays(fd: int, arrays: list[torch.Tensor]) -> str:
+    """Writes uint8 tensors one after the other from the start of the file; their digest."""
     os.ftruncate(fd, sum(array.numel() for array in arrays))
-    offset = 0
+    offset, digest = 0, xxhash.xxh3_128()
     for array in arrays:
         dense = array.contiguous()
         write_at(fd, raw_bytes(dense), offset)
+        digest.update(raw_bytes(dense))
         offset += dense.numel()
+    return digest.hexdigest()
 
 
 class ArraySamples:

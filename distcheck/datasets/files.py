@@ -3,9 +3,7 @@
 import contextlib
 import importlib
 import os
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from distcheck.datasets import ArrayDescription, dataset_names
 from distcheck.datasets.arrays import write_arrays
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import PrepareJob
+from distcheck.worlds import scratch
 from distcheck.worlds.child import Reporter
 
 
@@ -97,10 +96,11 @@ def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
             ) from error
     _check_splits(name, found, train, test)
     labels = [split.labels.to(torch.uint8) for split in (train, test)]
-    write_arrays(fd, [train.images, test.images, *labels])
+    digest = write_arrays(fd, [train.images, test.images, *labels])
     shape = tuple(train.images.shape[1:])
     return msgspec.msgpack.encode(
         ArrayDescription(
+            digest=digest,
             shape=(shape[0], shape[1], shape[2]),
             classes=dataset.classes,
             train_size=len(train.labels),
@@ -146,8 +146,7 @@ def _find(dataset: FileDataset, where: Path) -> Path | None:
 
 @contextlib.contextmanager
 def _readable_root(dataset: FileDataset, found: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="distcheck-") as folder:
-        root = Path(folder)
+    with scratch.folder() as root:
         try:
             dataset.open(found, root)
         except (OSError, EOFError, tarfile.TarError) as error:
@@ -163,19 +162,17 @@ def _download(dataset: FileDataset, where: Path) -> None:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--data-dir {where} cannot be made a folder: {error}") from error
-    scratch = Path(tempfile.mkdtemp(prefix=".distcheck-download-", dir=where))
     try:
-        dataset.fetch(scratch)
-        target = where / dataset.folder
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(scratch / dataset.folder, target)
+        with scratch.folder(where, ".distcheck-download-") as root:
+            dataset.fetch(root)
+            target = where / dataset.folder
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(root / dataset.folder, target)
     except Exception as error:
         raise CannotRunError(
             f"{dataset.name} could not be downloaded to {where} ({_in_one_line(error)}); "
             "fetch it on a machine with a network and name its folder with --data-dir"
         ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from distcheck import seeds
-from distcheck.contract import Contract
-from distcheck.oracles import order_exact, rounding
+from distcheck.acceptance import Accepted, read
+from distcheck.contract import Contract, DDPBuckets
+from distcheck.oracles import low_rank, order_exact, quantum, rounding
+from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import (
     FullBatch,
     FullBatchReference,
@@ -17,9 +19,17 @@ from distcheck.oracles.full_batch import (
 )
 from distcheck.oracles.lattice import LatticeOracle, LatticeStep
 from distcheck.oracles.rounding import Interval
-from distcheck.oracles.shards import ShardReference, ShardResult
+from distcheck.oracles.shards import (
+    NotRecordedError,
+    ShardReference,
+    ShardResult,
+    declared_factor,
+    loss_scale,
+)
 from distcheck.oracles.update import UpdateReference
-from distcheck.ranks.training import Ingredients
+from distcheck.ranks.training import Ingredients, trainable
+from distcheck.records import LossName
+from distcheck.traces.layout import Kind
 from distcheck.traces.reader import StepHeader, TraceReader
 
 
@@ -58,37 +68,165 @@ class StepExpectation:
     @cached_property
     def order_exact(self) -> list[torch.Tensor | None]:
         """X: the synchronised gradients to the bit."""
-        return order_exact.expected_gradients(
+        reduced = order_exact.expected_gradients(
             self.contract,
             self.ingredients.case.backend,
             [shard.gradients for shard in self.shards],
             weights=self.weights,
-            step=self.step,
-            ready_order=self.trace.header(0, 0).ready_order,
+            step=self.step - self._built_at,
+            ready_order=self.trace.header(0, self._ordering_step).ready_order,
+            like=self.parameters,
         )
+        scale = self._loss_scales[0]  # taken back after the exchange, which a power of two may be
+        return reduced if scale == 1.0 else [g if g is None else g / scale for g in reduced]
 
-    def interval(self, index: int) -> Interval | None:
-        """R: mean and bound of one parameter's gradient; None where no rank has a gradient."""
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters as they were built: how they lie in memory, and which of them train."""
+        return self._references.parameters
+
+    @property
+    def _ordering_step(self) -> int:
+        """The step whose backward DDP's buckets are rebuilt after."""
+        order = self.contract.order
+        rebuilt_at = order.rebuilt_at if isinstance(order, DDPBuckets) else None
+        return min(self.step, self._built_at + max(0, (rebuilt_at or 1) - 1))
+
+    @property
+    def _built_at(self) -> int:
+        """The step before which the strategy was given the model: the first, or a resumption."""
+        resumed = self.ingredients.training.resume_before
+        return resumed if resumed is not None and self.step >= resumed else 0
+
+    def interval(
+        self, index: int, *, wire: str | None = None, loss: LossName | None = None
+    ) -> Interval | None:
+        """R: mean and bound of one parameter's gradient; None where no rank has a gradient.
+
+        `wire` asks for the bound under another promise than the contract's. `loss` asks for what
+        the same exchange would have to give here to be right under another loss contract: there
+        rank r's gradient would be f'_r / f_r times as large, with f and f' what either multiplies
+        its loss by, so here the ranks count f_r / f'_r times their share.
+        """
         parts = [shard.gradients[index] for shard in self.shards]
         present = [part for part in parts if part is not None]
         if not present:
             return None
         filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
-        scaled = any(factor != 1.0 for factor in self._loss_factors)
-        return rounding.interval(filled, self._shares, rescaled=scaled)
+        scaled = loss is not None or any(factor != 1.0 for factor in self._loss_factors)
+        wire = wire or self.contract.wire
+        shares = self._shares
+        if loss is not None:
+            here, there = self._declared(self.ingredients.case.loss), self._declared(loss)
+            shares = [s * f / other for s, f, other in zip(shares, here, there, strict=True)]
+        found = rounding.interval(
+            filled,
+            shares,
+            rescaled=scaled,
+            wire=None if wire is None else getattr(torch, wire),
+            passes=self.ingredients.training.accumulate,
+            magnitudes=self._magnitudes(index, like=filled[0]),
+        )
+        if not self.half_quanta:
+            return found
+        return quantum.widened(found, self.half_quanta, shares, present[0].dtype)
+
+    def _magnitudes(self, index: int, *, like: torch.Tensor) -> list[torch.Tensor] | None:
+        """What the absolute values of each rank's backward passes add up to, where the loop runs
+        several; None where the gradients' own will do.
+        """
+        if self.ingredients.training.accumulate == 1:
+            return None
+        found = [shard.magnitudes[index] for shard in self.shards]
+        nothing = torch.zeros_like(rounding.real_parts(like), dtype=torch.float64)
+        return [nothing if size is None else size for size in found]
+
+    @cached_property
+    def accepted(self) -> Accepted | None:
+        """What the case accepts."""
+        return read(self.ingredients.case.accept)
+
+    def carried(self, index: int) -> low_rank.Carried | None:
+        """What went into the exchange of one parameter where a low-rank one is accepted. Raises
+        NotRecordedError.
+        """
+        accepted, now = self.accepted, self.interval(index)
+        if accepted is None or now is None:
+            return None
+        earlier = []
+        for step in range(self.step) if accepted.feedback else ():
+            before = self._references.interval(step, index)
+            result = self.trace.tensor(0, Kind.GRADIENT, step, index)
+            if before is None or result is None:
+                raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
+            earlier.append((before, result))
+        world = self.trace.layout.world
+        return low_rank.carried(now, earlier, unit=self._unit, world=world)
+
+    def projected(self, result: torch.Tensor, given: low_rank.Carried) -> low_rank.Projected:
+        """How one rank's result fits what went into its exchange."""
+        assert self.accepted is not None
+        return low_rank.project(
+            result, given, rank=self.accepted.amount, world=len(self.weights), unit=self._unit
+        )
+
+    @property
+    def averages(self) -> Averages | None:
+        """When parameters are averaged, where ranks may train by themselves between that."""
+        return self._references.averages
+
+    @property
+    def _unit(self) -> float:
+        return rounding.unit_roundoff(self.ingredients.dtype)
+
+    @cached_property
+    def half_quanta(self) -> list[float]:
+        """Per rank, how far quantising may move an element; empty where none is accepted."""
+        if self.accepted is None or self.accepted.family != "quantised":
+            return []
+        bits = self.accepted.amount
+        return [quantum.half_quantum(shard.gradients, bits) for shard in self.shards]
+
+    @property
+    def unscaled(self) -> list[float]:
+        """What each rank's shard gradients must be divided by to be its mean loss's gradients."""
+        found = zip(self.weights, self._loss_factors, self._loss_scales, strict=True)
+        by_loss = self.contract.weighting == "loss"
+        return [weight * scale if by_loss else factor for weight, factor, scale in found]
+
+    @cached_property
+    def _loss_scales(self) -> list[float]:
+        """What a GradScaler has multiplied each rank's loss by."""
+        ranks = range(self.trace.layout.world)
+        return [loss_scale(self.ingredients, self.trace, rank, self.step) for rank in ranks]
 
     @property
     def _loss_factors(self) -> list[float]:
-        """What the ranks' shard gradients are multiplied by, without a promise to say so."""
+        """What the ranks' shard gradients are multiplied by: as the case declares, and as was
+        seen of a strategy that promises nothing.
+        """
         observed = self.contract.observes_loss
-        return [header.loss_factor if observed else 1.0 for header in self.headers]
+        return [
+            factor * scale * (header.loss_factor if observed else 1.0)
+            for factor, scale, header in zip(
+                self._declared(self.ingredients.case.loss),
+                self._loss_scales,
+                self.headers,
+                strict=True,
+            )
+        ]
+
+    def _declared(self, loss: LossName) -> list[float]:
+        """What a loss contract multiplies each rank's mean loss by."""
+        sizes = [len(header.ids) for header in self.headers]
+        return [declared_factor(loss, size, sum(sizes), sizes) for size in sizes]
 
     @property
     def _shares(self) -> list[float]:
         """What each rank's shard gradient counts for in the mean over all samples."""
         world = len(self.weights)
         if self.contract.weighting == "loss":
-            return [1.0 / world] * world
+            return [1.0 / scale / world for scale in self._loss_scales]
         pairs = zip(self.weights, self._loss_factors, strict=True)
         return [weight / factor / world if factor else math.nan for weight, factor in pairs]
 
@@ -109,11 +247,27 @@ class StepExpectation:
         names = [spec.name for spec in self.trace.layout.model.parameters]
         return module_scales(names, self.full_batch.gradients)
 
-    def full_batch_tolerance(self, layer: str, name: str) -> float:
-        """S32, S64: the most by which a parameter's gradient may differ, as an L2 norm."""
+    def full_batch_tolerance(self, layer: str, index: int) -> float:
+        """S32, S64: the most by which a parameter's gradient may differ, as an L2 norm.
+
+        What is rounded (or quantised) on its way differs from the mean of the shards by as much as
+        R allows, and that mean from the whole batch by as much as an exact sum would: the two add
+        up.
+        """
+        name = self.trace.layout.model.parameters[index].name
         samples = sum(len(header.ids) for header in self.headers)
         scale = self._module_scales.get(name.rpartition(".")[0], 0.0)
-        return relative_tolerance(layer, samples) * scale
+        tolerance = relative_tolerance(layer, samples) * scale
+        if self.contract.wire is None and not self.half_quanta:
+            return tolerance
+        interval = self.interval(index)
+        return tolerance if interval is None else tolerance + float(interval.bound.norm())
+
+    @property
+    def normalised_sizes(self) -> list[int]:
+        """The stretches of the batch that BatchNorm normalises by themselves."""
+        shards = [len(header.ids) for header in self.headers]
+        return self._references.full_batch.normalised_sizes(shards)
 
     @property
     def update(self) -> UpdateReference:
@@ -141,12 +295,23 @@ class References:
     def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._lattice: list[LatticeStep] = []
+        self._intervals: dict[int, list[Interval | None]] = {}
 
     @cached_property
     def _model(self) -> nn.Module:
         """One model for all: each reference loads the state that it starts from."""
         seeds.pin_determinism()
-        return self._ingredients.model()
+        model = self._ingredients.model()
+        self._trains = [p.requires_grad for _, p in trainable(model)]  # a step may change that
+        return model
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the model as it was built; their values are those that were loaded last."""
+        return [
+            parameter.detach().requires_grad_(trains)
+            for (_, parameter), trains in zip(trainable(self._model), self._trains, strict=True)
+        ]
 
     @cached_property
     def shards(self) -> ShardReference:
@@ -156,12 +321,28 @@ class References:
     @cached_property
     def full_batch(self) -> FullBatchReference:
         """For S32 and S64."""
-        return FullBatchReference(self._ingredients, self._trace, self._model)
+        return FullBatchReference(self._ingredients, self._contract, self._trace, self._model)
 
     @cached_property
     def update(self) -> UpdateReference:
         """For the optimizer's step."""
-        return UpdateReference(self._ingredients, self._trace, self._model)
+        return UpdateReference(self._ingredients, self._contract, self._trace, self._model)
+
+    @cached_property
+    def averages(self) -> Averages | None:
+        """When parameters are averaged, where local SGD is accepted."""
+        accepted = read(self._ingredients.case.accept)
+        if accepted is None or accepted.family != "local-sgd":
+            return None
+        return Averages(self._trace, accepted.amount)
+
+    def interval(self, step: int, index: int) -> Interval | None:
+        """R of a parameter at an earlier step, kept for those that come after it."""
+        if step not in self._intervals:
+            then = StepExpectation(self._ingredients, self._contract, self._trace, self, step)
+            indices = range(len(self._trace.layout.model.parameters))
+            self._intervals[step] = [then.interval(i) for i in indices]
+        return self._intervals[step][index]
 
     @cached_property
     def _lattice_oracle(self) -> LatticeOracle:
@@ -173,6 +354,11 @@ class References:
         while len(self._lattice) <= step:
             done = len(self._lattice)
             headers = [self._trace.header(rank, done) for rank in range(world)]
-            ids, factors = [h.ids for h in headers], [h.loss_factor for h in headers]
+            ids = [h.ids for h in headers]
+            total = sum(map(len, ids))
+            loss = self._ingredients.case.loss
+            factors = [
+                h.loss_factor * declared_factor(loss, len(h.ids), total, headers) for h in headers
+            ]
             self._lattice.append(self._lattice_oracle.step(ids, factors))
         return self._lattice[step]

@@ -35,9 +35,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcheck.oracles.rounding import unit_roundoff
-from distcheck.oracles.shards import load_state
-from distcheck.ranks.training import Ingredients, trainable
+from distcheck.contract import Contract
+from distcheck.oracles.rounding import real_parts, unit_roundoff
+from distcheck.oracles.shards import load_state, stretch_sizes
+from distcheck.ranks.training import Ingredients, dense, trainable
 from distcheck.traces.reader import TraceReader
 
 _POSITIONS = 32 * 32
@@ -68,8 +69,13 @@ def module_scales(
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
             module = name.rpartition(".")[0]
-            scales[module] = max(scales.get(module, 0.0), float(gradient.double().norm()))
+            scales[module] = max(scales.get(module, 0.0), norm(gradient))
     return scales
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The L2 norm, in float64; a complex number counts with both of its parts."""
+    return float(real_parts(tensor).double().norm())
 
 
 def loss_tolerance(layer: str, expected: float) -> float:
@@ -80,13 +86,25 @@ def loss_tolerance(layer: str, expected: float) -> float:
 class FullBatchReference:
     """Runs whole batches on `model`, whose state it overwrites."""
 
-    def __init__(self, ingredients: Ingredients, trace: TraceReader, model: nn.Module) -> None:
-        self._ingredients, self._trace, self._model = ingredients, trace, model
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: nn.Module,
+    ) -> None:
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        self._model = model
 
     @property
     def normalises_batches(self) -> bool:
         """Whether the model has BatchNorm, so that shards cannot equal the full batch."""
         return any(isinstance(module, _BatchNorm) for module in self._model.modules())
+
+    def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
+        """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
+        count = self._contract.micro_batches * self._ingredients.training.accumulate
+        return [size for samples in shards for size in stretch_sizes(samples, count)]
 
     def run(self, step: int, *, ghost: bool = True) -> FullBatch:
         """The batch of one step, from rank 0's state; shards one after the other.
@@ -97,13 +115,15 @@ class FullBatchReference:
         shards = [trace.header(rank, step).ids for rank in range(trace.layout.world)]
         ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
         load_state(self._model, trace, rank=0, buffers_of=0, step=step)
+        self._ingredients.prepare(self._model, step)
         batch = self._ingredients.batch(ids, len(ids))
-        with _ghost_batches(self._model, [len(s) for s in shards] if ghost else [len(ids)]):
+        sizes = self.normalised_sizes([len(s) for s in shards]) if ghost else [len(ids)]
+        with _ghost_batches(self._model, sizes):
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
-            gradients=[p.grad for _, p in trainable(self._model)],
+            gradients=[dense(p.grad) for _, p in trainable(self._model)],
         )
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:

@@ -28,6 +28,8 @@ _FEATURES, _HIDDEN, _SIDE, _HEAD_IN, _HEAD_OUT, _KERNELS, _TABLE = 12, 8, 4, 6, 
 _UNIT = 64  # weights are counted in units of 2^-6
 _LARGEST_CONTRIBUTION = 18  # of one sample to one element: nine patches of pixels up to 2
 _SIGNIFICAND_BITS = {"float32": 24, "float64": 53}
+_LARGEST_FLOAT16 = 65504
+_SHORT = ("bfloat16", "float16")
 
 Vector = list[int]
 
@@ -61,18 +63,47 @@ def why_not_exact(
     """
     if dtype not in _SIGNIFICAND_BITS:
         return f"{dtype} is too short for exact sums"
+    if contract.wire in _SHORT:
+        return f"gradients travel in {contract.wire}, which is too short for exact sums"
+    if contract.wire is not None:
+        dtype = contract.wire  # no longer than float32, which every exact dtype contains
     grown = 0
     for sizes in shard_sizes:
         total = sum(sizes)
         if len(set(sizes)) > 1 and total & (total - 1):
             return f"{total} samples over {world} ranks have weights that are not exact"
+        if not all(_splits_exactly(n, contract.micro_batches) for n in sizes):
+            return (
+                f"{contract.micro_batches} micro-batches of a shard have shares that are not exact"
+            )
         largest = sum(_odd(n) * n for n in sizes) * _LARGEST_CONTRIBUTION
         grown += largest
         if max(largest * world, grown) >= 2 ** _SIGNIFICAND_BITS[dtype]:
             return f"sums over {total} samples in {world} shards may be too large for {dtype}"
-    if contract.scale != "divide-after" and not reciprocal_is_exact(world, dtype):
+    divides = contract.scale in ("divide-after", "divide-before")
+    if not divides and not reciprocal_is_exact(world, dtype):
         return f"multiplying by 1/{world} does not invert multiplying by {world} in {dtype}"
     return ""
+
+
+def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]]) -> str:
+    """Why gradients may be larger than anything the contract's wire can carry; empty where not.
+
+    They would become infinite on the way, as they must, and nothing could be judged after that.
+    """
+    if contract.wire != "float16":  # the others reach as far as float32
+        return ""
+    most = max(len(s) * sum(_odd(n) * n for n in s) for s in shard_sizes) * _LARGEST_CONTRIBUTION
+    if most <= _LARGEST_FLOAT16:
+        return ""
+    return f"its gradients may reach {most} and float16 carries {_LARGEST_FLOAT16}"
+
+
+def _splits_exactly(samples: int, micro_batches: int) -> bool:
+    """Equal micro-batches with a share of 1 / 2^k each: their losses and gradients, times that
+    share, are then the parts of the shard's own sums.
+    """
+    return samples % micro_batches == 0 and micro_batches & (micro_batches - 1) == 0
 
 
 def reciprocal_is_exact(world: int, dtype: str) -> bool:

@@ -14,6 +14,27 @@ scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two mo
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 4.2);
 `tiny`, the smallest subnormal number, covers products that underflow. The mean itself is
 computed in float64, and its own error is added by the same formula with float64's u.
+
+A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
+rounded once more, on its way in, and each of the k roundings is counted with the larger of the
+two units (and of the two tiny numbers). The result goes back into the gradient's dtype without
+rounding where that holds every number of the wire's (float32 and float64 hold all of float16's
+and bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the
+larger unit, the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of
+sum_r w_r |g_r|, for float16 0.3 %. An error of that size is what such a wire may do to an
+element; a smaller one in every element is not noticed by R, but by X, where an order is promised.
+
+A loop may run backward A times in a step, over stretches of the shard with gradients h_ra, and code
+that exchanges in each of them is right: what it has averaged is the same on every rank, so a later
+exchange leaves it as it is, but for rounding. A term then goes through k roundings in each exchange
+and one wherever a stretch is added to what was there before, A k + A - 1 in all, and what it is
+measured against are the stretches, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which
+the mean is taken were added up in the dtype, with A - 1 roundings of their own. Hence
+
+    |actual - sum_r w_r g_r|  <=  gamma(A k + 2 (A - 1)) * sum_r w_r sum_a |h_ra|  +  ...
+
+What falls below the wire's smallest number is an absolute error of `tiny` before the weights are
+applied, so `tiny` is multiplied by the largest of them (relative to 1 / W) where that is above 1.
 """
 
 from collections.abc import Sequence
@@ -30,6 +51,15 @@ _UNITS = {
 }
 
 
+# Dtypes whose every number a dtype holds exactly.
+_CONTAINED = {
+    torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float16: (torch.float16,),
+    torch.bfloat16: (torch.bfloat16,),
+}
+
+
 @dataclass(frozen=True)
 class Interval:
     """Elementwise: the mean, and the most by which a correct result may differ; float64."""
@@ -39,8 +69,13 @@ class Interval:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1.0 to the next number."""
-    return _UNITS[dtype][0]
+    """Half the distance from 1.0 to the next number; for complex numbers that of their parts."""
+    return _UNITS[dtype.to_real() if dtype.is_complex else dtype][0]
+
+
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, in a last dimension of 2; real ones as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def gamma(roundings: int, unit: float) -> float:
@@ -49,23 +84,45 @@ def gamma(roundings: int, unit: float) -> float:
 
 
 def interval(
-    shards: Sequence[torch.Tensor], weights: Sequence[float], *, rescaled: bool = False
+    shards: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    rescaled: bool = False,
+    wire: torch.dtype | None = None,
+    passes: int = 1,
+    magnitudes: Sequence[torch.Tensor] | None = None,
 ) -> Interval:
     """The interval for one parameter.
 
     `shards` are the ranks' gradients, all of one shape and dtype. `weights` say what each counts
     for; they add up to 1, unless the shards are `rescaled`: a strategy scaled its loss by some
-    factor, the weights take that back, and so will the strategy, with two roundings more.
+    factor, the weights take that back, and so will the strategy, with two roundings more. `wire`
+    is the dtype that they are rounded to and added up in, if not their own. Complex gradients are
+    taken as pairs of real ones: mean and bound then have a last dimension of 2.
+
+    `passes` is the number of backward passes that may each exchange, and `magnitudes` has, per
+    rank, what the absolute values of their gradients add up to (`real_parts` of complex ones); it
+    is the shard's own absolute value where there is one pass.
+
+    Where the mean is infinite there is no rounding left: the bound is 0.
     """
+    shards = [real_parts(shard) for shard in shards]
     world = len(shards)
     equal = all(weight == weights[0] for weight in weights)
     roundings = world + 1 if equal and not rescaled else world + 3
     roundings += 2 if rescaled else 0
-    unit, tiny = _UNITS[shards[0].dtype]
-    mean = torch.zeros(shards[0].shape, dtype=torch.float64)
+    own = shards[0].dtype
+    unit, tiny = _UNITS[own]
+    if wire is not None:
+        roundings += 1 if wire in _CONTAINED[own] else 2
+        unit, tiny = max(unit, _UNITS[wire][0]), max(tiny, _UNITS[wire][1])
+        tiny *= max(1.0, world * max(weights))
+    roundings = passes * roundings + 2 * (passes - 1)
+    mean = torch.zeros_like(shards[0], dtype=torch.float64)
     magnitude = torch.zeros_like(mean)
-    for shard, weight in zip(shards, weights, strict=True):
+    for shard, size, weight in zip(shards, magnitudes or shards, weights, strict=True):
         mean.add_(shard, alpha=weight)
-        magnitude.add_(shard.abs(), alpha=weight)
+        magnitude.add_(size.abs(), alpha=weight)
     factor = gamma(roundings, unit) + gamma(world + 1, _UNITS[torch.float64][0])
-    return Interval(mean, magnitude.mul_(factor).add_(roundings * tiny))
+    bound = magnitude.mul_(factor).add_(roundings * tiny)
+    return Interval(mean, torch.where(mean.isfinite(), bound, 0.0))

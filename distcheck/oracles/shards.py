@@ -1,12 +1,17 @@
 """Each rank's own part of a step, computed again in one process from the state it recorded."""
 
+import contextlib
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from distcheck.contract import Contract
-from distcheck.ranks.training import Ingredients, trainable
-from distcheck.traces.layout import Kind
+from distcheck import devices
+from distcheck.contract import Batch, Contract
+from distcheck.oracles.rounding import real_parts
+from distcheck.ranks.training import Ingredients, dense, trainable
+from distcheck.traces.layout import CPU_RNG_STATE_BYTES, Kind
 from distcheck.traces.reader import TraceReader
 
 
@@ -16,11 +21,44 @@ class NotRecordedError(Exception):
 
 @dataclass(frozen=True)
 class ShardResult:
-    """One rank's shard: mean loss, gradients per parameter, buffers after the forward pass."""
+    """One rank's shard: mean loss, gradients per parameter, buffers after the forward pass.
+
+    `magnitudes` are, per parameter, the absolute values of what each backward pass of the loop's
+    gave, added up in float64 (`real_parts` of complex ones); empty where the loop runs only one.
+    """
 
     loss: float
     gradients: list[torch.Tensor | None]
     buffers: list[torch.Tensor]
+    magnitudes: list[torch.Tensor | None]
+
+
+def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
+    """What a GradScaler has multiplied a rank's loss by at a step: its first scale, halved for
+    every earlier step in which one of that rank's gradients was not finite.
+    """
+    first = ingredients.training.loss_scale
+    if first is None:
+        return 1.0
+    overflows = sum(not all_finite(trace, rank, earlier) for earlier in range(step))
+    return first * 0.5**overflows
+
+
+def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
+    """Whether all of a rank's synchronised gradients of a step are finite."""
+    found = trace.tensors(rank, Kind.GRADIENT, step)
+    return all(bool(g.isfinite().all()) for g in found if g is not None)
+
+
+def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
+    """How many of a shard's samples each of its micro-batches has; none is empty."""
+    count = min(samples, micro_batches)
+    return [samples // count + (n < samples % count) for n in range(count)]
+
+
+def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
+    """What a case declares that the training loop multiplies a shard's mean loss by."""
+    return {"mean": 1.0, "mean/world": 1 / len(ranks), "sum/global": samples / total}[loss]
 
 
 def load_state(
@@ -31,14 +69,38 @@ def load_state(
         for index, (name, parameter) in enumerate(trainable(model)):
             recorded = trace.tensor(rank, Kind.PARAMETER, step, index)
             if recorded is None:
-                raise NotRecordedError(f"rank {rank} has no {name} before step {step}")
+                raise NotRecordedError(f"rank {trace.ranks[rank]} has no {name} before step {step}")
             parameter.copy_(recorded)
             parameter.grad = None
         for index, (name, buffer) in enumerate(model.named_buffers()):
             recorded = trace.tensor(buffers_of, Kind.BUFFER, step, index)
             if recorded is None:
-                raise NotRecordedError(f"rank {buffers_of} has no {name} before step {step}")
+                owner = trace.ranks[buffers_of]
+                raise NotRecordedError(f"rank {owner} has no {name} before step {step}")
             buffer.copy_(recorded)
+
+
+@contextlib.contextmanager
+def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Tensor | None]]:
+    """What the absolute values of the gradients of the backward passes within add up to; nothing
+    where there is one.
+    """
+    parameters = [parameter for _, parameter in trainable(model)] if passes > 1 else []
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(index: int, gradient: torch.Tensor) -> None:
+        found = dense(gradient)
+        assert found is not None
+        size, before = real_parts(found).abs().double(), sums[index]
+        sums[index] = size if before is None else before + size
+
+    trained = [(index, p) for index, p in enumerate(parameters) if p.requires_grad]
+    hooks = [parameter.register_hook(partial(add, index)) for index, parameter in trained]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ShardReference:
@@ -64,18 +126,42 @@ class ShardReference:
         if buffers_of is None:
             buffers_of = 0 if self._contract.buffers == "rank 0" else rank
         load_state(self._model, self._trace, rank=rank, buffers_of=buffers_of, step=step)
+        self._ingredients.prepare(self._model, step)
         batch = self._ingredients.batch(torch.tensor(header.ids, dtype=torch.int64), total)
-        torch.set_rng_state(torch.frombuffer(bytearray(header.rng_state), dtype=torch.uint8))
-        loss = self._ingredients.loaded.workload.loss(self._model, batch)
-        loss_value = float(loss.detach())
+        devices.set_rng_state(header.rng_state, self._ingredients.device, CPU_RNG_STATE_BYTES)
         weight = len(header.ids) * len(headers) / total
-        if self._contract.weighting == "loss" and weight != 1.0:
-            loss = loss * weight
-        loss.backward(self._cotangent(loss, header.loss_factor))
+        scale = loss_scale(self._ingredients, self._trace, rank, step)
+        accumulate = self._ingredients.training.accumulate
+        declared = declared_factor(self._ingredients.case.loss, len(header.ids), total, headers)
+        loss_value, at = None, 0
+        with _measuring(self._model, passes=accumulate) as sums:
+            for size in stretch_sizes(len(header.ids), self._contract.micro_batches * accumulate):
+                part = slice(at, at + size)
+                at += size
+                stretch = Batch(
+                    inputs=batch.inputs[part],
+                    labels=batch.labels[part],
+                    ids=batch.ids[part],
+                    total=total,
+                )
+                loss = self._ingredients.loaded.workload.loss(self._model, stretch)
+                if size != len(header.ids):
+                    loss = loss * (size / len(header.ids))
+                mean_part = loss.detach()
+                loss_value = mean_part if loss_value is None else loss_value + mean_part
+                if declared != 1.0:
+                    loss = loss * declared
+                if self._contract.weighting == "loss" and weight != 1.0:
+                    loss = loss * weight
+                if scale != 1.0:  # a power of two: wherever it is applied, the bits are the same
+                    loss = loss * scale
+                loss.backward(self._cotangent(loss, header.loss_factor))
+        assert loss_value is not None, "a shard holds at least one sample"
         return ShardResult(
-            loss=loss_value,
-            gradients=[p.grad for _, p in trainable(self._model)],
+            loss=float(loss_value),
+            gradients=[dense(p.grad) for _, p in trainable(self._model)],
             buffers=[b.clone() for b in self._model.buffers()],
+            magnitudes=sums,
         )
 
     def _cotangent(self, loss: torch.Tensor, observed: float) -> torch.Tensor | None:

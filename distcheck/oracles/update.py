@@ -1,9 +1,12 @@
 """The optimizer step of one rank, again, from the gradients and the state that it recorded."""
 
+from collections.abc import Collection
+
 import torch
 import xxhash
 
-from distcheck.oracles.shards import load_state
+from distcheck.contract import Contract
+from distcheck.oracles.shards import all_finite, load_state
 from distcheck.ranks.training import Ingredients, state_tensors, trainable
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import TraceReader
@@ -13,21 +16,42 @@ class UpdateReference:
     """Steps the workload's optimizer on `model`, whose state it overwrites."""
 
     def __init__(
-        self, ingredients: Ingredients, trace: TraceReader, model: torch.nn.Module
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: torch.nn.Module,
     ) -> None:
-        self._ingredients, self._trace, self._model = ingredients, trace, model
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        self._model = model
+
+    def holders(self, slot: int, index: int) -> list[int]:
+        """The ranks that hold a tensor of the optimizer's state."""
+        ranks = range(self._trace.layout.world)
+        entries = [self._trace.entry(rank, Kind.OPTIMIZER, slot, index) for rank in ranks]
+        return [rank for rank, entry in zip(ranks, entries, strict=True) if entry.state.is_there]
+
+    def _source(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """The rank to take a tensor from: its own, unless another one holds it for all."""
+        if kind is not Kind.OPTIMIZER or self._contract.optimizer_state != "sharded":
+            return rank
+        return next(iter(self.holders(slot, index)), rank)
 
     def input_digest(self, rank: int, step: int) -> bytes:
         """A digest of all that the update depends on: ranks that share it share the result."""
         layout, digest = self._trace.layout, xxhash.xxh3_128()
         for kind in (Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER):
             for index in range(len(layout.specs(kind))):
-                entry = self._trace.entry(rank, kind, step, index)
+                source = self._source(rank, kind, step, index)
+                entry = self._trace.entry(source, kind, step, index)
                 digest.update(entry.digest + bytes([entry.state]))
         return digest.digest()
 
-    def run(self, rank: int, step: int) -> dict[Kind, list[torch.Tensor | None]]:
-        """Parameters and optimizer state after the step, in the layout's order.
+    def run(
+        self, rank: int, step: int, *, absent: Collection[int] = ()
+    ) -> dict[Kind, list[torch.Tensor | None]]:
+        """Parameters and optimizer state after the step, in the layout's order. Parameters whose
+        index is in `absent` have no gradient, whatever was recorded.
 
         Raises NotRecordedError where the trace lacks what the update starts from.
         """
@@ -36,16 +60,30 @@ class UpdateReference:
         parameters = dict(trainable(model))
         for index, parameter in enumerate(parameters.values()):
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
+            gradient = None if index in absent else gradient
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer = self._ingredients.loaded.workload.optimizer(model.parameters())
         for index, spec in enumerate(trace.layout.model.optimizer):
             name, _, key = spec.name.rpartition("/")
-            before = trace.tensor(rank, Kind.OPTIMIZER, step, index)
+            source = self._source(rank, Kind.OPTIMIZER, step, index)
+            before = trace.tensor(source, Kind.OPTIMIZER, step, index)
             if before is not None:
+                on_device = key == "step" and _counts_on_device(optimizer)
+                before = before.to(parameters[name].device) if on_device else before
                 optimizer.state[parameters[name]][key] = before.clone()
-        optimizer.step()
+        training = self._ingredients.training
+        if training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        if training.loss_scale is None or all_finite(trace, rank, step):
+            optimizer.step()
         state = dict(state_tensors(model, optimizer))
         return {
-            Kind.PARAMETER: [p.detach() for p in parameters.values()],
+            # Copies: the next rank's update is computed in the same model.
+            Kind.PARAMETER: [p.detach().clone() for p in parameters.values()],
             Kind.OPTIMIZER: [state.get(s.name) for s in trace.layout.model.optimizer],
         }
+
+
+def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps its count of steps beside the parameters, as fused ones on a GPU do."""
+    return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

@@ -1,18 +1,21 @@
 """The jobs of a rank: to train and record, or only to train."""
 
+import os
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import torch
 
-from distcheck import seeds
+from distcheck import devices, seeds
 from distcheck.contract import Contract
 from distcheck.jobs import EpochFigures, RecordJob, RunningLoss, TrainJob
 from distcheck.loading import LoadedStrategy, load_strategy
 from distcheck.positions import steps_per_epoch
+from distcheck.ranks.delays import Lateness
 from distcheck.ranks.loop import Loop
 from distcheck.ranks.recorder import Observer, TraceRecorder
-from distcheck.ranks.training import Ingredients, open_ingredients
+from distcheck.ranks.training import Ingredients, is_distributed, open_ingredients
 from distcheck.traces.writer import TraceWriter
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import join
@@ -27,14 +30,20 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     baseline_fd = remaining.pop(0) if job.has_baseline else None
     rank = job.rendezvous.rank
     seeds.pin_determinism()
+    device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
     join(job.rendezvous, listen_fd)
     reporter.progress(0, "load")
-    ingredients = open_ingredients(job.case, job.description, data_fd)
-    strategy = load_strategy(job.case.strategy)
+    ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    late = Lateness()
+    if job.case.delays and not job.has_baseline:  # the rerun is undisturbed
+        late.install()
+        late.begin([delay for delay in job.case.delays if delay.rank == rank])
+    load = partial(load_strategy, job.case.strategy, job.case.adaptation)
     writer = TraceWriter(trace_fd, job.layout, rank, baseline_fd)
-    recorder = TraceRecorder(writer, job.layout)
-    loop = Loop(ingredients, strategy, recorder, rank=rank, progress=reporter.progress)
+    recorder = TraceRecorder(writer, job.layout, device)
+    progress = late.watching(reporter.progress)
+    loop = Loop(ingredients, load(), recorder, rank=rank, progress=progress, load_again=load)
     for step in range(job.case.steps):
         loop.step(step)
     reporter.progress(job.case.steps, "close")
@@ -48,15 +57,18 @@ def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     data_fd = fds[1] if job.has_data else None
     case, rank = job.case, job.rendezvous.rank
     seeds.pin_determinism()
+    device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
     join(job.rendezvous, fds[0])
-    ingredients = open_ingredients(case, job.description, data_fd)
-    strategy = load_strategy(case.strategy) if case.strategy else alone()
+    ingredients = open_ingredients(case, job.description, data_fd, device)
+    strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
     loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
     size = ingredients.samples.size(train=True)
     per_epoch = steps_per_epoch(size, case.batch, case.world)
     for epoch in range(job.epochs):
         figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
-        if rank == 0:
+        # Ranks that each hold a part of the parameters put them together in every forward pass.
+        together = any(is_distributed(parameter) for parameter in loop.model.parameters())
+        if rank == 0 or together:
             correct = sum(_count_correct(ingredients, loop.model, reporter))
             tested = ingredients.samples.size(train=False)
             figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
@@ -103,20 +115,14 @@ def _count_correct(
             reporter.progress(number, "test")
             ids = torch.arange(first, min(first + batch, size))
             inputs, labels = ingredients.samples.read(ids, train=False, dtype=ingredients.dtype)
+            inputs, labels = inputs.to(ingredients.device), labels.to(ingredients.device)
             yield int((model(inputs).argmax(1) == labels).sum())
     model.train()
 
 
 def alone() -> LoadedStrategy:
     """No synchronisation: what a single process does."""
-    return LoadedStrategy(
-        contract=Contract(),
-        file="",
-        wrap=lambda model: model,
-        scale_loss=lambda loss, step: loss,
-        sync=lambda model, step: None,
-        close=lambda: None,
-    )
+    return LoadedStrategy(contract=Contract(), file="")
 
 
 class Unwatched(Observer):

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from distcheck.memory import raw_bytes
-from distcheck.ranks.training import state_tensors, trainable
+from distcheck import devices
+from distcheck.ranks.training import state_tensors, trainable, whole
 from distcheck.traces.layout import Kind, TraceLayout
 from distcheck.traces.writer import TraceWriter
 
@@ -50,10 +50,13 @@ class TraceRecorder:
     the model, so they are what backward produced on this rank alone, also for strategies that
     synchronise while backward is running. The order in which the hooks fire is the order in
     which gradients became ready, which is what DDP forms its buckets from.
+
+    Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
     """
 
-    def __init__(self, writer: TraceWriter, layout: TraceLayout) -> None:
+    def __init__(self, writer: TraceWriter, layout: TraceLayout, device: torch.device) -> None:
         self._writer = writer
+        self._device = device
         self._layout = layout
         self._step = 0
         self._epoch = 0
@@ -75,13 +78,12 @@ class TraceRecorder:
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
         """Opens a step; the RNG state is the one that the forward pass will start from."""
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
-        rng_state = torch.get_rng_state()
-        self._rng_state = bytes(raw_bytes(rng_state))
+        self._rng_state = devices.rng_state(self._device)
         self._ready.clear()
+        self._loss_factor = 1.0
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Notes the factor, exactly as backward will meet it."""
-        self._loss_factor = 1.0
         if scaled is not loss:
             found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
             self._loss_factor = float("nan") if found is None else float(found)
@@ -94,7 +96,7 @@ class TraceRecorder:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             parameter = parameters.get(spec.name)
             gradient = None if parameter is None else parameter.grad
-            self._writer.put(Kind.GRADIENT, step, index, gradient)
+            self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
@@ -116,8 +118,10 @@ class TraceRecorder:
         return partial(self._local_gradient, index)
 
     def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if index in self._ready:  # a second backward within the step adds to the first
-            gradient = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index) + gradient
+            before = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index)
+            gradient = before.to(gradient.device) + gradient
         else:
             self._ready.append(index)
         self._writer.put(Kind.LOCAL_GRADIENT, self._step, index, gradient)
@@ -126,10 +130,10 @@ class TraceRecorder:
         model_layout = self._layout.model
         found: dict[str, torch.Tensor] = dict(trainable(model))
         for index, spec in enumerate(model_layout.parameters):
-            self._writer.put(Kind.PARAMETER, slot, index, found.get(spec.name))
+            self._writer.put(Kind.PARAMETER, slot, index, whole(found.get(spec.name)))
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             self._writer.put(Kind.BUFFER, slot, index, found.get(spec.name))
         found = dict(state_tensors(model, optimizer))
         for index, spec in enumerate(model_layout.optimizer):
-            self._writer.put(Kind.OPTIMIZER, slot, index, found.get(spec.name))
+            self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))

@@ -3,7 +3,8 @@
 Every rank walks its own DistributedSampler; a step takes as many of its indices as the rank has
 positions in the step's stretch of the epoch. So the shards of a step, over all ranks, are
 exactly the batch that one process would read, also when the batch does not divide by the world:
-then shard sizes differ by one, and the sampler's padding is never read.
+then shard sizes differ by one, and the sampler's padding is never read. Ranks without data have
+no part in that: the others are counted from 0 as if they were all.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,17 @@ from distcheck.positions import Stretch, stretch_of
 
 
 class Shards:
-    """One rank's view of the data set, step by step."""
+    """One rank's view of the data set, step by step; `rank` None is one that reads nothing."""
 
     def __init__(
-        self, loaded: LoadedWorkload, *, size: int, batch: int, world: int, rank: int, seed: int
+        self,
+        loaded: LoadedWorkload,
+        *,
+        size: int,
+        batch: int,
+        world: int,
+        rank: int | None,
+        seed: int,
     ) -> None:
         self._sampler = loaded.sampler
         self._size, self._batch, self._world, self._rank = size, batch, world, rank
@@ -30,18 +38,21 @@ class Shards:
     def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
         """The step's stretch, and this rank's indices into the data set, int64 [n]."""
         stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
+        if self._rank is None:
+            return stretch, torch.empty(0, dtype=torch.int64)
         if stretch.epoch != self._epoch:
-            self._epoch, self._order = stretch.epoch, list(self._epoch_order(stretch.epoch))
+            self._epoch = stretch.epoch
+            self._order = list(self._epoch_order(stretch.epoch, self._rank))
         ids = stretch.pick(self._order, self._world, self._rank)
         return stretch, torch.tensor(ids, dtype=torch.int64)
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
+    def _epoch_order(self, epoch: int, rank: int) -> Sequence[int]:
         if self._sampler is not None:
-            return self._sampler(self._size, self._world, self._rank, self._seed, epoch)
+            return self._sampler(self._size, self._world, rank, self._seed, epoch)
         sampler: DistributedSampler[int] = DistributedSampler(
             range(self._size),  # type: ignore[arg-type]
             num_replicas=self._world,
-            rank=self._rank,
+            rank=rank,
             shuffle=True,
             seed=self._seed,
         )

@@ -1,15 +1,20 @@
 """Building what is trained, alike in every rank and in every reference."""
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from distcheck import datasets, seeds
-from distcheck.contract import Batch, Samples
+from distcheck import datasets, devices, seeds
+from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedWorkload, load_workload
 from distcheck.records import Case, ModelLayout, TensorSpec
+from distcheck.traces.layout import CPU_RNG_STATE_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -22,23 +27,55 @@ class Ingredients:
     loaded: LoadedWorkload
     samples: Samples
     dtype: torch.dtype
+    device: torch.device
 
     def model(self) -> nn.Module:
-        """The model in its initial state: the same bits in every process."""
+        """The model in its initial state, built on the CPU: the same bits in every process."""
         seeds.seed_everything(seeds.derive(self.case.seed, "model"))
         model = self.loaded.workload.model(
             sample_shape=self.samples.shape, classes=self.samples.classes
         )
-        return model.to(self.dtype).train()
+        own_dtypes = getattr(self.loaded.workload, "own_dtypes", False)
+        return model.to(self.device, None if own_dtypes else self.dtype).train()
+
+    @property
+    def training(self) -> Training:
+        """What the workload wants of the training loop. Raises UsageError for anything else."""
+        training = getattr(self.loaded.workload, "training", Training())
+        if not isinstance(training, Training):
+            raise UsageError(
+                f"workload {self.case.workload}: its training is {training!r}, and has to be a "
+                "distcheck.contract.Training(...)"
+            )
+        try:
+            return msgspec.convert(msgspec.to_builtins(training), Training)
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f"workload {self.case.workload}: its training is {training!r}, which the loop "
+                f"cannot do: {error}"
+            ) from None
+
+    def prepare(self, model: nn.Module, step: int) -> None:
+        """What the workload does to its model before a step, in ranks and references alike."""
+        before_step = getattr(self.loaded.workload, "before_step", None)
+        if before_step is not None:
+            before_step(model, step)
 
     def batch(self, ids: torch.Tensor, total: int) -> Batch:
         """The samples `ids` [n] of the training split, as part of a step of `total` samples."""
         inputs, labels = self.samples.read(ids, train=True, dtype=self.dtype)
-        return Batch(inputs=inputs, labels=labels, ids=ids, total=total)
+        return Batch(
+            inputs=inputs.to(self.device), labels=labels.to(self.device), ids=ids, total=total
+        )
 
 
-def open_ingredients(case: Case, description: bytes, data_fd: int | None) -> Ingredients:
-    """Loads a case's workload and its samples. Raises UsageError where they do not fit."""
+def open_ingredients(
+    case: Case, description: bytes, data_fd: int | None, device: torch.device | None = None
+) -> Ingredients:
+    """Loads a case's workload and its samples, for work on a device (by default the CPU).
+
+    Raises UsageError where they do not fit.
+    """
     loaded = load_workload(case.workload)
     samples = (
         loaded.own_samples()
@@ -50,7 +87,9 @@ def open_ingredients(case: Case, description: bytes, data_fd: int | None) -> Ing
         raise UsageError(
             f"batch {case.batch} is larger than the data set: {case.data} has {size} samples"
         )
-    return Ingredients(case, loaded, samples, getattr(torch, case.dtype))
+    return Ingredients(
+        case, loaded, samples, getattr(torch, case.dtype), device or torch.device("cpu")
+    )
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -61,7 +100,13 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's tensors, as `<parameter>/<state key>`, in a fixed order."""
+    """The optimizer's tensors, as `<parameter>/<state key>`, in a fixed order.
+
+    An optimizer around another (ZeroRedundancyOptimizer) keeps its state in that one's.
+    """
+    inner = getattr(optimizer, "optim", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        optimizer = inner
     found = []
     for name, parameter in trainable(model):
         state = optimizer.state.get(parameter, {})
@@ -71,6 +116,66 @@ def state_tensors(
             if isinstance(value, torch.Tensor)
         ]
     return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a script keeps of a rank: model, optimizer, random-number state."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rng_state: bytes
+
+
+def take_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Checkpoint:
+    """Copies of everything. An optimizer that is divided over the ranks is first put together, on
+    every rank in turn; that is what ZeroRedundancyOptimizer asks of a script.
+    """
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is None:
+        state = copy.deepcopy(optimizer.state_dict())
+    else:
+        for rank in range(dist.get_world_size()):
+            consolidate(to=rank)
+            if rank == dist.get_rank():
+                state = copy.deepcopy(optimizer.state_dict())
+    return Checkpoint(copy.deepcopy(model.state_dict()), state, devices.rng_state(device))
+
+
+def restore(
+    kept: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Fills what was built anew."""
+    model.load_state_dict(kept.model)
+    optimizer.load_state_dict(kept.optimizer)
+    devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)
+
+
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A sparse tensor with all its zeros; any other as it is."""
+    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole of a tensor of which each rank holds a part: a collective then, so every rank
+    must ask for the same tensors in the same order.
+    """
+    tensor = dense(tensor)
+    if tensor is None or not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return full
 
 
 def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:

@@ -1,10 +1,21 @@
 """The report as `distcheck.report/1`: what a gate or a dashboard reads."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from distcheck.records import CaseReport, CheckResult, Difference, Report
+from distcheck.errors import UsageError
+from distcheck.records import (
+    Allowance,
+    CaseReport,
+    CheckResult,
+    Difference,
+    Outcome,
+    Report,
+    VerdictName,
+)
+from distcheck.reports.aggregated import as_keys
 from distcheck.reports.wording import describe_place
 
 SCHEMA = "distcheck.report/1"
@@ -12,7 +23,51 @@ SCHEMA = "distcheck.report/1"
 
 def render_json(report: Report) -> str:
     """The whole report as JSON text."""
-    return msgspec.json.format(msgspec.json.encode(as_document(report)), indent=2).decode() + "\n"
+    return render(as_document(report))
+
+
+def render(document: dict[str, Any]) -> str:
+    """A document as JSON text."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A document from its file. Raises UsageError for what is not one, or is one of another
+    schema.
+    """
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path} is no report that --json wrote: {error}") from error
+    if document.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{path} has the schema {document.get('schema')!r}, and this version reads {SCHEMA!r}; "
+            "write the report again with this version"
+        )
+    return document
+
+
+class CaseTold(msgspec.Struct, frozen=True):
+    """What other commands rely on in a case of a document."""
+
+    id: str
+    strategy: str
+    strategy_file: str
+    verdict: VerdictName
+
+
+class _Told(msgspec.Struct, frozen=True):
+    cases: list[CaseTold]
+
+
+def told_cases(document: dict[str, Any], path: Path) -> list[CaseTold]:
+    """The cases of a document that was read from `path`. Raises UsageError where it is damaged."""
+    try:
+        return msgspec.convert(document, _Told).cases
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path} is damaged: {error}; write the report again") from error
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -22,7 +77,12 @@ def as_document(report: Report) -> dict[str, Any]:
         "verdict": report.verdict,
         "exit_code": int(report.exit_code),
         "environment": report.environment,
+        "since_green": None
+        if report.since_green is None
+        else msgspec.to_builtins(report.since_green),
         "cases": [_case(case) for case in report.cases],
+        "plan": None if report.plan is None else msgspec.to_builtins(report.plan),
+        "left_out": report.left_out,
     }
 
 
@@ -32,18 +92,27 @@ def _case(report: CaseReport) -> dict[str, Any]:
         "id": case.id,
         "strategy": case.strategy,
         "strategy_file": report.strategy_file,
+        "strategy_line": report.strategy_line,
         "world": case.world,
         "backend": case.backend,
         "device": case.device,
         "dtype": case.dtype,
         "workload": case.workload,
+        "data": case.data,
+        "data_dir": case.data_dir,
         "batch": case.batch,
         "steps": case.steps,
         "seed": case.seed,
+        "as": case.adaptation.form,
+        "arguments": dict(case.adaptation.arguments),
+        "variables": dict(case.adaptation.variables),
+        "finish": case.adaptation.finish,
+        "reset": case.adaptation.reset,
+        "without_data": list(case.adaptation.without_data),
+        "loss": case.loss,
+        "accept": case.accept,
         "verdict": report.verdict,
-        "outcomes": [
-            {"rank": o.rank, "outcome": o.outcome, "detail": o.detail} for o in report.outcomes
-        ],
+        "outcomes": [_outcome(outcome) for outcome in report.outcomes],
         "checks": [_check(result) for result in report.checks],
         "diagnosis": [
             {"cause": d.cause, "evidence": d.evidence, "suggestion": d.suggestion}
@@ -51,7 +120,25 @@ def _case(report: CaseReport) -> dict[str, Any]:
         ],
         "timings_s": report.timings_s,
         "replay": report.replay,
+        "command": case.command_line,
+        "notes": list(report.notes),
+        "accepted": None if report.accepted is None else _accepted(report.accepted),
     }
+
+
+def _accepted(allowance: Allowance) -> dict[str, Any]:
+    return {
+        "kind": allowance.kind,
+        "widened": allowance.widened,
+        "not_owed": list(allowance.not_owed),
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    found = {"rank": outcome.rank, "outcome": outcome.outcome, "detail": outcome.detail}
+    if outcome.collectives:
+        found["collectives"] = msgspec.to_builtins(outcome.collectives)
+    return found
 
 
 def _check(result: CheckResult) -> dict[str, Any]:
@@ -71,7 +158,9 @@ def _check(result: CheckResult) -> dict[str, Any]:
             "steps": compared.steps,
         },
         "worst": None if result.worst is None else _difference(result.worst),
+        "first": None if result.first is None else _difference(result.first),
         "reason": reason,
+        **as_keys(result),
     }
 
 
@@ -86,4 +175,7 @@ def _difference(difference: Difference) -> dict[str, Any]:
         "error": difference.error,
         "bound": difference.bound,
         "ulp": difference.ulp,
+        "unit": difference.unit,
+        "actual_bits": difference.actual_bits,
+        "expected_bits": difference.expected_bits,
     }

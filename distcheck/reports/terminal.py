@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import IO
@@ -23,7 +24,12 @@ from distcheck.records import (
     VerdictName,
     merge_verdicts,
 )
-from distcheck.reports.wording import count, describe_place, describe_worst
+from distcheck.reports.wording import (
+    count,
+    describe_accepted,
+    describe_place,
+    describe_worst,
+)
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
@@ -32,6 +38,7 @@ _STYLE: dict[VerdictName, str] = {
 }
 _DETAIL_LINES = 14  # of a rank's traceback or stack
 _REPLAY = "replay"
+_MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
     (94, ("tensors", "ranks", "steps", "elements")),
     (70, ("elements",)),
@@ -77,11 +84,11 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     verdict lines alone.
     """
     groups = [list(group) for _, group in groupby(report.cases, key=_group_key)]
-    if not quiet:
+    if report.environment and not quiet:
         console.print(Text(_environment_line(report)), style="dim")
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
-        console.print(_headline(cases, verdict), soft_wrap=True)
+        console.print(_headline(cases, verdict, report), soft_wrap=True)
         if quiet:
             continue
         if verdict != "pass" or verbose or len(groups) == 1:
@@ -93,8 +100,8 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         _print_end(report, console)
 
 
-def _group_key(case: CaseReport) -> tuple[str, int]:
-    return case.case.strategy, case.case.world
+def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
+    return case.case.siblings
 
 
 def _environment_line(report: Report) -> str:
@@ -102,19 +109,23 @@ def _environment_line(report: Report) -> str:
     return (
         f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
         f"{about.get('backend')} on {about.get('device')}, {about.get('threads')} thread a rank, "
-        f"{about.get('cpu')}"
+        f"{about.get('cpu')}{', under ' + about['launcher'] if 'launcher' in about else ''}"
     )
 
 
-def _headline(cases: Sequence[CaseReport], verdict: VerdictName) -> Text:
+def _headline(cases: Sequence[CaseReport], verdict: VerdictName, report: Report) -> Text:
     case = cases[0].case
     dtypes: dict[str, dict[str, None]] = {}
     for c in cases:
         dtypes.setdefault(c.case.workload, {})[c.case.dtype] = None
-    names = ", ".join(f"{workload} {'+'.join(found)}" for workload, found in dtypes.items())
+    names = ", ".join(f"{w} {'+'.join(found)}" for w, found in [*dtypes.items()][:_MOST_NAMED])
+    if len(dtypes) > _MOST_NAMED:
+        names += f" and {len(dtypes) - _MOST_NAMED} more"
     text = Text()
     text.append(f"{verdict.upper():<8}", style=_STYLE[verdict])
     text.append(f"{case.strategy}, world {case.world}", style="bold")
+    if report.environment.get("backend") not in (None, case.backend):
+        text.append(f" on {case.backend}", style="bold")
     text.append(f": {names}; batch {case.batch}, {case.steps} steps, seed {case.seed}")
     return text
 
@@ -138,7 +149,8 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
             describe_worst(result),
         )
         last = result.check
-    console.print(Padding(table, (0, 0, 0, 2)))
+    if table.row_count:
+        console.print(Padding(table, (0, 0, 0, 2)))
     for sentence in _remarks(cases):
         console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     for case in cases:
@@ -192,7 +204,8 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
 
 def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     """Notes on the cases, and what passing checks had to say; each sentence once."""
-    notes = [f"note: {note}" for case in cases for note in case.notes]
+    notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
+    notes += [f"note: {note}" for case in cases for note in case.notes]
     said = [
         f"{result.check} {result.layer}: {result.reason}"
         for case in cases
@@ -203,6 +216,8 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _print_failure(case: CaseReport, console: Console) -> None:
+    if not case.replay:
+        return  # given up before it began; a note says why
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
     found = list(_failure_lines(case))
@@ -217,6 +232,11 @@ def _print_failure(case: CaseReport, console: Console) -> None:
     replay = Text.assemble(f"    {_REPLAY:<{width}}  ", case.replay)
     replay.stylize("bold", 0, 4 + width)
     console.print(replay, soft_wrap=True)
+
+
+def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
+    """What is to say of a case that failed, as (label, text): ranks, first place, causes."""
+    return list(_failure_lines(case))
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
@@ -296,10 +316,20 @@ def _print_end(report: Report, console: Console) -> None:
             ),
             style="dim",
         )
+    if report.plan is not None and report.plan.shard:
+        part = f"part {report.plan.shard} of {report.plan.shards}"
+        cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
+        console.print(
+            Text(f"{part}: {cells} planned cells; distcheck merge tells whether the rest ran"),
+            soft_wrap=True,
+        )
     if report.saved_to is not None:
         console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
-    # Not wrapped, so that it can be copied.
-    console.print(Text(f"next:  {_next_step(report)}"), soft_wrap=True)
+        again = f"again: distcheck replay {shlex.quote(report.saved_to)}"
+        console.print(Text(again), soft_wrap=True)
+    if step := _next_step(report):
+        # Not wrapped, so that it can be copied.
+        console.print(Text(f"next:  {step}"), soft_wrap=True)
 
 
 def _next_step(report: Report) -> str:
@@ -307,7 +337,12 @@ def _next_step(report: Report) -> str:
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
     case = report.cases[0].case
-    base = f"distcheck verify --strategy {case.strategy}"
+    base = f"distcheck verify --strategy {shlex.quote(case.strategy)}"
+    if case.backend != "gloo":
+        base += f" --backend {case.backend}"
+    if case.device != "cpu":
+        base += f" --device {case.device}"
+    base = " ".join(filter(None, [base, shlex.join(case.adapter_words)]))
     if report.exit_code is ExitCode.INTERRUPTED:
         return f"{base} --world {case.world}"
     worlds = {c.case.world for c in report.cases}

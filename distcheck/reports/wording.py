@@ -1,6 +1,6 @@
 """Phrases that every format uses."""
 
-from distcheck.records import CheckResult, Difference, Number
+from distcheck.records import Allowance, CheckResult, Difference, Number
 
 
 def describe_place(difference: Difference) -> str:
@@ -32,6 +32,12 @@ def describe_worst(result: CheckResult) -> str:
     relation = "of" if share <= 1 else "over"
     unit = " (L2)" if worst.unit == "L2 norm" else ""
     return f"{float(worst.error):.1e} {relation} {float(worst.bound):.1e}{unit}"
+
+
+def describe_accepted(allowance: Allowance) -> str:
+    """What was accepted, what is owed instead, and what a pass no longer shows."""
+    lost = "; ".join(allowance.not_owed)
+    return f"accepted: {allowance.kind} {allowance.widened}; not owed: {lost}"
 
 
 def count(number: int) -> str:

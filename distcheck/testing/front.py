@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distcheck import devices
 from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
 from distcheck.testing import failures, kept, rank, turns
@@ -70,7 +71,9 @@ def run_in_world(prepared: Prepared) -> None:
     """One body, once, on all ranks. Returns if it passed; raises what pytest understands."""
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
-    _make_ready_to_fork()
+    if why := devices.missing(options.device, options.backend, options.size):
+        pytest.skip(why)
+    _make_ready_to_fork(options)
     with turns.turn(item.config):
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
@@ -80,12 +83,19 @@ def run_in_world(prepared: Prepared) -> None:
     _decide(item, ended)
 
 
-def _make_ready_to_fork() -> None:
+def _make_ready_to_fork(options: WorldOptions) -> None:
     """What every rank will need is imported here, once; what cannot be inherited is refused."""
+    import torch
     import torch.distributed as dist
 
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
+    if options.device == "cuda" and torch.cuda.is_initialized():
+        pytest.fail(
+            "the pytest process itself has used CUDA, which ranks cannot inherit; a test without "
+            "the marker `world` has, or a module on import: let it run in a world, or apart",
+            pytrace=False,
+        )
     if dist.is_available() and dist.is_initialized():
         pytest.fail(
             "the pytest process itself is in a process group, which ranks cannot inherit; a test "

@@ -25,6 +25,7 @@ from distcheck.worlds import messages
 from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.shares import Shared
 
 _TARGET = "distcheck.testing.kept_rank:serve"
 _MOST_KEPT = 2  # worlds of different sizes or backends
@@ -46,11 +47,18 @@ def run(prepared: Prepared) -> Ended:
     try:
         ended = world.run(prepared, arguments)
     finally:
-        if ended is not None and world.usable:
+        if ended is not None and world.usable and not _left_something(ended):
             _kept[key] = world  # the youngest last
         else:
             world.close()
     return ended
+
+
+def _left_something(ended: Ended) -> bool:
+    """Whether a test has left its ranks in a state that the next one would meet: a collective that
+    only some have entered, a thread that goes on.
+    """
+    return any(report.left_stays for report in ended.reports.values())
 
 
 def close_all() -> None:
@@ -81,11 +89,11 @@ class KeptWorld:
                 backend=prepared.options.backend,
                 size=prepared.options.size,
                 payload=msgspec.msgpack.encode,
-                fds=[other.fileno() for other in theirs],
+                fds=[Shared(fd=other.fileno()) for other in theirs],
                 deadline_s=prepared.options.deadline_s,
             )
         except BaseException:
-            self.close()
+            self._end_ranks()
             raise
         finally:
             rank.prepare(None)
@@ -130,6 +138,10 @@ class KeptWorld:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
+        self._end_ranks()
+        self._world.end_job()
+
+    def _end_ranks(self) -> None:
         self._pool.close()
         for channel in self._channels:
             channel.close()

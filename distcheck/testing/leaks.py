@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from distcheck.worlds import flight
@@ -22,17 +23,27 @@ def threads_now() -> set[int]:
     return {thread.ident or 0 for thread in threading.enumerate()}
 
 
-def left_behind(threads_before: set[int]) -> list[str]:
-    """One phrase for every kind of thing that is still open."""
-    found = [*_process_groups(), *_unfinished_work()]
+@dataclass(frozen=True)
+class Left:
+    """What is still open: a phrase for every kind, and whether a next test in the same ranks would
+    meet it. A process group can be destroyed; what others have not entered, or what runs, cannot.
+    """
+
+    phrases: tuple[str, ...] = ()
+    stays: bool = False
+
+
+def left_behind(threads_before: set[int]) -> Left:
+    """Looks for process groups, unfinished collectives, and threads that were not there before."""
+    staying = _unfinished_work()
     stray = [
         thread.name
         for thread in threading.enumerate()
         if thread.ident not in threads_before and not thread.daemon
     ]
     if stray:
-        found.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
-    return found
+        staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
+    return Left((*_process_groups(), *staying), stays=bool(staying))
 
 
 def _process_groups() -> list[str]:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from distcheck.devices import DEVICES
+from distcheck.records import MOST_DEADLINE_S
+
 NAME = "world"
 SIZE_PARAMETER = "world_size"
 _MOST_RANKS = 256
@@ -39,14 +42,18 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
         raise _refuse("needs the number of ranks")
     sizes = _sizes(arguments.pop("size"))
     deadline_s = arguments.get("deadline_s", 30.0)
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+    if (
+        isinstance(deadline_s, bool)
+        or not isinstance(deadline_s, int | float)
+        or not (0 < deadline_s <= MOST_DEADLINE_S)
+    ):
         raise _refuse(f"was given deadline_s={deadline_s!r}; it takes seconds, more than 0")
     for name, kind in (("seed", int), ("reuse", bool), ("backend", str), ("device", str)):
         if name in arguments and not isinstance(arguments[name], kind):
             raise _refuse(f"was given {name}={arguments[name]!r}; it takes a {kind.__name__}")
     device = arguments.get("device", "cpu")
-    if device != "cpu":
-        raise _refuse(f"was given device={device!r}; ranks run on cpu so far")
+    if device not in DEVICES:
+        raise _refuse(f"was given device={device!r}; it takes {' or '.join(map(repr, DEVICES))}")
     return WorldOptions(sizes=sizes, size=sizes[0], **arguments)
 
 

@@ -21,7 +21,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `exception` names its class ("module:qualified name"); `longrepr` is pytest's own report of
     it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
-    first line. `preloads` are modules that the rank had to import and that every rank will.
+    first line. `left` says what it left open, `left_stays` whether a next test in the same rank
+    would meet that. `preloads` are modules that the rank had to import and that every rank will.
     """
 
     end: End
@@ -33,6 +34,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[Seen, ...] = ()
     log: str = ""
     left: tuple[str, ...] = ()
+    left_stays: bool = False
     preloads: tuple[str, ...] = ()
 
 

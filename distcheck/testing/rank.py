@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from distcheck import devices
+from distcheck.errors import CannotRunError
 from distcheck.testing import fixtures, leaks
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import End, RankReport, Seen
@@ -81,6 +83,12 @@ def enter(
     torch.set_num_threads(1)
     # torch's record of its own failed calls, at DEBUG: a failure is told better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
+    if options.device == "cuda" and torch.cuda._is_in_bad_fork():
+        raise CannotRunError(
+            "the pytest process itself has asked CUDA for something, so that its forks cannot use "
+            "it; ask in a test in a world, or with PYTORCH_NVML_BASED_CUDA_CHECK=1 set"
+        )
+    device = devices.enter(options.device, rendezvous.rank)
     reporter.progress(0, "rendezvous")
     join(rendezvous, listen_fd)
     group = dist.group.WORLD
@@ -88,7 +96,7 @@ def enter(
     _view = WorldView(
         rank=rendezvous.rank,
         size=rendezvous.world,
-        device=torch.device(options.device),
+        device=device,
         group=group,
         seed=options.seed,
     )
@@ -132,12 +140,14 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                 _refuse_a_result(item, prepared.body(*args, **kwargs))
         except BaseException as raised:
             error = raised
+    left = leaks.left_behind(threads) if error is None else leaks.Left()
     report = RankReport(
         end=_end_of(error),
         reason=str(error) if error is not None else "",
         warnings=tuple(_as_seen(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
-        left=tuple(leaks.left_behind(threads)) if error is None else (),
+        left=left.phrases,
+        left_stays=left.stays,
         preloads=tuple(name for name in missing if name in sys.modules),
     )
     if report.end == "failed":

@@ -17,6 +17,8 @@ import pytest
 _LEAST_TURNS = 2  # one world alone leaves gaps while its ranks wait for each other
 _LOOK_EVERY_S = 0.004
 
+_held: list[socket.socket] = []
+
 
 @contextmanager
 def turn(config: pytest.Config) -> Iterator[None]:
@@ -27,10 +29,23 @@ def turn(config: pytest.Config) -> Iterator[None]:
         yield
         return
     holder = _take(about["testrunuid"], turns)
+    _held.append(holder)
     try:
         yield
     finally:
+        _held.remove(holder)
         holder.close()
+
+
+def _let_go_in_fork() -> None:
+    """A name is taken as long as anybody has the socket open, and a kept world's helper, forked
+    during a turn, lives on after it.
+    """
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def _take(run: str, turns: int) -> socket.socket:

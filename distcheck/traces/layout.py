@@ -28,7 +28,8 @@ _BYTES = {
 
 NO_DIGEST = bytes(16)
 _ALIGNMENT = 64
-RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
+CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
+RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
 
 ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, reserved
 # written, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest
@@ -54,6 +55,11 @@ class State(IntEnum):
     ABSENT = 1  # the rank got there and there was no such tensor (a gradient of None)
     STORED = 2  # the bytes are in the trace that `source` names, in the region of `rank`
     MALFORMED = 3  # a tensor of another shape or dtype than the layout's
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the rank had a tensor, of the right shape or not."""
+        return self in (State.STORED, State.MALFORMED)
 
 
 class Source(IntEnum):
@@ -171,6 +177,15 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         starts, slot_bytes = self._tensor_offsets[kind]
         within = self._data_before[kind] + slot * slot_bytes + starts[index]
         return self.index_bytes + rank * self.data_bytes_per_rank + within
+
+    def regions_of(self, rank: int) -> list[tuple[int, int]]:
+        """(offset, length) of everything that a rank may have written: headers, table, data."""
+        table_bytes = self.entries_per_rank * ENTRY.size
+        return [
+            (self.header_offset(rank, 0), self.steps * self.header_bytes),
+            (self.table_offset + rank * table_bytes, table_bytes),
+            (self.index_bytes + rank * self.data_bytes_per_rank, self.data_bytes_per_rank),
+        ]
 
 
 def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:

@@ -2,8 +2,10 @@
 
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from distcheck.memory import mapped_tensor
@@ -17,6 +19,8 @@ from distcheck.traces.layout import (
     TraceLayout,
     steps_written,
 )
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,30 @@ class Entry:
 
 
 class TraceReader:
-    """Reads the trace behind a file descriptor, without copying; it may still be growing."""
+    """Reads the trace behind a file descriptor; it may still be growing. Nothing is copied, except
+    to a `device` that is not the CPU.
+    """
 
-    def __init__(self, fd: int, layout: TraceLayout, baseline: "TraceReader | None" = None) -> None:
+    def __init__(
+        self,
+        fd: int,
+        layout: TraceLayout,
+        baseline: "TraceReader | None" = None,
+        *,
+        device: torch.device = _CPU,
+    ) -> None:
         self.layout = layout
+        self.ranks = tuple(range(layout.world))  # as they are numbered in the world that was run
+        self._device = device
         self._fd = fd
         self._baseline = baseline
         self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
+
+    def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
+        """The same trace as a world of these ranks alone would have written it: they are numbered
+        from 0, in this order.
+        """
+        return self if tuple(ranks) == self.ranks else _OfRanks(self, ranks)
 
     def header(self, rank: int, step: int) -> StepHeader:
         """The step header of a rank."""
@@ -105,4 +126,28 @@ class TraceReader:
     def _mapped(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
         spec = self.layout.specs(kind)[index]
         offset = self.layout.data_offset(rank, kind, slot, index)
-        return mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
+        tensor = mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
+        if kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step"):
+            return tensor  # optimizers keep their count of steps on the CPU
+        return tensor.to(self._device)
+
+
+class _OfRanks(TraceReader):
+    """Some of the ranks of another trace."""
+
+    def __init__(self, whole: TraceReader, ranks: Sequence[int]) -> None:
+        self.layout = msgspec.structs.replace(whole.layout, world=len(ranks))
+        self.ranks = tuple(whole.ranks[rank] for rank in ranks)
+        self._whole, self._chosen = whole, tuple(ranks)
+
+    def header(self, rank: int, step: int) -> StepHeader:
+        return self._whole.header(self._chosen[rank], step)
+
+    def steps_written(self) -> int:
+        return self._whole.steps_written()
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        return self._whole.entry(self._chosen[rank], kind, slot, index)
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        return self._whole.tensor(self._chosen[rank], kind, slot, index)

@@ -53,7 +53,7 @@ class TraceWriter:
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
             self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank)
             return
-        dense = tensor.detach().contiguous()
+        dense = tensor.detach().cpu().contiguous()
         data = raw_bytes(dense)
         digest = xxhash.xxh3_128_digest(data)
         source, holder = self._holder(kind, slot, index, digest)
@@ -69,7 +69,8 @@ class TraceWriter:
         assert fd is not None, "only a rerun refers to a baseline"
         spec = self._layout.specs(kind)[index]
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        os.preadv(fd, [raw_bytes(tensor)], self._layout.data_offset(holder, kind, slot, index))
+        if tensor.numel():
+            os.preadv(fd, [raw_bytes(tensor)], self._layout.data_offset(holder, kind, slot, index))
         return tensor
 
     def put_header(

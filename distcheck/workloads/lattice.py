@@ -72,7 +72,7 @@ class LatticeModel(nn.Module):
         hidden = F.relu(self.dense(part["features"]))
         outputs = self.head(F.relu(part["features"][:, :HEAD_FEATURES]))
         maps = F.relu(self.conv(image)).sum((2, 3))
-        table = (_only_gradient(self.table) * self.pattern.to(inputs.dtype)).sum()
+        table = (_only_gradient(self.table) * self.pattern.to(inputs)).sum()
         per_sample: torch.Tensor = (
             part["loss"][:, 0]
             + (_only_gradient(hidden) * part["dense"]).sum(1)

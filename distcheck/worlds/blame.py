@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from distcheck.records import Outcome, OutcomeName
-from distcheck.worlds.pool import Child
+from distcheck.worlds.children import Child
 
 # What gloo says on the ranks that are left when another one has gone.
 _LOST_PEER = re.compile(
@@ -21,9 +21,12 @@ _LOST_PEER = re.compile(
 _FORKED = os.path.join("distcheck", "worlds", "child.py") + '", line'
 
 
-def finished(child: Child) -> bool:
-    """Whether a rank did its job and then left in peace, exit status included."""
-    return child.done is not None and child.gone and child.released and child.exit_code == 0
+def finished(child: Child, *, hung: bool) -> bool:
+    """Whether a rank did its job and then left in peace, exit status included; where the world
+    `hung`, without having been asked first.
+    """
+    left = child.done is not None and child.gone and child.released and child.exit_code == 0
+    return left and not (hung and child.late)
 
 
 def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
@@ -46,37 +49,50 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
     at = child.raised.at if child.raised is not None else 0.0
     if outcome.outcome == "raised":
         return (2 if is_victim(child) else 0, at, outcome.rank)
-    place = {"killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
+    place = {"lost": -1, "killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
     waits = child.stacks is not None and "not finished" in child.stacks.collective
     return (place[outcome.outcome], float(waits), outcome.rank)
 
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     name, detail = _classify(child, hung=hung)
-    return Outcome(rank=rank, outcome=name, detail=detail.strip())
+    told = child.raised or child.stacks
+    return Outcome(
+        rank=rank,
+        outcome=name,
+        detail=detail.strip(),
+        collectives=() if told is None else told.collectives,
+    )
 
 
 def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     where = _where(child)
     if child.spawn_error:
         return "exited", f"could not be started: {child.spawn_error}"
+    if child.lost:
+        return "lost", f"{where}\n{child.lost}{_output(child)}"
     if child.raised is not None:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
         victim = "; its peer was gone" if is_victim(child) else ""
         return "raised", f"{where}{victim}\n{text}{_output(child)}"
-    if finished(child):
+    if finished(child, hung=hung):
         return "finished", ""
-    if child.done is None and child.stacks is None and child.exit_signal not in (None, 9):
+    died = child.exit_signal not in (None, signal.SIGKILL)
+    if died and child.done is None and child.stacks is None and not child.shaken:
         name = _signal_name(child.exit_signal)
         stack = _without_plumbing(child.low_level_stacks)
         return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
-    if asked and child.exit_signal == signal.SIGKILL:
-        stacks = child.stacks.text if child.stacks else _without_plumbing(child.low_level_stacks)
-        collective = child.stacks.collective if child.stacks else ""
-        last = f"\nlast collective: {collective}" if collective else ""
-        return ("hung" if hung else "ended"), f"{where}{last}\n{stacks}{_output(child)}"
+    woken = hung and child.late
+    if woken or (asked and (child.exit_signal == signal.SIGKILL or (died and child.shaken))):
+        # Where it hung is what was written first: once woken, it is somewhere else.
+        told = None if woken and child.shaken else child.stacks
+        stacks = told.text if told else _without_plumbing(child.low_level_stacks)
+        last = f"\nlast collective: {told.collective}" if told and told.collective else ""
+        went_on = "\nwent on when it was asked, after the deadline" if woken else ""
+        text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
+        return ("hung" if hung else "ended"), text
     if child.exit_signal is not None:
         hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from distcheck.errors import DistcheckError
 from distcheck.worlds import flight, linux, messages
@@ -57,7 +58,8 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     try:
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
-        result = target(request.payload, fds[FIRST_OF_JOB:], reporter)
+        own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
+        result = target(request.payload, own, reporter)
         _flush()
         reporter.send(messages.Done(result))
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
@@ -87,6 +89,8 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
     faulthandler.register(signal.SIGUSR1, fds[STACKS], all_threads=True)
     os.environ.clear()
     os.environ.update(request.env)
+    named = fds[len(fds) - len(request.fd_names) :]
+    os.environ.update({n: str(fd) for n, fd in zip(request.fd_names, named, strict=True)})
     os.chdir(request.cwd)
     sys.path[:] = request.path
     random.seed(0)  # inherited from the helper, where it came from the system
@@ -110,6 +114,7 @@ def _as_event(error: BaseException) -> messages.Raised:
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),
+        collectives=flight.latest(),
     )
 
 
@@ -127,7 +132,7 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
             shown = [f for f in summary if not _is_own(f.filename)]
             theirs = [f for f in shown if "/torch/" not in f.filename]
             parts.append("".join(traceback.format_list(theirs or shown)))
-    reporter.send(messages.Stacks("\n".join(parts), last_collective()))
+    reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
 
 
 def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -152,13 +157,14 @@ def last_collective() -> str:
 
     Empty where there was none, or torch records none.
     """
+    mpi: Any = sys.modules.get("distcheck.backends.mpi.work")
     found = flight.entries()
     if not found:
-        return ""
+        return str(mpi.latest()) if mpi is not None else ""
     entry = found[-1]
-    shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
+    shapes = flight.shapes_of(entry)
     frames = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
     where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
     state = "" if entry.get("retired") else ", not finished"
-    number = entry["collective_seq_id"] if not entry["is_p2p"] else entry["p2p_seq_id"]
+    number = flight.number_of(entry)
     return f"{flight.name_of(entry)} of [{shapes}], number {number}{state}{where}"

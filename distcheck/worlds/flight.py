@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from distcheck.records import Collective
+
+_LATEST = 40  # of a rank's collectives: what a picture has room for
+
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
     """What was recorded, oldest first; with the Python frames of each call, which take longer."""
@@ -29,6 +33,32 @@ def name_of(entry: dict[str, Any]) -> str:
     """The collective's name: "all_reduce"."""
     name: str = entry["profiling_name"]
     return name.partition(":")[2] or name
+
+
+def shapes_of(entry: dict[str, Any]) -> str:
+    """The shapes that it was called with: "64x3, scalar"."""
+    return ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
+
+
+def number_of(entry: dict[str, Any]) -> int:
+    """Its number among the collectives, or the sends and receives, of its group."""
+    number: int = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    return number
+
+
+def latest() -> tuple[Collective, ...]:
+    """The last collectives that this process entered, oldest first."""
+    return tuple(
+        Collective(
+            number=number_of(entry),
+            name=name_of(entry),
+            shapes=shapes_of(entry),
+            group=str((entry.get("process_group") or ("",))[0]),
+            point_to_point=bool(entry["is_p2p"]),
+            finished=not is_open(entry),
+        )
+        for entry in entries(stacks=False)[-_LATEST:]
+    )
 
 
 def is_open(entry: dict[str, Any]) -> bool:

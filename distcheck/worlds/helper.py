@@ -15,7 +15,8 @@ import socket
 import sys
 
 from distcheck.seeds import PINNED_ENVIRONMENT
-from distcheck.worlds import child, linux, messages
+from distcheck.worlds import child, linux, messages, scratch
+from distcheck.worlds.forks import ManyForks
 
 # The first optimizer in a process imports torch._dynamo, for about as long as torch itself
 # takes: here once, not in every rank.
@@ -25,9 +26,13 @@ _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
 class Helper:
     """Forks on request, reaps, and reports."""
 
-    def __init__(self, connection: socket.socket, front_pid: int) -> None:
+    def __init__(
+        self, connection: socket.socket, front_pid: int, forks: ManyForks | None = None
+    ) -> None:
         self._connection = connection
+        self._forks = forks
         self._children: dict[int, int] = {}  # pid -> key
+        scratch.keep_notes()
         self._selector = selectors.DefaultSelector()
         self._front = os.pidfd_open(front_pid)
         self._selector.register(self._front, selectors.EVENT_READ)
@@ -52,6 +57,7 @@ class Helper:
             return
         finally:
             self._end_children()
+            scratch.remove_noted()
 
     def say(self, notice: messages.Notice) -> None:
         """Tells the front."""
@@ -74,6 +80,8 @@ class Helper:
                     os.kill(pid, request.signal)
             return
         helper_pid = os.getpid()
+        if self._forks is not None:
+            self._forks.about_to()
         try:
             pid = os.fork()
         except OSError as error:
@@ -142,7 +150,7 @@ def main(control_fd: int, front_pid: int) -> None:
         signal.signal(name, signal.SIG_IGN)  # the front decides, the front dies
     os.environ.update(PINNED_ENVIRONMENT)
     linux.adopt_orphans()
-    helper = Helper(socket.socket(fileno=control_fd), front_pid)
+    helper = Helper(socket.socket(fileno=control_fd), front_pid, ManyForks(first=64))
     try:
         version = _preload()
     except Exception as error:

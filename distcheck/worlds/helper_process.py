@@ -16,7 +16,9 @@ import time
 import warnings
 from typing import Protocol
 
+import distcheck
 from distcheck.seeds import PINNED_ENVIRONMENT
+from distcheck.worlds.forks import ManyForks
 
 # Training allocates and frees the same large tensors at every step. glibc hands each back to the
 # kernel and faults it in again page by page, which took half of a float64 step's time. Read by
@@ -26,6 +28,19 @@ _KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _POLL_S = 0.001
+_forks = ManyForks(first=4)  # of this process; each stands for those of a world, too
+
+# The package is the front's own, wherever `path` would find one: two installations can be within
+# reach, as in a checkout of an environment that has another.
+_PROGRAM = """
+import importlib.util, sys
+sys.path[:] = {path!r}
+spec = importlib.util.spec_from_file_location("distcheck", {package!r} + "/__init__.py")
+sys.modules["distcheck"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from distcheck.worlds.helper import main
+main({control}, {front})
+"""
 
 
 class HelperProcess(Protocol):
@@ -65,10 +80,11 @@ class CleanHelper:
         here = os.getcwd()
         # The current folder comes last, where its random.py shadows nothing.
         path = [*(entry for entry in self.import_path() if entry != here), here]
-        program = (
-            f"import sys; sys.path[:] = {path!r}; "
-            "from distcheck.worlds.helper import main; "
-            f"main({control.fileno()}, {os.getpid()})"
+        program = _PROGRAM.format(
+            path=path,
+            package=os.path.dirname(distcheck.__file__),
+            control=control.fileno(),
+            front=os.getpid(),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -124,6 +140,7 @@ class ForkedHelper:
             # Python 3.12 warns of forking where threads are. The fork has none of them, and
             # whatever lock one of them held is what `deadline_s` is for.
             warnings.simplefilter("ignore", DeprecationWarning)
+            pass
             self._pid = os.fork()
         if self._pid:
             return
@@ -172,4 +189,5 @@ def child_environment() -> dict[str, str]:
     pinned = {**PINNED_ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "64"}
     environment = {**os.environ, **pinned}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("TP_SOCKET_IFNAME", environment["GLOO_SOCKET_IFNAME"])  # rpc's
     return environment

@@ -1,7 +1,7 @@
 """Starting the two shapes of work that there are: a world of ranks, and a lone job."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from distcheck.errors import (
     CannotRunError,
@@ -11,8 +11,11 @@ from distcheck.errors import (
     UsageError,
 )
 from distcheck.worlds import messages
-from distcheck.worlds.pool import Child, Pool
+from distcheck.worlds.children import Child
+from distcheck.worlds.mpirun import MPIJob
+from distcheck.worlds.pool import LocalShare, Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
+from distcheck.worlds.shares import RankStart, Shared
 from distcheck.worlds.world import World
 
 _END_DEADLINE_S = 5.0  # for killed processes to be gone
@@ -28,45 +31,46 @@ def start_world(
     backend: str,
     size: int,
     payload: Callable[[Rendezvous], bytes],
-    fds: list[int],
+    fds: Sequence[Shared],
     deadline_s: float,
     on_progress: OnProgress | None = None,
 ) -> World:
     """Starts `size` ranks that will meet; each gets the listening socket before `fds`."""
-    with listening() as server:
-        meetings = [
-            Rendezvous(
-                backend=backend,
-                rank=rank,
-                world=size,
-                port=server.getsockname()[1],
-                deadline_s=deadline_s,
-            )
-            for rank in range(size)
-        ]
-        return World(
-            pool,
-            target=target,
-            payloads=[payload(meeting) for meeting in meetings],
-            fds=[server.fileno(), *fds],
-            environments=[environment_of(meeting) for meeting in meetings],
-            deadline_s=deadline_s,
-            on_progress=on_progress,
-        )
+    pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
+    job = MPIJob(size) if backend == "mpi" else None
+    try:
+        with listening(pool.address) as server:
+            host, port = server.getsockname()[:2]
+            starts = []
+            for rank in range(size):
+                meeting = Rendezvous(
+                    backend=backend,
+                    rank=rank,
+                    world=size,
+                    host=host,
+                    port=port,
+                    deadline_s=deadline_s,
+                )
+                start = RankStart(payload=payload(meeting), environment=environment_of(meeting))
+                starts.append(start if job is None else job.enlist(rank, start))
+            given = [Shared(fd=server.fileno()), *fds]
+            shares = pool.start_ranks(target, starts, given, together=job is not None)
+    except BaseException:
+        if job is not None:
+            job.close()
+        raise
+    if job is not None:
+        job.let_go_of_connections()
+    return World(shares, deadline_s=deadline_s, on_progress=on_progress, job=job)
 
 
 def start_job(
     pool: Pool, *, target: str, payload: bytes, fds: list[int], deadline_s: float
 ) -> World:
-    """Starts one process that meets nobody."""
-    return World(
-        pool,
-        target=target,
-        payloads=[payload],
-        fds=fds,
-        environments=[{}],
-        deadline_s=deadline_s,
-    )
+    """Starts one process here that meets nobody."""
+    start = RankStart(payload=payload, environment={})
+    share = LocalShare(pool, target=target, starts={0: start}, fds=fds)
+    return World([share], deadline_s=deadline_s)
 
 
 def run_until_over(pool: Pool, world: World) -> None:

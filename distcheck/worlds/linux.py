@@ -1,8 +1,11 @@
-"""The few Linux calls that Python does not wrap: prctl, and reading /proc."""
+"""The few Linux calls that Python does not wrap: prctl, where names come from, reading /proc."""
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -29,6 +32,34 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> None:
     """Makes processes whose parents die children of this one, so that they can be ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextlib.contextmanager
+def without_name_servers() -> Iterator[None]:
+    """Has the C library know host names from /etc/hosts alone, and then as it was configured.
+
+    torch asks for the name of each address that it connects to, and ::ffff:127.0.0.1, as which it
+    sees loopback, stands in no /etc/hosts: a name server is asked, and where none answers, or one
+    drops a question, the rank waits five seconds or more.
+    """
+    look_up = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc's
+    if look_up is None:
+        yield
+        return
+    look_up(b"hosts", b"files")
+    try:
+        yield
+    finally:
+        look_up(b"hosts", _configured_sources().encode())
+
+
+def _configured_sources() -> str:
+    """The line `hosts:` of nsswitch.conf(5), or what glibc takes without one."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^\s*hosts:([^#\n]*)", Path("/etc/nsswitch.conf").read_text(), re.M)
+        if found:
+            return found[1].strip()
+    return "files dns"
 
 
 def children_of_self() -> list[int]:

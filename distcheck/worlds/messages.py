@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from distcheck.records import Collective
+
 _LENGTH = struct.Struct("<I")
 _MOST_FDS = 32
 
@@ -20,7 +22,8 @@ class Spawn(msgspec.Struct, tag=True):
     """Fork a child that calls `target` ("module:function") with `payload`.
 
     The message carries file descriptors: events, output, stacks, release, dump, then the job's
-    own. `path`, `cwd` and `env` are the front's.
+    own, then those whose numbers go into the variables `fd_names`. `path`, `cwd` and `env` are the
+    front's.
     """
 
     key: int
@@ -29,6 +32,7 @@ class Spawn(msgspec.Struct, tag=True):
     cwd: str
     path: list[str]
     env: dict[str, str]
+    fd_names: list[str] = []
 
 
 class Signal(msgspec.Struct, tag=True):
@@ -92,6 +96,7 @@ class Raised(msgspec.Struct, tag=True):
     at: float
     exit_code: int | None = None
     collective: str = ""
+    collectives: tuple[Collective, ...] = ()
 
 
 class Stacks(msgspec.Struct, tag=True):
@@ -99,6 +104,7 @@ class Stacks(msgspec.Struct, tag=True):
 
     text: str
     collective: str
+    collectives: tuple[Collective, ...] = ()
 
 
 Request = Spawn | Signal

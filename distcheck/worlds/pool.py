@@ -9,86 +9,26 @@ import os
 import selectors
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from distcheck.errors import CannotRunError, HelperError
 from distcheck.worlds import messages
+from distcheck.worlds.children import Child
 from distcheck.worlds.helper_process import CleanHelper, HelperProcess, child_environment
+from distcheck.worlds.shares import RankStart, Share, Shared
 
-_OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
 _PATIENCE_S = 5.0  # with a helper whose connection was closed
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 
 
-@dataclass(eq=False)
-class Child:
-    """One forked process, as the front sees it."""
+class Readable(Protocol):
+    """What a selector takes."""
 
-    key: int
-    pid: int = 0
-    spawn_error: str = ""
-    exit_code: int | None = None
-    exit_signal: int | None = None
-    gone: bool = False
-    released: bool = False  # told that it may leave, while it was there
-    done: messages.Done | None = None
-    raised: messages.Raised | None = None
-    stacks: messages.Stacks | None = None
-    progress: messages.Progress | None = None
-    progress_count: int = 0
-    on_progress: Callable[[messages.Progress], None] | None = None
-    on_said: Callable[[bytes], None] | None = None
-    on_output: Callable[[bytes], None] | None = None
-    _output: deque[bytes] = field(default_factory=deque)
-    _output_bytes: int = 0
-    _events_fd: int = -1
-    _output_fd: int = -1
-    _stacks_fd: int = -1
-
-    @property
-    def output(self) -> str:
-        """The end of what the child wrote to stdout and stderr."""
-        return b"".join(self._output).decode(errors="replace")
-
-    @property
-    def low_level_stacks(self) -> str:
-        """What faulthandler wrote: on a fatal signal, or when asked with SIGUSR1."""
-        with contextlib.suppress(OSError):
-            return os.pread(self._stacks_fd, 65536, 0).decode(errors="replace")
-        return ""
-
-    def take(self, event: messages.Event) -> None:
-        """Notes an event."""
-        if isinstance(event, messages.Progress):
-            self.progress = event
-            self.progress_count += 1
-            if self.on_progress is not None:
-                self.on_progress(event)
-        elif isinstance(event, messages.Said):
-            if self.on_said is not None:
-                self.on_said(event.payload)
-        elif isinstance(event, messages.Done):
-            self.done = event
-        elif isinstance(event, messages.Raised):
-            self.raised = event
-        else:
-            self.stacks = event
-
-    def forget_output(self) -> None:
-        """Begins anew, with nothing kept."""
-        self._output.clear()
-        self._output_bytes = 0
-
-    def take_output(self, data: bytes) -> None:
-        """Keeps the end of the output."""
-        if self.on_output is not None:
-            self.on_output(data)
-        self._output.append(data)
-        self._output_bytes += len(data)
-        while self._output_bytes - len(self._output[0]) >= _OUTPUT_KEPT_BYTES:
-            self._output_bytes -= len(self._output.popleft())
+    def fileno(self) -> int:
+        """The descriptor."""
+        ...
 
 
 class Pool:
@@ -136,11 +76,10 @@ class Pool:
         Raises CannotRunError when torch cannot be imported.
         """
         self.open()
-        waited_s = 0.0
+        deadline = time.monotonic() + _START_DEADLINE_S
         while self._ready is None:
             self.pump(0.5)
-            waited_s += 0.5
-            if waited_s > _START_DEADLINE_S:
+            if time.monotonic() > deadline:
                 raise CannotRunError(f"importing torch took more than {_START_DEADLINE_S:.0f} s")
         if self._ready.error:
             raise CannotRunError(
@@ -148,6 +87,48 @@ class Pool:
                 "distcheck doctor shows more"
             )
         return self._ready.torch_version
+
+    @property
+    def address(self) -> str:
+        """An address of this machine at which every rank can reach it."""
+        return "127.0.0.1"
+
+    def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
+        """Has `pump` call `on_readable` whenever there is something to read from `source`."""
+        self._selector.register(source, selectors.EVENT_READ, on_readable)
+
+    def unwatch(self, source: Readable) -> None:
+        """Ends that, if it has not ended."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
+        """Has processes elsewhere read the data set `name` too; what each found, by its name. Here
+        there are none.
+        """
+        return {}
+
+    def ranks_here(self, world: int) -> int:
+        """How many ranks of a world are on this machine."""
+        return world
+
+    def describe(self) -> dict[str, Any]:
+        """How ranks come to exist, for a report; nothing where they are simply forked here."""
+        return {}
+
+    def start_ranks(
+        self,
+        target: str,
+        starts: Sequence[RankStart],
+        fds: Sequence[Shared],
+        *,
+        together: bool = False,
+    ) -> list[Share]:
+        """Starts the ranks of a world, in as many shares as there are places for them; or all
+        `together`, where they are part of a job that was started here.
+        """
+        own = dict(enumerate(starts))
+        return [LocalShare(self, target=target, starts=own, fds=[given.fd for given in fds])]
 
     def start(
         self,
@@ -157,15 +138,20 @@ class Pool:
         fds: list[int],
         release_fd: int,
         dump_fd: int,
-        env: dict[str, str],
+        env: Mapping[str, str],
+        named_fds: Mapping[str, int] | None = None,
+        child: Child | None = None,
     ) -> Child:
         """Forks a child that calls `target` ("module:function") with `payload` and `fds`.
 
-        The caller keeps its own copies of the descriptors. The child lingers after its job
-        until `release_fd` reaches its end, and tells what it is doing when `dump_fd` does.
+        The caller keeps its own copies of the descriptors; the child's copies of `named_fds` have
+        their numbers in the environment variables of these names. The child lingers after its job
+        until there is something to read from `release_fd`, and tells what it is doing when there
+        is from `dump_fd`. `child` is what to note it in, if not a new one.
         """
         self.wait_ready()
-        child = Child(self._next_key)
+        child = child or Child()
+        child.key = self._next_key
         self._next_key += 1
         self._children[child.key] = child
         child._events_fd, events = os.pipe()
@@ -187,11 +173,13 @@ class Pool:
             cwd=os.getcwd(),
             path=self._helper.import_path(),
             env={**child_environment(), **env},
+            fd_names=list(named_fds or {}),
         )
         assert self._connection is not None
         try:
             self._connection.setblocking(True)
             given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds]
+            given += (named_fds or {}).values()
             messages.send_with_fds(self._connection, spawn, given)
         except (BrokenPipeError, ConnectionError):
             self._helper_died()
@@ -237,6 +225,9 @@ class Pool:
             return
         self._closed = True
         if self._connection is not None:
+            # Not only closed: a helper that was forked later has a copy of this end.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
         for child in list(self._children.values()):
@@ -312,3 +303,71 @@ class Pool:
             f"the process that forks the ranks ended unexpectedly: {last}; "
             "out of memory is the usual reason"
         )
+
+
+class LocalShare(Share):
+    """Ranks that this process's own pool has forked."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        target: str,
+        starts: Mapping[int, RankStart],
+        fds: Sequence[int],
+        new_child: Callable[[int], Child] | None = None,
+    ) -> None:
+        self._pool = pool
+        self.children: dict[int, Child] = {}
+        pool.wait_ready()  # before there are pipes: a helper forked from here would keep them open
+        release_fd, self._release = os.pipe()
+        dump_fd, self._dump = os.pipe()
+        try:
+            for rank, start in starts.items():
+                self.children[rank] = pool.start(
+                    target,
+                    start.payload,
+                    fds=list(fds),
+                    release_fd=release_fd,
+                    dump_fd=dump_fd,
+                    env=start.environment,
+                    named_fds=start.named_fds,
+                    child=new_child(rank) if new_child is not None else None,
+                )
+        except BaseException:
+            os.close(self._release)
+            os.close(self._dump)
+            raise
+        finally:
+            os.close(release_fd)
+            os.close(dump_fd)
+
+    def signal(self, child: Child, number: int) -> None:
+        """Sends a signal to a rank, if it is still there."""
+        self._pool.signal(child, number)
+
+    def ask(self) -> None:
+        """Has every rank tell what it is doing."""
+        self._close_pipe("_dump")
+
+    def release(self) -> None:
+        """Lets ranks that are done leave."""
+        self._close_pipe("_release")
+
+    def close(self) -> None:
+        """Frees descriptors."""
+        for child in self.children.values():
+            self._pool.forget(child)
+        for name in ("_release", "_dump"):
+            self._close_pipe(name)
+
+    def _close_pipe(self, name: str) -> None:
+        """Tells every child that reads the pipe: by a byte for each, since its end may stay open
+        in a helper that was forked from this process later.
+        """
+        fd = getattr(self, name)
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(fd, bytes(len(self.children)))
+            os.close(fd)
+            setattr(self, name, -1)

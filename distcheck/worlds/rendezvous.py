@@ -1,17 +1,22 @@
 """How the ranks of a world find each other: a store on a port that nobody had to choose.
 
-The front binds port 0 on loopback and passes the listening socket to rank 0, which serves the
-store on it; the kernel queues whoever connects first. So there is no race for a port, and no
-address that another machine could reach.
+The front binds port 0, on loopback unless ranks are on other machines, and passes the listening
+socket to rank 0, which serves the store on it; the kernel queues whoever connects first. So there
+is no race for a port.
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import msgspec
+
+from distcheck import backends
+from distcheck.worlds import linux
 
 _MARGIN_S = 120.0
 
@@ -24,15 +29,17 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     rank: int
     world: int
+    host: str
     port: int
     deadline_s: float
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[socket.socket]:
-    """A listening socket on loopback, for rank 0 to serve the store on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+def listening(host: str) -> Iterator[socket.socket]:
+    """A listening socket on an address of this machine, for rank 0 to serve the store on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as server:
+        server.bind((host, 0))
         server.listen(1024)
         yield server
 
@@ -44,32 +51,47 @@ def environment_of(rendezvous: Rendezvous) -> dict[str, str]:
         "LOCAL_RANK": str(rendezvous.rank),
         "WORLD_SIZE": str(rendezvous.world),
         "LOCAL_WORLD_SIZE": str(rendezvous.world),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": rendezvous.host,
         "MASTER_PORT": str(rendezvous.port),
     }
 
 
-def join(rendezvous: Rendezvous, listen_fd: int) -> None:
-    """Makes the default process group. `listen_fd` is the front's socket; rank 0 keeps it."""
+def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any:
+    """Makes the default process group. `listen_fd` is the front's socket; rank 0 keeps it.
+
+    `registered` is torch's name for the backend, where that is registered already. Returns the
+    store at which the ranks have met, a `torch.distributed.Store`.
+    """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
     serving = rendezvous.rank == 0
     if not serving:
         os.close(listen_fd)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        rendezvous.port,
-        rendezvous.world,
-        serving,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd if serving else None,
-    )
+    with linux.without_name_servers() if _is_number(rendezvous.host) else contextlib.nullcontext():
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            rendezvous.host,
+            rendezvous.port,
+            rendezvous.world,
+            serving,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd if serving else None,
+        )
     dist.init_process_group(
-        rendezvous.backend,
+        registered or backends.register(rendezvous.backend),
         store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world,
         timeout=timeout,
     )
+    return store
+
+
+def _is_number(host: str) -> bool:
+    """Whether it is an address already, so that no name has to be looked up to reach it."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

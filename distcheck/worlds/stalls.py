@@ -10,8 +10,7 @@ long.
 
 from collections.abc import Sequence
 
-from distcheck.worlds import linux
-from distcheck.worlds.pool import Child
+from distcheck.worlds.children import Child
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0
@@ -29,15 +28,21 @@ class StallWatch:
         self._last_busy = 0.0
 
     def look(self, children: Sequence[Child], now: float) -> bool:
-        """Whether the unfinished `children` have hung by `now` (monotonic seconds)."""
+        """Whether the unfinished `children` have hung by `now` (monotonic seconds).
+
+        Nothing is concluded while one has not been heard of since the last look: without news a
+        rank on another machine would seem to have done nothing.
+        """
+        if any(child.known_at <= self._last_look for child in children):
+            return False
         elapsed, self._last_look = now - self._last_look, now
         count = sum(child.progress_count for child in children)
-        busy = sum(linux.busy_seconds(child.pid) for child in children if child.pid)
+        busy = sum(child.busy_seconds for child in children)
         worked, self._last_busy = busy - self._last_busy, busy
         if count != self._last_count:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False
-        fetching = any(linux.waits_for_disk(child.pid) for child in children if child.pid)
+        fetching = any(child.waits_for_disk for child in children)
         if fetching or worked > _BUSY_SHARE * elapsed:
             self._busy_s += elapsed
         else:

@@ -2,22 +2,27 @@
 
 running     until every rank has reported, or one failed, or all stalled
 asking      ranks that are still there are asked for their stacks
+shaking     those that did not answer are asked by a signal, which needs no lock of Python's
 ending      whoever has not reported is killed
 over        every rank is gone, and how each ended is known
 """
 
-import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 
 from distcheck.worlds import blame, messages
-from distcheck.worlds.pool import Child, Pool
+from distcheck.worlds.children import Child
+from distcheck.worlds.mpirun import MPIJob
+from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import StallWatch
 
 _GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
-_ASK_S = 0.7  # for stacks to arrive
+_ASK_S = 2.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
+_SHAKE_S = 0.3  # for faulthandler to write, once it has begun
+_MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
 _LOOK_EVERY_S = 0.1
 
 
@@ -26,6 +31,7 @@ class Phase(Enum):
 
     RUNNING = auto()
     ASKING = auto()
+    SHAKING = auto()
     ENDING = auto()
     OVER = auto()
 
@@ -35,37 +41,23 @@ class World:
 
     def __init__(
         self,
-        pool: Pool,
+        shares: Sequence[Share],
         *,
-        target: str,
-        payloads: list[bytes],
-        fds: list[int],
-        environments: list[dict[str, str]],
         deadline_s: float,
         on_progress: Callable[[int, messages.Progress], None] | None = None,
+        job: MPIJob | None = None,
     ) -> None:
-        self._pool = pool
+        self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
-        self._phase_since = time.monotonic()
         self._failed_at: float | None = None
         self._last_look = 0.0
         self.hung = False
-        pool.wait_ready()  # before there are pipes: a helper forked from here would keep them open
-        release_fd, self._release = os.pipe()
-        dump_fd, self._dump = os.pipe()
-        self.children: list[Child] = []
-        self.begun = time.monotonic()
-        try:
-            for rank, (payload, env) in enumerate(zip(payloads, environments, strict=True)):
-                child = pool.start(
-                    target, payload, fds=fds, release_fd=release_fd, dump_fd=dump_fd, env=env
-                )
-                if on_progress is not None:
-                    child.on_progress = _bound(on_progress, rank)
-                self.children.append(child)
-        finally:
-            os.close(release_fd)
-            os.close(dump_fd)
+        self.begun = self._phase_since = time.monotonic()
+        self._share_of = {rank: share for share in shares for rank in share.children}
+        self.children = [self._share_of[rank].children[rank] for rank in sorted(self._share_of)]
+        if on_progress is not None:
+            for rank, child in enumerate(self.children):
+                child.on_progress = partial(on_progress, rank)
         self._watch = StallWatch(deadline_s, time.monotonic())
 
     @property
@@ -76,7 +68,7 @@ class World:
     @property
     def succeeded(self) -> bool:
         """Whether every rank finished its job and left in peace."""
-        return self.over and all(blame.finished(child) for child in self.children)
+        return self.over and all(blame.finished(child, hung=self.hung) for child in self.children)
 
     @property
     def results(self) -> list[bytes]:
@@ -88,7 +80,9 @@ class World:
         now = time.monotonic()
         if self._phase is Phase.RUNNING:
             self._tick_running(now)
-        elif self._phase is Phase.ASKING and now - self._phase_since >= _ASK_S:
+        elif self._phase is Phase.ASKING:
+            self._tick_asking(now)
+        elif self._phase is Phase.SHAKING and self._heard_enough(now - self._phase_since):
             self._kill()
         if self._phase is Phase.ENDING and all(child.gone for child in self.children):
             self._enter(Phase.OVER, now)
@@ -110,10 +104,15 @@ class World:
 
     def close(self) -> None:
         """Closes descriptors; the world is over, or was ended as far as it can be."""
-        for child in self.children:
-            self._pool.forget(child)
-        for name in ("_release", "_dump"):
-            self._close_pipe(name)
+        for share in self._shares:
+            share.close()
+        self.end_job()
+
+    def end_job(self) -> None:
+        """Ends the MPI job that the ranks were part of, if there is one."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
 
     def _tick_running(self, now: float) -> None:
         children = self.children
@@ -135,38 +134,54 @@ class World:
                 self._ask(now)
 
     def _ask(self, now: float) -> None:
-        silent = [c for c in self.children if not c.gone and c.done is None and c.raised is None]
-        self._close_pipe("_dump")
-        if not silent:
-            self._kill()
-            return
-        for child in silent:
-            self._pool.signal(child, signal.SIGUSR1)
+        for share in self._shares:
+            share.ask()
         self._enter(Phase.ASKING, now)
 
+    def _tick_asking(self, now: float) -> None:
+        """The signal comes second and only to ranks that are silent: what faulthandler reads of a
+        thread that runs Python meanwhile, as one that answers does, can be a segmentation fault.
+        """
+        silent = self._silent()
+        if not silent:
+            self._kill()
+        elif now - self._phase_since >= _ASK_S:
+            for child in silent:
+                child.shaken = True
+            self._signal(silent, signal.SIGUSR1)
+            self._enter(Phase.SHAKING, now)
+
+    def _heard_enough(self, waited_s: float) -> bool:
+        """Whether every rank has told what it is doing, or will not; one that holds the GIL in C
+        answers through faulthandler alone.
+        """
+        silent = self._silent()
+        if not silent or waited_s >= _MOST_SHAKE_S:
+            return True
+        return waited_s >= _SHAKE_S and all(child.low_level_stacks for child in silent)
+
     def _kill(self) -> None:
-        for child in self.children:
-            if not child.gone and child.done is None and child.raised is None:
-                self._pool.signal(child, signal.SIGKILL)
+        self._signal(self._unreported(), signal.SIGKILL)
         self._release_all()
         self._enter(Phase.ENDING, time.monotonic())
+
+    def _unreported(self) -> list[Child]:
+        return [c for c in self.children if not c.gone and c.done is None and c.raised is None]
+
+    def _silent(self) -> list[Child]:
+        return [child for child in self._unreported() if child.stacks is None]
+
+    def _signal(self, children: Sequence[Child], number: int) -> None:
+        for rank, share in self._share_of.items():
+            child = share.children[rank]
+            if any(child is one for one in children):
+                share.signal(child, number)
 
     def _release_all(self) -> None:
         for child in self.children:
             child.released = not child.gone
-        self._close_pipe("_release")
+        for share in self._shares:
+            share.release()
 
     def _enter(self, phase: Phase, now: float) -> None:
         self._phase, self._phase_since = phase, now
-
-    def _close_pipe(self, name: str) -> None:
-        fd = getattr(self, name)
-        if fd >= 0:
-            os.close(fd)
-            setattr(self, name, -1)
-
-
-def _bound(
-    on_progress: Callable[[int, messages.Progress], None], rank: int
-) -> Callable[[messages.Progress], None]:
-    return lambda progress: on_progress(rank, progress)

@@ -1,0 +1,209 @@
+"""What a person accepts of code that differs by design (`--accept KIND`), and what it owes then.
+
+    low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32); R, S32 and S64
+                                are widened as for a promised `wire`        oracles/rounding.py
+    quantised:BITS              each rank's gradients are rounded to a grid of 2^BITS steps over
+                                their range; R, S32 and S64 are widened     oracles/quantum.py
+    low-rank:RANK               what is exchanged of a matrix is its projection on RANK directions,
+                                and the rest is carried over (PowerSGD)     oracles/low_rank.py
+    low-rank:RANK:no-feedback   the same, and the rest is dropped
+    local-sgd:PERIOD            ranks train by themselves, and average their parameters after every
+                                PERIOD-th step                              oracles/averaging.py
+
+Nothing is left out that could still be owed: what starts from recorded state (local gradients, the
+optimizer's step, the loss of each rank, a second run) is judged as without it. No torch.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck.contract import Contract, Wire
+from distcheck.errors import UsageError
+from distcheck.records import Allowance, Case
+
+_WIRES: dict[str, Wire] = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
+    "fp32": "float32", "float32": "float32",
+}  # fmt: skip
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+_RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (2, 10_000)}
+KINDS = (
+    "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantised:BITS",
+    "low-rank:RANK", "low-rank:RANK:no-feedback", "local-sgd:PERIOD",
+)  # fmt: skip
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind, read: `amount` is the number of bits, of ranks of a matrix, or of steps."""
+
+    family: str
+    amount: int = 0
+    wire: Wire | None = None
+    feedback: bool = True
+
+    @property
+    def owes_mean(self) -> bool:
+        """Whether gradients are owed the mean over the ranks, within some bound."""
+        return self.family in ("low-precision", "quantised")
+
+    def __str__(self) -> str:
+        if self.wire is not None:
+            return f"{self.family}:{_SHORT[self.wire]}"
+        return f"{self.family}:{self.amount}" + ("" if self.feedback else ":no-feedback")
+
+
+def read(text: str | None) -> Accepted | None:
+    """What was asked for. Raises UsageError for anything that has no bound of its own."""
+    if text is None:
+        return None
+    family, _, rest = text.partition(":")
+    if family == "low-precision" and rest in _WIRES:
+        return Accepted(family=family, wire=_WIRES[rest])
+    amount, _, more = rest.partition(":")
+    if family in _RANGES and amount.isascii() and amount.isdecimal():
+        least, most = _RANGES[family]
+        plain = more == "" or (family, more) == ("low-rank", "no-feedback")
+        if plain and not rest.endswith(":"):
+            if not least <= int(amount) <= most:
+                raise UsageError(
+                    f"--accept {text} is out of range; {family} takes {least} to {most}"
+                )
+            return Accepted(family=family, amount=int(amount), feedback=not more)
+    raise UsageError(
+        f"--accept {text} is nothing that a bound is known for; accepted are {', '.join(KINDS)}"
+    )
+
+
+def spelled(text: str | None) -> str | None:
+    """The kind as cases and reports spell it."""
+    return None if text is None else str(read(text))
+
+
+def check_asked(
+    text: str | None, *, dtype: str | None, steps: int, workloads: Sequence[str]
+) -> None:
+    """Raises UsageError for what can be told before anything is loaded."""
+    accepted = read(text)
+    if accepted is None:
+        return
+    if dtype not in (None, "float32", "float64"):
+        raise UsageError(
+            f"--accept {text} is judged in float32 and float64, not in {dtype}; leave out --dtype"
+        )
+    if accepted.family == "local-sgd" and steps < 2 * accepted.amount:
+        raise UsageError(
+            f"--accept {text} needs two periods to be seen; give --steps {2 * accepted.amount} "
+            "or more"
+        )
+    if "lattice" in workloads and not keeps_lattice(text):
+        raise UsageError(
+            f"workload lattice has exact sums only, and --accept {text} leaves none; give another "
+            "workload"
+        )
+
+
+def check_promise(case: Case, contract: Contract) -> None:
+    """Raises UsageError where a strategy promises what would be accepted, or the opposite of it."""
+    accepted = read(case.accept)
+    if accepted is None:
+        return
+    if contract.order is not None or contract.wire is not None:
+        promised = "an order" if contract.order is not None else f'wire="{contract.wire}"'
+        raise UsageError(
+            f"--accept {case.accept} is for code that promises nothing about its exchange; "
+            f"{case.strategy} promises {promised}, which is owed: leave --accept out"
+        )
+    whole = contract.sync != "out-of-sight" and contract.optimizer_state == "replicated"
+    if accepted.family == "local-sgd" and not whole:
+        raise UsageError(
+            f"--accept {case.accept} is for ranks that hold everything, and {case.strategy} "
+            "divides it among them"
+        )
+
+
+def contract_under(case: Case, contract: Contract) -> Contract:
+    """The contract that a case is judged by: an accepted dtype is one that was promised."""
+    accepted = read(case.accept)
+    if accepted is None or accepted.wire is None:
+        return contract
+    return msgspec.structs.replace(contract, wire=accepted.wire)
+
+
+def owes_full_batch(text: str | None) -> bool:
+    """Whether gradients are owed the whole batch's, within some bound: S32 and S64."""
+    accepted = read(text)
+    return accepted is None or accepted.owes_mean
+
+
+def keeps_lattice(text: str | None) -> bool:
+    """Whether the lattice has anything to show: sums that are exact, or rounded by a dtype."""
+    accepted = read(text)
+    return accepted is None or accepted.family == "low-precision"
+
+
+def describe(case: Case) -> Allowance | None:
+    """What a report says of it."""
+    accepted = read(case.accept)
+    if accepted is None:
+        return None
+    widened, not_owed = {
+        "low-precision": _low_precision,
+        "quantised": _quantised,
+        "low-rank": _low_rank,
+        "local-sgd": _local_sgd,
+    }[accepted.family](accepted, case.world)
+    return Allowance(kind=str(accepted), widened=widened, not_owed=not_owed)
+
+
+def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+    assert accepted.wire is not None
+    roundings, unit = world + 2, _UNIT[accepted.wire]
+    share = 100 * roundings * unit / (1 - roundings * unit)
+    return (
+        f"widens R to {roundings} roundings to {accepted.wire} with equal shards ({share:.2g} % of "
+        "what an element adds up), and S32 and S64 by the norm of that",
+        ("smaller errors than that in an element", "exact sums (lattice)"),
+    )
+
+
+def _quantised(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+    share = 100 / (2**accepted.amount - 2)
+    return (
+        f"widens R by half a quantum of each rank's gradients ({share:.2g} % of the largest "
+        "element of all that the rank holds), averaged as they are, and S32 and S64 by the norm "
+        "of that",
+        (
+            "gradients smaller than half a quantum: there zero passes",
+            "exact sums (lattice, left out)",
+        ),
+    )
+
+
+def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+    carried = "the mean gradient, with what earlier steps had left over" if accepted.feedback else (
+        "the mean gradient"
+    )  # fmt: skip
+    return (
+        f"has R take, of a matrix, its orthogonal projection on at most {accepted.amount} "
+        f"directions in place of the mean ({carried}); whatever is not compressed owes the mean",
+        (
+            "how much of a gradient is kept",
+            "the gradient of the whole batch (S32, S64)",
+            "exact sums (lattice, left out)",
+        ),
+    )
+
+
+def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+    return (
+        "has each rank owe its own gradients and its own update to the bit, and once in "
+        f"{accepted.amount} steps the plain mean of all ranks' parameters, within R",
+        (
+            "gradients averaged over the ranks",
+            "agreement of gradients, of the optimizer's state, and of parameters between averages",
+            "the gradient and the loss of the whole batch (S32, S64)",
+            "exact sums (lattice, left out)",
+        ),
+    )

@@ -1,0 +1,53 @@
+"""Tensor collectives as strategies: in place, (send, recv), or returning a tensor."""
+
+import torch
+from torch import nn
+
+from distcheck.adapters import names
+from distcheck.adapters.gradients import present, take_back, wait_for
+from distcheck.adapters.refusals import refusal
+from distcheck.adapters.scene import Filling, Scene
+from distcheck.adapters.target import Target
+from distcheck.contract import Step, contract_of
+from distcheck.loading import LoadedStrategy, source_file
+
+
+def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStrategy:
+    """Applied to every gradient; divided by the number of ranks afterwards, or left as it is."""
+    if not target.first:
+        raise refusal(target, f"strategy {target.spec!r} takes no tensor")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    into = [p.name for p in target.required[1:] if p.name in names.RECEIVED]
+    if not into and target.first in names.SENT:
+        into = [p.name for p in target.parameters[1:] if p.name in names.RECEIVED]
+    supplied = [target.first, *into[:1]]
+    filling = Filling(scene, target.value, what=what, supplied=supplied)
+    as_arrays = "ndarray" in target.first_annotation or target.first.endswith(("array", "arr"))
+
+    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+        sent = gradient.contiguous()
+        received = torch.zeros_like(sent)
+        handed = [sent, received][: len(supplied)]
+        answer = wait_for(filling.call(*(t.numpy() if as_arrays else t for t in handed)))
+        if into:
+            return received
+        return sent if answer is None else torch.as_tensor(answer)
+
+    def sync(model: nn.Module, step: Step) -> None:
+        for parameter in present(scene.parameters()):
+            assert parameter.grad is not None
+            take_back([parameter], reduce(parameter.grad), what=repr(target.spec))
+            if divide:
+                parameter.grad.div_(step.shards)
+
+    divided = (
+        "and divided by the number of ranks afterwards"
+        if divide
+        else "as it is; --as tensor-sum where it only adds up"
+    )
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        sync=sync,
+        note=f"{target.signature}, applied to every gradient {divided}",
+    )

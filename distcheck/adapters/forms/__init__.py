@@ -1,0 +1,1 @@
+"""One file per form; see `distcheck.adapters` for what it has."""

@@ -1,0 +1,38 @@
+"""A function that registers hooks on the model, once, before training."""
+
+from torch import nn
+
+from distcheck.adapters.refusals import refusal
+from distcheck.adapters.scene import Filling, Scene
+from distcheck.adapters.target import Target
+from distcheck.contract import contract_of
+from distcheck.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 40
+EXAMPLE = "f(model), called once: registers hooks that synchronise during backward"
+
+
+def fits(target: Target) -> bool:
+    """A function of a model whose source registers hooks."""
+    is_function = callable(target.value) and not target.is_class
+    return is_function and target.source.registers_hooks and target.kind_of_first in ("model", "")
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Called in place of DDP's constructor; a module that it returns is trained."""
+    if target.is_class or not target.first:
+        raise refusal(target, f"strategy {target.spec!r} is no function of a model")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]
+    filling = Filling(scene, target.value, what=what, supplied=supplied)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        answer = filling.call(*([model] if supplied else []))
+        return answer if isinstance(answer, nn.Module) else model
+
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        wrap=wrap,
+        note=f"{target.signature}, called once before training: it registers hooks",
+    )

@@ -1,0 +1,111 @@
+"""A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
+
+from typing import Any
+
+from torch import nn
+
+from distcheck.adapters import names
+from distcheck.adapters.gradients import wait_for
+from distcheck.adapters.refusals import refusal
+from distcheck.adapters.scene import Filling, Scene
+from distcheck.adapters.target import Source, Target
+from distcheck.contract import Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 30
+EXAMPLE = "FILE.py:Class.method; self.model and the like are filled in, more by --arg self.x=..."
+
+
+def fits(target: Target) -> bool:
+    """A method that was reached through its class."""
+    return target.is_unbound
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Called after every backward on an object whose constructor never ran."""
+    if target.owner is None or not target.is_unbound:
+        raise refusal(target, f"strategy {target.spec!r} is no method of a class")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    filling = (
+        Filling(scene, target.value, what=what, supplied=["self"], skip=0)
+        if (_self_name(target) == "self")
+        else None
+    )
+    if filling is None:
+        raise refusal(target, f"{what}, whose first parameter is not self")
+    told = {
+        name.removeprefix("self."): text
+        for name, text in target.adaptation.arguments
+        if name.startswith("self.")
+    }
+    scene.used.update(f"self.{name}" for name in told)
+    _check_attributes(target, told)
+    stand_in = _stand_in(target.owner, scene, told)
+
+    def sync(model: nn.Module, step: Step) -> None:
+        if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
+            stand_in._modules["model"] = scene.live_model
+        wait_for(filling.call(stand_in))
+
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.owner),
+        sync=sync,
+        note=f"{target.owner.__name__}.{target.signature}, on an object that has the model",
+    )
+
+
+def _self_name(target: Target) -> str:
+    code = getattr(target.value, "__code__", None)
+    return code.co_varnames[0] if code is not None and code.co_argcount else ""
+
+
+def _check_attributes(target: Target, told: dict[str, str]) -> None:
+    """Raises UsageError for an attribute of self that nothing is known of, and for two models."""
+    assert target.owner is not None
+    wanted: set[str] = set()
+    waiting, seen = [target.name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        used = Source(getattr(target.owner, name)).attributes_of("self")
+        wanted |= used
+        waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
+    wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in told}
+    unknown = sorted(n for n in wanted if n not in names.MEANINGS)
+    if unknown:
+        words = " ".join(f"--arg self.{name}=VALUE" for name in unknown)
+        shown = ", ".join(f"self.{name}" for name in unknown)
+        raise refusal(target, f"{target.spec!r} uses {shown}, of which nothing is known; {words}")
+    models = sorted(n for n in wanted if names.MEANINGS[n] == "model")
+    if len(models) > 1:
+        raise refusal(
+            target,
+            f"{target.spec!r} works on several models ({', '.join(models)}), and one is trained",
+        )
+
+
+def _stand_in(owner: type, scene: Scene, told: dict[str, str]) -> Any:
+    """An object of a class derived from `owner`, never initialised, that finds names by meaning."""
+
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        if issubclass(owner, nn.Module):
+            modules = self.__dict__.get("_modules", {})
+            if name in modules:
+                return modules[name]
+        if name in told:
+            return scene.read(told[name])
+        meaning = scene.meaning_of(name)
+        if not meaning:
+            raise AttributeError(f"{owner.__name__!r} has no attribute {name!r}")
+        try:
+            return scene.value(meaning)
+        except UsageError as error:
+            raise AttributeError(str(error)) from error
+
+    derived = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
+    made: Any = object.__new__(derived)
+    if issubclass(owner, nn.Module):
+        nn.Module.__init__(made)
+    return made

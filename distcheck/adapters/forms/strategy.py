@@ -1,0 +1,22 @@
+"""An object with distcheck's own methods: wrap, optimizer, backward, scale_loss, sync, close."""
+
+from distcheck.adapters.methods import as_strategy, has_methods
+from distcheck.adapters.refusals import refusal
+from distcheck.adapters.scene import Scene
+from distcheck.adapters.target import Target
+from distcheck.loading import LoadedStrategy
+
+PRECEDENCE = 0
+EXAMPLE = "an object or class with wrap(model), backward() or sync()"
+
+
+def fits(target: Target) -> bool:
+    """An object that has one of them, or a class that needs no arguments and has."""
+    return has_methods(target) and not (target.is_class and target.required)
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Its methods as they are."""
+    if not has_methods(target):
+        raise refusal(target, f"strategy {target.spec!r} has none of wrap, backward and sync")
+    return as_strategy(target)

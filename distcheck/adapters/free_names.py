@@ -1,0 +1,111 @@
+"""Names that code takes from its module and that its module does not define.
+
+In a training script they are assigned under `if __name__ == "__main__"`, or by a function that
+nobody calls here. Those with a usual name are filled in, the rest must be said with `--set`.
+"""
+
+import builtins
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+from distcheck.adapters import names
+from distcheck.adapters.scene import Scene
+from distcheck.adapters.target import Target
+from distcheck.errors import UsageError
+
+_LATER = ("model", "optimizer", "step", "index", "rate", "device")  # as training goes on
+
+
+class FreeNames:
+    """The module-level names of one piece of code that have to be filled in."""
+
+    def __init__(self, target: Target, scene: Scene) -> None:
+        self._scene = scene
+        self._module = target.module
+        told = dict(target.adaptation.variables)
+        for text in told.values():
+            scene.check(text)
+        missing = sorted(_missing(target.value, target.module))
+        self.filled = {n: names.FREE[n] for n in missing if n in names.FREE and n not in told}
+        unknown = [n for n in missing if n not in names.FREE and n not in told]
+        if unknown:
+            words = " ".join(f"--set {name}=VALUE" for name in unknown)
+            raise UsageError(
+                f"strategy {target.spec!r} uses {', '.join(unknown)}, which its module does not "
+                f"define; give {words}"
+            )
+        self._told = told
+
+    def publish(self) -> None:
+        """Writes into the module what is known by now."""
+        if self._module is None:
+            return
+        for name, meaning in self.filled.items():
+            if meaning not in _LATER or self._is_known(meaning):
+                setattr(self._module, name, self._scene.value(meaning))
+        for name, text in self._told.items():
+            meaning = names.MEANINGS.get(text[1:], "") if text.startswith("@") else ""
+            if meaning not in _LATER or self._is_known(meaning):
+                self._write(name, self._scene.read(text))
+
+    def _is_known(self, meaning: str) -> bool:
+        needs = {"index": "step", "rate": "optimizer", "device": "model"}.get(meaning, meaning)
+        return getattr(self._scene, needs) is not None
+
+    def _write(self, name: str, value: Any) -> None:
+        """Also `args.lr`, an attribute of something that the module has."""
+        place: Any = self._module
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(place, part):
+                raise UsageError(f"--set {name}: there is no {part!r} to set {last!r} of")
+            place = getattr(place, part)
+        setattr(place, last, value)
+
+
+def _missing(value: Any, module: ModuleType | None) -> set[str]:
+    if module is None:
+        return set()
+    known = vars(module)
+    read: set[str] = set()
+    written: set[str] = set()
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for code in _codes(waiting.pop(), known):
+            if id(code) in seen:
+                continue
+            seen.add(id(code))
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    read.add(instruction.argval)
+                elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                    written.add(instruction.argval)
+            called = [known[name] for name in code.co_names if name in known]
+            waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
+    return {n for n in read - written if n not in known and not hasattr(builtins, n)} - {
+        "__class__"
+    }
+
+
+def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
+    """The code objects of a function, of what is defined in it, and of a class's methods; of those
+    only that see the module's names, `known`.
+    """
+    value = inspect.unwrap(value) if callable(value) else value
+    functions: list[Callable[..., Any]] = []
+    if inspect.isclass(value):
+        members = vars(value).values()
+        functions = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
+    else:
+        functions = [getattr(value, "__func__", value)]
+    own = [inspect.unwrap(f) for f in functions if callable(f)]
+    own = [f for f in own if getattr(f, "__globals__", None) is known]
+    waiting = [f.__code__ for f in own]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

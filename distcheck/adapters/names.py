@@ -1,0 +1,83 @@
+"""The names by which people's code asks for things, and what each of them means. No torch.
+
+A meaning is what `Scene.value` knows; several names share one.
+"""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MODELS = _names(
+    "model net network module policy actor critic actor_critic ac nn_model ddp_model my_model "
+    "policy_net policy_network q_network qnet encoder classifier local_model nnet wrapped "
+    "base_model student m mlp"
+)
+OPTIMIZERS = _names("optimizer optim opt base_optimizer inner_optimizer optimiser")
+PARAMETERS = _names("params parameters param_list parameter_list model_params weights")
+GRADIENTS = _names(
+    "grads gradients grad_list gradient_list grads_list tensors tensor_list local_grads"
+)
+SENT = _names(
+    "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
+    "input_tensor local in_tensor source"
+)
+RECEIVED = _names(
+    "recv recvbuf recv_buf recv_buff recv_buffer recv_tensor dst dest dest_array dst_tensor "
+    "dest_tensor out output output_tensor result out_tensor"
+)
+TENSORS = SENT | _names(
+    "tensor t x grad gradient g data buf buffer arr array vec vector value values local_grad "
+    "param_grad flat_grad flat tensor_in"
+)
+
+_FACTS = {
+    "rank": "rank my_rank rank_id worker_id proc_id process_id global_rank id_rank this_rank",
+    "local_rank": "local_rank gpu gpu_id device_id",
+    "world_size": "world_size size num_ranks n_ranks nranks nprocs num_procs n_procs world "
+    "num_replicas num_processes num_workers n_workers number_of_processes num_proc comm_size "
+    "num_gpus ngpus num_nodes n_nodes nworkers worldsize wsize",
+    "group": "group process_group pg dist_group proc_group dp_group data_parallel_group",
+    "device": "device dev",
+    "backend": "backend",
+    "optimizer": " ".join(OPTIMIZERS),
+    "step": "step",
+    "index": "iteration it iter i batch_idx global_step step_idx iter_num step_num n_iter t_step",
+    "epoch": "epoch",
+    "arguments": "args config cfg opts options hparams conf",
+    "communicator": "comm communicator mpi_comm comm_world world_comm",
+    "sum": "op reduce_op",
+    "rate": "lr learning_rate",
+    "samples": "batch_size bs num_samples local_batch_size",
+    "root": "root root_rank master_rank",
+    "model": " ".join(MODELS),
+    "parameters": " ".join(PARAMETERS),
+    "named_parameters": "named_parameters named_params",
+    "gradients": " ".join(GRADIENTS),
+}
+MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
+
+# What a module-level name is taken for when the module does not define it; the one-letter ones and
+# the lists are too easily something else.
+FREE = {
+    name: meaning
+    for name, meaning in MEANINGS.items()
+    if meaning not in ("gradients", "parameters", "named_parameters", "samples", "sum", "root")
+    and len(name) > 2
+}
+
+FINISH = (
+    "finish_gradient_synchronization", "finish_gradient_sync", "finish_grad_sync", "finish_sync",
+    "synchronize_gradients", "sync_gradients", "sync_grads", "sync_grad", "synchronize_grads",
+    "average_gradients", "average_grads", "avg_gradients", "allreduce_gradients",
+    "all_reduce_gradients", "allreduce_grads", "all_reduce_grads", "reduce_gradients",
+    "reduce_grads", "reduce_grad", "gradient_sync", "grad_sync", "aggregate_gradients",
+    "finalize_gradients", "finalize_backward", "finish_backward", "wait_for_gradients",
+    "wait_grads", "wait_all", "on_after_backward", "after_backward", "post_backward", "finish",
+    "synchronize", "sync", "wait", "all_reduce", "allreduce", "reduce",
+)  # fmt: skip
+RESET = (
+    "on_train_batch_start", "reset", "reset_buckets", "reset_state", "reset_gradients",
+    "reset_grads", "reset_buffers", "reset_handles", "zero_grad_buffer", "zero_grad_buffers",
+    "clear_handles", "clear_buckets", "zero_grad",
+)  # fmt: skip

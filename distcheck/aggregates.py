@@ -1,0 +1,95 @@
+"""Small sums of what checks compared, for pictures of it; no verdict looks at them. No torch."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+MOST_ELEMENTS = 12  # worst elements that are kept of one check
+NONFINITE = 1000  # the bin of what lies no number of ULP away
+
+
+class Element(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the worst elements: numbers, and their bits as hexadecimal digits of the tensor's
+    dtype. `ranks` held the same wrong number there.
+    """
+
+    parameter: str
+    step: int
+    index: tuple[int, ...]
+    ranks: tuple[int, ...]
+    actual: float | str
+    expected: float | str
+    actual_bits: str
+    expected_bits: str
+    error: float | str
+    bound: float | str
+    ulp: int | None
+    share: float | str
+
+
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's loss: every rank's, their mean weighted by samples, and what that mean owed."""
+
+    ranks: tuple[float | str, ...]
+    mean: float | str
+    expected: float | str
+    bound: float | str
+
+
+class Aggregates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check of one layer saw, summed up.
+
+    shares    tensor, step: the worst error over its bound; "inf" for a wrong one without a bound
+    in_bits   whether tensors were compared to the bit, so that every share is 0 or "inf"
+    ulps      signed distance in ULP, by powers of two: bin b > 0 counts 2^(b-1) to 2^b - 1, bin -b
+              the same below, bin 0 equal bits; estimated from every n-th element of what differs
+    elements  the worst elements of what failed, worst first
+    losses    step: the loss
+    digests   step, kind: one digest per rank over all tensors of that kind
+    """
+
+    shares: dict[str, dict[int, float | str]] = {}
+    in_bits: bool = True
+    ulps: dict[int, int] = {}
+    elements: tuple[Element, ...] = ()
+    losses: dict[int, Losses] = {}
+    digests: dict[int, dict[str, tuple[str, ...]]] = {}
+
+
+def merge_aggregates(parts: Sequence[Aggregates]) -> Aggregates:
+    """One out of those for disjoint sets of steps."""
+    if len(parts) == 1:
+        return parts[0]
+    shares: dict[str, dict[int, float | str]] = {}
+    ulps: dict[int, int] = {}
+    losses: dict[int, Losses] = {}
+    digests: dict[int, dict[str, tuple[str, ...]]] = {}
+    for part in parts:
+        for name, row in part.shares.items():
+            shares.setdefault(name, {}).update(row)
+        for place, count in part.ulps.items():
+            ulps[place] = ulps.get(place, 0) + count
+        losses.update(part.losses)
+        digests.update(part.digests)
+    return Aggregates(
+        shares=shares,
+        in_bits=all(part.in_bits for part in parts),
+        ulps=ulps,
+        elements=worst_first([element for part in parts for element in part.elements]),
+        losses=losses,
+        digests=digests,
+    )
+
+
+def worst_first(elements: Sequence[Element]) -> tuple[Element, ...]:
+    """The worst of them: by error over bound, then by error, then the earliest."""
+
+    def order(element: Element) -> tuple[float, float, int]:
+        return (-_size(element.share), -_size(element.error), element.step)
+
+    return tuple(sorted(elements, key=order)[:MOST_ELEMENTS])
+
+
+def _size(value: float | str) -> float:
+    number = float(value)
+    return float("inf") if number != number else number

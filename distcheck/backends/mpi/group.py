@@ -1,0 +1,370 @@
+"""The process group: c10d's collectives and point-to-point, by nonblocking MPI calls.
+
+Every operation is started by a nonblocking call, whether it is asked for with `async_op` or not:
+one rank may do the one and its peer the other, and MPI matches nonblocking collectives with
+nonblocking ones only. c10d waits for those that are not asynchronous.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from distcheck.backends.mpi import TORCH_NAME, buffers, runtime, shapes
+from distcheck.backends.mpi.runtime import mpi
+from distcheck.backends.mpi.work import MPIWork, Together
+
+Tensors = list[torch.Tensor]
+_TAGS = 1 << 14  # MPI promises 2^15 - 1
+
+
+def create(options: Any, _: Any) -> "MPIGroup":
+    """What torch calls to make a group; collective over its ranks. Raises CannotRunError."""
+    runtime.start()
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        everybody = runtime.world(options.group_rank, options.group_size)
+        return MPIGroup(everybody, options)
+    everybody = runtime.world_so_far()
+    members = everybody.Get_group().Incl(ranks)
+    tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
+    return MPIGroup(everybody.Create_group(members, tag), options)
+
+
+class MPIGroup(ProcessGroup):
+    """A group of ranks with communicators of its own: one for collectives, one for messages."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, communicator: Any, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._collective = communicator.Dup()
+        self._messages = communicator.Dup()
+        self._rank, self._size = options.group_rank, options.group_size
+        self._timeout_s = options.timeout.total_seconds()
+        self._name = str(options.group_id)
+        self._most_tag = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch prints."""
+        return TORCH_NAME
+
+    def name(self) -> str:
+        """The same."""
+        return TORCH_NAME
+
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return int(self._rank)
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self._size)
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave to the group."""
+        return self._name
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        """How long a collective may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Nothing: communicators end with MPI, which other groups use."""
+
+    abort = shutdown
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+        """The root's elements to everybody."""
+        (tensor,) = tensors
+        shapes.check("broadcast", [tensor], written=True)
+        data = buffers.plain(tensor)
+        request = self._collective.Ibcast(buffers.moved(data), opts.rootRank)
+        return self._work("broadcast", request, [tensor], data)
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
+        """Each tensor, reduced over the ranks, on every rank."""
+        shapes.check("all_reduce", tensors, written=True)
+        works = [self._start_allreduce(tensor, opts.reduceOp) for tensor in tensors]
+        requests = [request for request, _, _ in works]
+        data = [part for _, part, _ in works]
+
+        def finish(_: Any) -> None:
+            for tensor, (_request, part, average) in zip(tensors, works, strict=True):
+                self._conclude(tensor, part, average=average)
+
+        return self._work_of("all_reduce", requests, tensors, data, finish)
+
+    allreduce_coalesced = allreduce
+
+    def _start_allreduce(self, tensor: torch.Tensor, op: Any) -> tuple[Any, torch.Tensor, bool]:
+        data = buffers.plain(tensor)
+        spec, how = buffers.reduced("all_reduce", data, op)
+        request = self._collective.Iallreduce(mpi().IN_PLACE, spec, how)
+        return request, data, buffers.averages(op)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """The same, on the root only; elsewhere the tensor stays as it is."""
+        (tensor,) = tensors
+        root = opts.rootRank == self._rank
+        shapes.check("reduce", [tensor], written=root)
+        data = buffers.plain(tensor)
+        spec, how = buffers.reduced("reduce", data, opts.reduceOp)
+        sent, received = (mpi().IN_PLACE, spec) if root else (spec, None)
+        request = self._collective.Ireduce(sent, received, how, opts.rootRank)
+
+        def finish(_: Any) -> None:
+            if root:
+                self._conclude(tensor, data, average=buffers.averages(opts.reduceOp))
+
+        return self._work_of("reduce", [request], [tensor], [data], finish)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """Every rank's input to every rank, a tensor each."""
+        (output,), (tensor,) = outputs, inputs
+        shapes.check_list("all_gather", self._size, output, tensor)
+        gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
+        data = buffers.plain(tensor)
+        request = self._collective.Iallgather(buffers.moved(data), buffers.moved(gathered))
+        return self._dealing("all_gather", request, gathered, output, data)
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Every rank's input to every rank, one after the other in one tensor."""
+        shapes.check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
+        shapes.check("all_gather_into_tensor", [output], written=True)
+        data, room = buffers.plain(tensor), buffers.room_for(output)
+        request = self._collective.Iallgather(buffers.moved(data), buffers.moved(room))
+        return self._work("all_gather_into_tensor", request, [output], room, data)
+
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        """Every rank's input to the root, a tensor each."""
+        (tensor,) = inputs
+        data = buffers.plain(tensor)
+        if self._rank != opts.rootRank:
+            shapes.check("gather", [tensor])
+            request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
+            return self._work_of("gather", [request], [], [data], None)
+        (output,) = outputs
+        shapes.check_list("gather", self._size, output, tensor)
+        gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
+        request = self._collective.Igather(
+            buffers.moved(data), buffers.moved(gathered), opts.rootRank
+        )
+        return self._dealing("gather", request, gathered, output, data)
+
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
+        """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
+        data = buffers.plain(tensor)
+        if self._rank != opts.rootRank:
+            shapes.check("gather_single", [tensor])
+            request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
+            return self._work_of("gather_single", [request], [], [data], None)
+        assert output is not None
+        shapes.check_parts("gather_single", self._size, whole=output, part=tensor)
+        shapes.check("gather_single", [output], written=True)
+        room = buffers.room_for(output)
+        request = self._collective.Igather(buffers.moved(data), buffers.moved(room), opts.rootRank)
+        return self._work("gather_single", request, [output], room, data)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+        """One of the root's tensors to each rank."""
+        (tensor,) = outputs
+        shapes.check("scatter", [tensor], written=True)
+        room, sent = buffers.room_for(tensor), None
+        if self._rank == opts.rootRank:
+            (parts,) = inputs
+            shapes.check_list("scatter", self._size, parts, tensor, written=False)
+            sent = buffers.flat(parts)
+        request = self._collective.Iscatter(
+            None if sent is None else buffers.moved(sent), buffers.moved(room), opts.rootRank
+        )
+        return self._work("scatter", request, [tensor], room, sent)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+        """Part r of every rank's list, reduced, to rank r."""
+        (output,), (parts,) = outputs, inputs
+        shapes.check_list("reduce_scatter", self._size, parts, output, written=False)
+        return self._reduce_scatter("reduce_scatter", output, buffers.flat(parts), opts.reduceOp)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """The same, of one tensor cut into equal parts."""
+        shapes.check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
+        data = buffers.plain(tensor)
+        return self._reduce_scatter("reduce_scatter_tensor", output, data, opts.reduceOp)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(
+        self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any
+    ) -> MPIWork:
+        shapes.check(what, [output], written=True)
+        room = buffers.room_for(output)
+        sent, how = buffers.reduced(what, data, op)
+        received, _ = buffers.reduced(what, room, op)
+        request = self._collective.Ireduce_scatter_block(sent, received, how)
+
+        def finish(_: Any) -> None:
+            self._conclude(output, room, average=buffers.averages(op))
+
+        return self._work_of(what, [request], [output], [data, room], finish)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Tensor r of every rank's list to rank r; sizes may differ."""
+        shapes.check("all_to_all", [*outputs, *inputs])
+        shapes.check("all_to_all", outputs, written=True)
+        shapes.check_length("all_to_all", self._size, outputs)
+        shapes.check_length("all_to_all", self._size, inputs)
+        sent = buffers.flat(inputs)
+        received = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype)
+        request = self._collective.Ialltoallv(
+            buffers.moved_in_parts(sent, [t.numel() for t in inputs]),
+            buffers.moved_in_parts(received, [t.numel() for t in outputs]),
+        )
+        return self._dealing("all_to_all", request, received, outputs, sent)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Rows of one tensor to each rank: equally many, or as the splits say."""
+        what = "all_to_all_single"
+        shapes.check(what, [output, tensor])
+        shapes.check(what, [output], written=True)
+        data, room = buffers.plain(tensor), buffers.room_for(output)
+        request = self._collective.Ialltoallv(
+            buffers.moved_in_parts(data, shapes.counts(what, self._size, tensor, input_splits)),
+            buffers.moved_in_parts(room, shapes.counts(what, self._size, output, output_splits)),
+        )
+        return self._work(what, request, [output], room, data)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Completes once every rank has called it."""
+        return self._work_of("barrier", [self._collective.Ibarrier()], [], [], None)
+
+    # -- many at once ---------------------------------------------------------------------------
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """`all_gather_into_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return Together([self.all_gather_single(out, data) for out, data in pairs], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.allgather([output], [data]) for output, data in pairs]
+        return Together(works, [tensor for output in outputs for tensor in output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """`reduce_scatter_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
+        return Together(works, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """One tensor to one rank."""
+        (tensor,) = tensors
+        shapes.check("send", [tensor])
+        data = buffers.plain(tensor)
+        request = self._messages.Isend(buffers.moved(data), destination, self._tag(tag))
+        return self._work_of("send", [request], [tensor], [data], None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """One tensor from one rank; the message must fill it."""
+        (tensor,) = tensors
+        shapes.check("recv", [tensor], written=True)
+        room = buffers.room_for(tensor)
+        spec = buffers.moved(room)
+        request = self._messages.Irecv(spec, source, self._tag(tag))
+
+        def finish(status: Any) -> None:
+            count = status.Get_count(spec[1])
+            if count != room.numel():
+                raise ValueError(f"a message of {count} elements came for {room.numel()}")
+            buffers.put_back(tensor, room)
+
+        return self._work_of("recv", [request], [tensor], [room], finish)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """One tensor from whichever rank sends one."""
+        return self.recv(tensors, mpi().ANY_SOURCE, tag)
+
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag <= self._most_tag:
+            raise ValueError(f"tag {tag} is out of range; MPI takes 0 to {self._most_tag}")
+        return tag
+
+    # -- how an operation ends ------------------------------------------------------------------
+
+    def _conclude(self, tensor: torch.Tensor, data: torch.Tensor, *, average: bool) -> None:
+        if average:
+            data.div_(self._size)
+        buffers.put_back(tensor, data)
+
+    def _work(
+        self, what: str, request: Any, results: Tensors, room: torch.Tensor, *keep: Any
+    ) -> MPIWork:
+        """An operation that leaves its one result in `room`."""
+
+        def finish(_: Any) -> None:
+            buffers.put_back(results[0], room)
+
+        return self._work_of(what, [request], results, [room, *keep], finish)
+
+    def _dealing(
+        self, what: str, request: Any, together: torch.Tensor, results: Tensors, *keep: Any
+    ) -> MPIWork:
+        """An operation that leaves its results one after the other in `together`."""
+
+        def finish(_: Any) -> None:
+            buffers.deal_out(together, results)
+
+        return self._work_of(what, [request], results, [together, *keep], finish)
+
+    def _work_of(
+        self,
+        what: str,
+        requests: list[Any],
+        results: Tensors,
+        keep: list[Any],
+        finish: Callable[[Any], None] | None,
+    ) -> MPIWork:
+        return MPIWork(
+            what,
+            requests,
+            results=results,
+            keep=tuple(keep),
+            finish=finish,
+            timeout_s=self._timeout_s,
+        )

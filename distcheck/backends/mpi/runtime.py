@@ -1,0 +1,90 @@
+"""MPI in this process: started once, after the fork, and ended at most once."""
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from distcheck.errors import CannotRunError
+
+_SHARED_FILE = re.compile(r"/dev/shm/mpich_shm_\w+")
+
+
+@functools.cache
+def mpi() -> Any:
+    """The module mpi4py.MPI, which by itself neither starts nor ends MPI here."""
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        first = str(error).partition("\n")[0]
+        raise CannotRunError(
+            f"mpi4py cannot load an MPI library ({first}); pip install 'distcheck[mpi]', or name "
+            "one in MPI4PY_LIBMPI"
+        ) from None
+
+
+def start() -> None:
+    """Starts MPI, unless code under test has. Raises CannotRunError for an MPI without threads:
+    DDP's reductions start in the thread that runs backward.
+    """
+    module = mpi()
+    if not module.Is_initialized():
+        module.Init_thread(module.THREAD_MULTIPLE)
+    if module.Query_thread() < module.THREAD_SERIALIZED:
+        raise CannotRunError("this MPI library does not let threads call it; build it with threads")
+
+
+_world: Any = None
+
+
+def world(rank: int, size: int) -> Any:
+    """A communicator of all ranks, in the order of torch's ranks. Collective.
+
+    Raises CannotRunError where MPI's world is not torch's.
+    """
+    global _world
+    module = mpi()
+    everybody = module.COMM_WORLD
+    known = everybody.size
+    if known != size:
+        if known == 1:
+            finalize()  # alone, so that it waits for nobody; it takes its files along
+        raise CannotRunError(
+            f"MPI knows of {known} ranks where {size} were started: its launcher and "
+            "mpi4py's library belong to different MPIs; put the launcher's folder first on PATH, "
+            "or name its library in MPI4PY_LIBMPI"
+        )
+    if _world is None:
+        _world = everybody.Split(0, rank)
+        _world.Barrier()
+        _unlink_shared_files()
+    return _world
+
+
+def world_so_far() -> Any:
+    """The communicator that `world` made."""
+    assert _world is not None, "torch makes the default group before any other"
+    return _world
+
+
+def finalize() -> None:
+    """Ends MPI, if it is running."""
+    module = mpi()
+    if module.Is_initialized() and not module.Is_finalized():
+        module.Finalize()
+
+
+def _unlink_shared_files() -> None:
+    """MPICH's shared memory has a name until the last rank has ended in peace; a rank that is
+    killed leaves it behind. Every rank of the machine has it mapped by now.
+    """
+    with contextlib.suppress(OSError):
+        for name in set(_SHARED_FILE.findall(Path("/proc/self/maps").read_text())):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)

@@ -1,0 +1,201 @@
+"""A started operation: c10d's Work, over MPI requests."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work  # type: ignore[attr-defined]
+
+from distcheck.backends.mpi.runtime import mpi
+
+# Waiting must not keep a core busy: there may be fewer cores than ranks, and a rank that spins for
+# ever looks as if it computed. So: a few looks at once, then others may run in between; from 10 ms
+# on, sleep for 2 % of the time waited so far, 20 ms at most.
+_LOOKS_AT_ONCE = 20
+_YIELD_FOR_S = 0.01
+_SLEEP_SHARE = 0.02
+_LONGEST_SLEEP_S = 0.02
+_HERE = os.path.dirname(__file__)
+
+# Operations whose Work may have been dropped: MPI still reads and writes their memory.
+_under_way: "dict[int, MPIWork]" = {}
+_started = 0
+_latest: "MPIWork | None" = None
+_one_at_a_time = threading.RLock()  # no two threads may ask about the same request
+
+
+class MPIWork(Work):
+    """An operation, of which `str` tells what it is, where it was called, and if it is finished.
+
+    Completes when all of `requests` have; then `finish` copies results to where they belong.
+
+    Nothing moves between ranks unless some call enters MPI (`wait`, `is_completed`, or another
+    operation). `get_future` waits first: nobody else would complete the future. So what is
+    chained to a future is right, and overlaps with nothing.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        requests: list[Any],
+        *,
+        results: list[torch.Tensor],
+        keep: tuple[Any, ...],
+        finish: Callable[[Any], None] | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._what, self._requests, self._results = what, requests, results
+        self._keep, self._finish, self._timeout_s = keep, finish, timeout_s
+        self._done = False
+        self._error: BaseException | None = None
+        self._status, self._source = mpi().Status(), -1
+        global _latest, _started
+        _started += 1
+        self._number, self._where, _latest = _started, _caller(), self
+        with _one_at_a_time:
+            if _under_way:
+                for other in list(_under_way.values()):
+                    other._look()
+            if not self._look():
+                _under_way[id(self)] = self
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until complete. Raises RuntimeError after the group's timeout, or `timeout`."""
+        self._until_done(timeout.total_seconds() or self._timeout_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is complete; moves it on if it is not."""
+        return self._look()
+
+    def is_success(self) -> bool:
+        """Whether it completed without an error."""
+        return self._look() and self._error is None
+
+    def exception(self) -> Any:
+        """What went wrong, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it has written."""
+        self.wait()
+        return self._results
+
+    def source_rank(self) -> int:
+        """The group's rank that a received message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A completed future of the result."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    getFuture = get_future  # noqa: N815
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self._results)
+        state = "" if self._done else ", not finished"
+        return f"{self._what} of [{shapes}], number {self._number}{state}{self._where}"
+
+    def _until_done(self, timeout_s: float) -> None:
+        for _ in range(_LOOKS_AT_ONCE):
+            if self._look():
+                return
+        begun = time.perf_counter()
+        while not self._look():
+            waited = time.perf_counter() - begun
+            if waited < _YIELD_FOR_S:
+                os.sched_yield()
+            elif waited < timeout_s:
+                time.sleep(min(waited * _SLEEP_SHARE, _LONGEST_SLEEP_S))
+            else:
+                raise RuntimeError(f"{self._what} timed out after {timeout_s:g} s")
+
+    def _look(self) -> bool:
+        """Lets MPI move the operation on, and finishes it once."""
+        if self._done:
+            return True
+        with _one_at_a_time:
+            return self._done or self._ask_mpi()
+
+    def _ask_mpi(self) -> bool:
+        try:
+            if len(self._requests) == 1:
+                complete = self._requests[0].Test(self._status)
+            else:
+                complete = mpi().Request.Testall(self._requests)
+            if complete:
+                self._source = self._status.Get_source()
+                if self._finish is not None:
+                    self._finish(self._status)
+        except (mpi().Exception, RuntimeError, ValueError) as error:
+            self._error = RuntimeError(f"{self._what}: {error}")
+            complete = True
+        if complete:
+            self._done = True
+            self._keep = ()
+            _under_way.pop(id(self), None)
+        return bool(complete)
+
+
+def latest() -> str:
+    """The operation that this process started last, with the line that called it; or nothing."""
+    return "" if _latest is None else str(_latest)
+
+
+def _caller() -> str:
+    """The innermost line that is neither torch's nor this folder's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and "/torch/" not in name:
+            return f" at {name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Together(Work):
+    """Several operations that are waited for as one."""
+
+    def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works, self._results = works, results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all of them are complete."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that they have written."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> Any:
+        """A completed future of the result."""
+        future: Any = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    getFuture = get_future  # noqa: N815

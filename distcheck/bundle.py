@@ -1,0 +1,258 @@
+"""A run as one zip that a colleague can replay: `distcheck bundle`, `distcheck replay RUN.zip`.
+
+    bundle.json     what is in it, by which version, and the variables of `VARIABLES` that were set
+    cases/          as in the run directory
+    sources/        the files of strategies and workloads, and the modules beside them that they
+                    import; those of a package are there to be read, the installed ones are run
+    report.json, traces/    as in the run directory; traces only where asked for
+    README.txt      how to replay it
+
+No variable of the environment is in it but those named here, and no path of an interpreter.
+"""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import msgspec
+import xxhash
+
+from distcheck import __version__, store
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.provenance import Provenance, code_digest
+from distcheck.records import Case
+from distcheck.reports.json_report import CaseTold, read_document, told_cases
+from distcheck.sources import modules_beside
+
+SCHEMA = "distcheck.bundle/1"
+# What changes how ranks compute or meet. A name is here because its value is no secret.
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "DNNL_MAX_CPU_ISA", "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE",
+    "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT",
+)  # fmt: skip
+_NOT_FOR_OTHERS = ("executable",)
+_MOST_BYTES = 8 << 30
+
+_README = """\
+A run of distcheck {version}, with the code that it judged.
+
+    distcheck replay {name}
+
+runs its {count} again; that executes the files in sources/. What is not the same where you
+are (versions, machine, settings, files) is said in the report.
+"""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The file behind a strategy or workload: `file` in the zip, `runs` if it is what is run."""
+
+    spec: str
+    file: str
+    digest: str
+    runs: bool
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """bundle.json"""
+
+    schema: str
+    distcheck: str
+    cases: tuple[str, ...]
+    sources: tuple[Source, ...]
+    variables: dict[str, str]
+
+
+def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, list[str]]:
+    """Writes the zip; returns what is in it, and what is to be known of it.
+
+    Raises UsageError for a folder that is no run, CannotRunError where it cannot be written.
+    """
+    files = sorted(run.glob("cases/*.json"))
+    if not files:
+        raise UsageError(f"{run} holds no cases; give a run that distcheck verify has saved")
+    cases = [store.read_case(path) for path in files]
+    place = run / "report.json"
+    report = read_document(place) if place.is_file() else None
+    told = [] if report is None else told_cases(report, place)
+    remarks: list[str] = []
+    members: dict[str, bytes] = {}
+    sources = list(_sources(cases, files, told, members, remarks))
+    manifest = Manifest(
+        schema=SCHEMA,
+        distcheck=__version__,
+        cases=tuple(case.id for case in cases),
+        sources=tuple(sources),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+    members["bundle.json"] = _json(msgspec.to_builtins(manifest))
+    for path in files:
+        members[f"cases/{path.name}"] = _json(_for_others(msgspec.json.decode(path.read_bytes())))
+    if report is not None:
+        members["report.json"] = _json(_for_others(report))
+    count = "case" if len(cases) == 1 else f"{len(cases)} cases"
+    text = _README.format(version=__version__, name=target.name, count=count)
+    members["README.txt"] = text.encode()
+    kept = sorted(path for path in run.glob("traces/*/**/*") if path.is_file()) if traces else []
+    if traces and not kept:
+        raise UsageError(f"{run} holds no traces; leave --traces away, or verify with --save")
+    _write(target, members, run, kept)
+    return manifest, remarks
+
+
+def read_replay(given: str) -> tuple[list[Case], dict[str, Provenance]]:
+    """The cases of a case file, a run or a bundle, and where they were run before.
+
+    Raises UsageError.
+    """
+    path = Path(given)
+    if path.is_file() and zipfile.is_zipfile(path):
+        cases, made, _ = open_bundle(path)
+        return cases, made
+    files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"{path} holds no cases; give a case file, a saved run or a bundle")
+    cases = [store.read_case(file) for file in files]
+    found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
+    return cases, {name: before for name, before in found.items() if before is not None}
+
+
+def open_bundle(path: Path) -> tuple[list[Case], dict[str, Provenance], Path]:
+    """Unpacks a zip to `.distcheck/bundles/`: its cases, as they run here, where each was run
+    before, and the folder. Raises UsageError for what is no bundle.
+    """
+    digest = xxhash.xxh3_64_hexdigest(path.read_bytes())[:8]
+    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem}-{digest}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_members(path, archive)
+            manifest = msgspec.json.decode(archive.read("bundle.json"), type=Manifest)
+            if manifest.schema != SCHEMA:
+                raise UsageError(
+                    f"{path} has the schema {manifest.schema!r}, and this version reads {SCHEMA!r}"
+                )
+            archive.extractall(folder)
+    except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} is no bundle of distcheck: {error}") from error
+    except OSError as error:
+        raise CannotRunError(f"{path} cannot be unpacked to {folder}: {error}") from error
+    moved = {source.spec: str(folder / source.file) for source in manifest.sources if source.runs}
+    cases, made = [], {}
+    for name in manifest.cases:
+        file = folder / "cases" / f"{name}.json"
+        case = _moved(msgspec.json.decode(file.read_bytes(), type=Case), moved)
+        before = store.read_provenance(file)
+        file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
+        cases.append(store.read_case(file))
+        if before is not None:
+            made[case.id] = before
+    return cases, made, folder
+
+
+def _moved(case: Case, moved: dict[str, str]) -> Case:
+    """The case with the files of the bundle in place of those that it was made with."""
+
+    def follow(spec: str) -> str:
+        if spec not in moved:
+            return spec
+        return f"{moved[spec]}:{spec.rpartition(':')[2]}"
+
+    return msgspec.structs.replace(
+        case, strategy=follow(case.strategy), workload=follow(case.workload)
+    )
+
+
+def _sources(
+    cases: list[Case],
+    files: list[Path],
+    told: list[CaseTold],
+    members: dict[str, bytes],
+    remarks: list[str],
+) -> Iterator[Source]:
+    where = {case.strategy: case.strategy_file for case in told}
+    asked: dict[tuple[str, str], str] = {}
+    for case, file in zip(cases, files, strict=True):
+        made = store.read_provenance(file)
+        digests = {} if made is None else made.digests
+        for what, spec in (("strategy", case.strategy), ("workload", case.workload)):
+            asked.setdefault((what, spec), digests.get(what, ""))
+    for (what, spec), digest in asked.items():
+        place = spec.rpartition(":")[0]
+        runs = place.endswith(".py")
+        path = Path(place if runs else "")
+        if what == "strategy" and not path.is_file():
+            path = Path(where.get(spec) or "")
+        if not path.is_file():
+            if runs:
+                raise UsageError(
+                    f"the file of {what} {spec} is not where it was; bundle the run in the folder "
+                    "that it was made in"
+                )
+            continue
+        now = code_digest(what, spec)
+        if digest and now != digest:
+            remarks.append(f"the code of {what} {spec} has changed since the run; it is as now")
+        folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
+        beside = modules_beside(path) if runs else {}
+        for name, content in {path.name: path.read_bytes(), **beside}.items():
+            members[f"{folder}/{name}"] = content
+        yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
+
+
+def _for_others(document: dict[str, Any]) -> dict[str, Any]:
+    """A document without what is of no use elsewhere and says who made it."""
+    cleaned = dict(document)
+    for key in ("environment", "made"):
+        if isinstance(cleaned.get(key), dict):
+            cleaned[key] = _for_others(cleaned[key])
+    return {key: value for key, value in cleaned.items() if key not in _NOT_FOR_OTHERS}
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value)) + b"\n"
+
+
+def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path]) -> None:
+    """A zip that is there is whole, and one that was killed in the making leaves nothing behind."""
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        draft.unlink(missing_ok=True)
+        try:
+            with _draft_file(draft) as file:
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                    for name, content in members.items():
+                        archive.writestr(name, content)
+                    for path in traces:
+                        archive.write(path, path.relative_to(run).as_posix())
+                if not draft.exists():
+                    # Only with a directory's descriptor does Python follow the link to the file.
+                    source = f"/proc/self/fd/{file.fileno()}"
+                    os.link(source, draft, src_dir_fd=file.fileno(), follow_symlinks=True)
+            draft.replace(target)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CannotRunError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def _draft_file(draft: Path) -> IO[bytes]:
+    """A file without a name, in the folder of `draft`; where the file system has none, `draft`."""
+    try:
+        return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
+    except OSError:
+        return draft.open("w+b")
+
+
+def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raises UsageError for a zip that would write elsewhere than to its own folder."""
+    for member in archive.infolist():
+        name = PurePosixPath(member.filename)
+        if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
+            raise UsageError(f"{path} is no bundle of distcheck: it has a member {member.filename}")
+    if sum(member.file_size for member in archive.infolist()) > _MOST_BYTES:
+        raise UsageError(f"{path} would unpack to more than {_MOST_BYTES >> 30} GiB")

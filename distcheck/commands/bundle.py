@@ -1,0 +1,38 @@
+"""`distcheck bundle`: a run to hand on."""
+
+import click
+
+from distcheck.launchers import is_elsewhere
+
+
+@click.command("bundle")
+@click.argument("run", metavar="[RUN]", required=False, type=click.Path())
+@click.option(
+    "-o", "--output", metavar="FILE.zip", type=click.Path(dir_okay=False), help="[RUN's name]"
+)
+@click.option("--traces", is_flag=True, help="With everything recorded, for distcheck recheck.")
+def command(run: str | None, output: str | None, traces: bool) -> int:
+    """Pack a run, the latest by default, into a zip that a colleague can replay.
+
+    It holds cases, report and the code under test, and of the environment only variables from a
+    list of names that are no secrets.
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from pathlib import Path
+
+    from distcheck.bundle import make_bundle
+    from distcheck.store import latest_run
+
+    folder = Path(run) if run is not None else latest_run()
+    target = Path(output or f"{folder.resolve().name}.zip")
+    manifest, remarks = make_bundle(folder, target, traces=traces)
+    for remark in remarks:
+        click.echo(f"distcheck: {remark}", err=True)
+    click.echo(f"{target}: {len(manifest.cases)} cases of {folder}")
+    for source in manifest.sources:
+        click.echo(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
+    if manifest.variables:
+        click.echo(f"  variables: {', '.join(manifest.variables)}")
+    click.echo(f"next:  distcheck replay {target}")
+    return 0

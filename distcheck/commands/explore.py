@@ -1,0 +1,60 @@
+"""`distcheck explore`: search for the smallest case in which a strategy fails."""
+
+from typing import Any
+
+import click
+
+from distcheck.options import adapter_options, json_option, with_adaptation
+
+
+@click.command("explore")
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="What to search for failures of.",
+)
+@click.option(
+    "--budget",
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="How long to search: 90s, 5m, 1h; what is found is shrunk for up to a minute more.",
+)
+@click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Of the search.")
+@click.option("--world", default=4, show_default=True, metavar="N", help="Most ranks.")
+@click.option("--steps", default=3, show_default=True, metavar="N", help="Most steps.")
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A value to try for a parameter of the strategy's; several times, the simplest first.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="WORD",
+    help="Leave out what the strategy is known not to do: strided, frozen, unequal, accumulate, "
+    "late, ...",
+)
+@click.option(
+    "--deadline-s",
+    default=3.0,
+    show_default=True,
+    metavar="S",
+    help="Idle seconds without progress after which a world has hung.",
+)
+@json_option("findings")
+@click.option("-q", "--quiet", is_flag=True, help="The verdict and the replay line only.")
+@adapter_options
+def command(**asked: Any) -> int:
+    """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,
+    and shrink it.
+
+    \b
+    distcheck explore --strategy my_sync.py:sync --budget 5m
+    distcheck explore --strategy my_sync.py:sync --max-cases 200 --world 3
+    """  # fmt: skip
+    from distcheck.exploring.command import explore_command
+
+    return explore_command(with_adaptation(asked))

@@ -1,0 +1,19 @@
+"""`distcheck list`: what there is."""
+
+import click
+
+from distcheck.launchers import is_elsewhere
+
+
+@click.command("list")
+def command() -> None:
+    """Strategies, workloads, data sets and checks, one line each."""
+    if is_elsewhere():
+        return
+    from distcheck.catalogue import catalogue
+
+    for heading, entries in catalogue():
+        click.echo(heading)
+        width = max((len(name) for name, _ in entries), default=0)
+        for name, summary in entries:
+            click.echo(f"  {name:<{width}}  {summary}")

@@ -1,0 +1,22 @@
+"""`distcheck recheck`: a saved run, judged again."""
+
+from typing import Any
+
+import click
+
+from distcheck.launchers import is_elsewhere
+from distcheck.outputs import output_options, taken_from
+
+
+@click.command("recheck")
+@click.argument("folder", metavar="DIR", type=click.Path())
+@output_options
+@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+def command(folder: str, verbose: bool, quiet: bool, **asked: Any) -> int:
+    """Judge a saved run again; starts no rank."""  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from distcheck.runs import recheck_command
+
+    return recheck_command(folder, files=taken_from(asked), verbose=verbose, quiet=quiet)

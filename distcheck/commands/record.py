@@ -1,0 +1,29 @@
+"""`distcheck record`: a verification that is kept whole, for `distcheck compare`."""
+
+import click
+
+
+@click.command(
+    "record",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="[OPTIONS of distcheck verify]",
+)
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
+def command(folder: str, words: tuple[str, ...]) -> int:
+    """Verify, and keep cases, traces and verdicts in a new folder, for distcheck compare.
+
+    \b
+    distcheck record golden --strategy allreduce --world 4
+    """  # fmt: skip
+    from distcheck.commands.verify import command as verify
+    from distcheck.errors import UsageError
+
+    if any(word == "--save" or word.startswith("--save=") for word in words):
+        raise UsageError(f"record keeps the run in {folder}; leave --save away")
+    if folder.startswith("-"):
+        raise UsageError("record takes the folder first: distcheck record DIR --strategy ...")
+    code: int = verify.main(
+        args=[*words, "--save", folder], prog_name="distcheck record", standalone_mode=False
+    )
+    return code

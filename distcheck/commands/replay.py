@@ -1,0 +1,39 @@
+"""`distcheck replay`: a case again, or those of a bundle."""
+
+from typing import Any
+
+import click
+
+from distcheck.outputs import output_options, taken_from
+
+
+@click.command("replay")
+@click.argument("case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path())
+@output_options
+@click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+def command(case_file: str, save: str | None, quiet: bool, **asked: Any) -> int:
+    """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
+
+    The report says what has changed since: files, versions, machine, settings.
+    """  # fmt: skip
+    from distcheck.bundle import read_replay
+    from distcheck.launchers import launch_of
+
+    cases, made = read_replay(case_file)
+    launch, _ = launch_of({}, tuple(dict.fromkeys(case.world for case in cases)))
+    if launch is not None and not launch.is_front:
+        from distcheck.hosting import lend
+
+        return lend(launch, lambda: cases, deadline_s=cases[0].deadline_s)
+    from distcheck.runs import verify_command
+
+    return verify_command(
+        cases,
+        save=save,
+        files=taken_from(asked),
+        verbose=True,
+        quiet=quiet,
+        launch=launch,
+        made=made,
+    )

@@ -1,0 +1,111 @@
+"""`distcheck verify`: options to a request, and on to the run."""
+
+from typing import Any
+
+import click
+
+from distcheck.options import (
+    adapter_options,
+    case_options,
+    given_options,
+    machine_options,
+    matrix_options,
+)
+from distcheck.outputs import errors_told, output_options, taken_from
+
+
+@click.command("verify")
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="What to judge; may be given several times. [the matrix of pyproject.toml]",
+)
+@click.option(
+    "--world",
+    "worlds",
+    multiple=True,
+    type=int,
+    metavar="N",
+    help="Number of ranks; may be given several times. [4, or what a launcher has started]",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    metavar="NAME",
+    help="What to train; may be given several times. [lattice and cnn]",
+)
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="The cells as well: tied weights, frozen layers, odd sizes, resume, ...",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="CELL",
+    help="Leave a cell out; may be given several times.",
+)
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Steps to record; fewer than 3 miss bugs that begin late.",
+)
+@click.option(
+    "--dtype",
+    metavar="NAME",
+    help="float32, float64, bfloat16 or float16. [float32, and float64 where quick]",
+)
+@matrix_options
+@output_options
+@click.option(
+    "--save",
+    metavar="DIR",
+    type=click.Path(),
+    help="Keep cases, traces and report in a new folder, for distcheck recheck.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+@case_options
+@adapter_options
+@machine_options
+def command(
+    save: str | None,
+    verbose: bool,
+    quiet: bool,
+    **asked: Any,
+) -> int:
+    """Judge strategies against single-node training at the same total batch.
+
+    \b
+    distcheck verify --strategy allreduce --world 4
+    distcheck verify --strategy my_sync.py:sync --world 2 --world 3
+    distcheck verify --shard 2/4 --json part-2.json
+    torchrun --nproc-per-node 4 -m distcheck verify --strategy allreduce
+    """  # fmt: skip
+    from distcheck.gate.asking import plan_asked
+
+    files = taken_from(asked)
+    launch, plan = plan_asked(asked, given_options())
+    if launch is not None and not launch.is_front:
+        from distcheck.hosting import lend
+
+        return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
+    from distcheck.runs import verify_command
+
+    with errors_told(files):
+        planned = plan()
+        return verify_command(
+            planned.cases,
+            whole=planned.whole,
+            save=save,
+            files=files,
+            verbose=verbose,
+            quiet=quiet,
+            download=asked["download"],
+            launch=launch,
+        )

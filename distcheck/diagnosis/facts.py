@@ -1,0 +1,173 @@
+"""What was measured of a case that failed: plain numbers, from which causes are told. No torch.
+
+One step's gradients are described by how each rank's result y is made of the W shard gradients
+g_r (the mean gradient of rank r's shard, whatever a strategy did to its loss). With the columns
+g_r put through a QR factorisation, G = Q R, the distance of y from any combination is known from
+a few numbers:
+
+    |y - G c|^2 = |R c - Q^T y|^2 + |y - Q Q^T y|^2
+
+so a cause that says what the weights c would be can be tried without the tensors. A result that
+was computed as sum c_r g_r in any order is within
+
+    gamma(k) * sum_r |c_r| |g_r|  +  k * tiny * sqrt(n)
+
+of it in the L2 norm: the bound of `oracles/rounding.py`, elementwise there, by the triangle
+inequality here. k is W + 5: W - 1 additions, two roundings each for the rank's weight and for the
+scale, two for a further factor.
+"""
+
+import msgspec
+
+from distcheck.records import LossName
+
+LEAST_FOR_A_GRID = 16  # elements; of fewer, all could be numbers of a shorter dtype by chance
+
+Vector = tuple[float, ...]
+
+
+class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter whose gradient is wrong on some rank.
+
+    `norms` [W] are those of the shard gradients, `basis` the rows of R, `projected` [W] per rank
+    Q^T y, `remainder` [W] the norm of what is left of y, `floor` the bound's absolute part.
+    `wrong` lists the ranks, `of_mean` and `of_own` [W] say how many elements are the mean and how
+    many the rank's own gradient (of `elements`; `of_either` counts those that are one or both).
+    `shorter` names per rank the dtype whose roundings are of the size of the errors, empty where
+    none's are; `on_grid` says per rank whether its result, or W times that, holds numbers of that
+    dtype only. `coarse` [W] is how far quantising may take each rank's gradient, as a norm, where
+    that is accepted.
+    """
+
+    name: str
+    elements: int
+    norms: Vector
+    basis: tuple[Vector, ...]
+    projected: tuple[Vector, ...]
+    remainder: Vector
+    floor: float
+    wrong: tuple[int, ...]
+    of_mean: tuple[int, ...]
+    of_own: tuple[int, ...]
+    of_either: tuple[int, ...]
+    gamma: float = 0.0  # of its own dtype; 0: the step's
+    shorter: tuple[str, ...]
+    on_grid: tuple[bool, ...]
+    coarse: Vector = ()
+
+
+class Match(msgspec.Struct, frozen=True, kw_only=True):
+    """A wrong gradient of one rank that is something else, within that thing's own bound.
+
+    kind     what it is: `earlier` (the mean of step `step`), `sum` (of the means from step `step`
+             on), `added` (the mean, plus what the rank held at step `step`), `parameter` (the mean
+             of parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
+             and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
+    distance and bound are L2 norms.
+    """
+
+    kind: str
+    rank: int
+    parameter: str
+    distance: float
+    bound: float
+    step: int = -1
+    other: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Least squares of one rank's wrong gradients on the shard gradients, parameters scaled alike.
+
+    `tolerance` [W] is how far rounding may move each coefficient; `residual` what is left, as a
+    share of the result. Coefficients mean nothing where the shards' gradients do not tell ranks
+    apart (`identified` is False).
+    """
+
+    coefficients: Vector
+    tolerance: Vector
+    residual: float
+    identified: bool
+
+
+class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
+    """The first gradient with an infinity or a NaN; `before` are the ranks whose own shard's
+    gradient has one already.
+    """
+
+    rank: int
+    parameter: str
+    count: int
+    before: tuple[int, ...]
+
+
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One step that failed.
+
+    Ranks are positions here, in all that is said by rank, and below: those with data, from which
+    alone means are made, numbered from 0. `ranks` [W] has the numbers that they had in the world
+    that was run (empty: the same), which words about them take from `number`.
+
+    `shares` [W] are n_r / N. `left_norms` [W] are the norms of all that backward left on each
+    rank. `left_factors` [W] say what multiple of the shard's gradient that was as far as it was
+    recorded (None: not seen, or no multiple). `alike` are groups of ranks whose gradients agree
+    to the bit, `unchanged` the ranks whose parameters the step did not move although they should
+    have. `mean_of_left` says whether ranks hold the right mean of what backward was seen to leave,
+    which then was not the shards' gradients. `missing` lists (parameter, rank) without a gradient
+    where there should be one; `missing_elsewhere` says whether that is the whole mismatch, in that
+    backward left no gradient there, the other ranks hold their own, and all else is right.
+    """
+
+    step: int
+    ranks: tuple[int, ...] = ()
+    shares: Vector
+    gamma: float
+    unit: float
+    parameters: tuple[ParameterFacts, ...]
+    total: int
+    fits: tuple[Fit, ...]
+    left_norms: Vector
+    left_factors: tuple[float | None, ...]
+    left_elements: int
+    mean_of_left: bool
+    matches: tuple[Match, ...]
+    alike: tuple[tuple[int, ...], ...]
+    unchanged: tuple[int, ...]
+    missing: tuple[tuple[str, int], ...]
+    missing_elsewhere: bool = False
+    not_finite: NotFinite | None
+
+    def number(self, position: int) -> int:
+        """The number of a rank in the world that was run."""
+        return self.ranks[position] if self.ranks else position
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Two ranks that read the same samples in one epoch: how many, and of how many each read."""
+
+    ranks: tuple[int, int]
+    shared: int
+    read: int
+    whole_steps: bool  # at every step both read the very same samples
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was measured. `steps` has at most three, the first failing one of the gradients
+    first. `other_order` names the order whose bits the gradients have where the promised one's they
+    have not; `batch_weights` [W], the weights with which the shards' gradients add up to the whole
+    batch's, where the mean over all samples does not. `same_randomness` lists groups of ranks that
+    began a forward pass from one state, for a workload that draws random numbers. `right_under`
+    names the loss contracts, other than the declared one, under which every gradient of every rank
+    and step would be right within R. Outside of `steps`, ranks have the numbers of the world that
+    was run.
+    """
+
+    world: int
+    steps: tuple[StepFacts, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
+    same_randomness: tuple[tuple[int, ...], ...] = ()
+    other_order: str = ""
+    batch_weights: Vector = ()
+    batch_tolerance: float = 0.0
+    right_under: tuple[LossName, ...] = ()
+    trouble: str = ""

@@ -1,0 +1,48 @@
+"""A cause that a family has found, and the wording that families share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distcheck.diagnosis.facts import Fit, ParameterFacts, StepFacts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that explains every wrong gradient of the parameters that it was tried on."""
+
+    cause: str
+    evidence: str
+    suggestion: str
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`, of the world that was run."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
+    """The same of ranks as a step's facts number them: whatever names one of those says this."""
+    return ranks_text([step.number(position) for position in positions])
+
+
+def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
+    """`all 6 parameters`, or their names."""
+    if len(parameters) == step.total:
+        return f"all {step.total} parameters" if step.total > 1 else "the only parameter"
+    names = [parameter.name for parameter in parameters]
+    shown = ", ".join(names[:6])
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{shown}{more} ({len(names)} of {step.total} parameters)"
+
+
+def number_text(value: float) -> str:
+    """Seven digits, which is what float32 has."""
+    return f"{value:.7g}"
+
+
+def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
+    """What each rank's gradient counts for in one rank's result, beside what it should."""
+    got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
+    owed = ", ".join(f"{share:.4g}" for share in step.shares)
+    whose = positions_text(step, [rank])
+    return f"in {whose}'s result the ranks' gradients count {got} (owed: {owed})"

@@ -1,0 +1,54 @@
+"""A parameter of a failed step, as tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.rounding import Interval, real_parts
+from distcheck.traces.layout import Kind
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A parameter at one step. Its tensors, in float64, are made when asked for: a large model's
+    would not fit all at once; complex numbers are pairs of real ones. Intervals are kept in `kept`,
+    if there is one.
+    """
+
+    expectation: StepExpectation
+    index: int
+    name: str
+    elements: int
+    wrong: tuple[int, ...]
+    kept: dict[int, Interval] | None
+
+    @property
+    def interval(self) -> Interval:
+        """The mean, and how far a right result may be from it."""
+        if self.kept is not None and self.index in self.kept:
+            return self.kept[self.index]
+        found = self.expectation.interval(self.index)
+        assert found is not None
+        if self.kept is not None:
+            self.kept[self.index] = found
+        return found
+
+    def left(self, rank: int) -> torch.Tensor:
+        """What backward should have left on a rank."""
+        gradient = self.expectation.shards[rank].gradients[self.index]
+        if gradient is None:
+            return torch.zeros_like(self.interval.mean)
+        return real_parts(gradient).double()
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """The gradient of a rank's mean loss, whatever was done to that loss."""
+        return self.left(rank) / self.expectation.unscaled[rank]
+
+    def result(self, rank: int) -> torch.Tensor:
+        """What a rank held after the sync."""
+        found = self.expectation.trace.tensor(
+            rank, Kind.GRADIENT, self.expectation.step, self.index
+        )
+        assert found is not None
+        return real_parts(found).double()

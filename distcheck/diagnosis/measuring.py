@@ -1,0 +1,376 @@
+"""Measures one step of a failed case: the numbers in `facts`, from tensors.
+
+All in float64. What an expectation is, the oracles say; nothing here knows what a strategy does.
+"""
+
+from dataclasses import replace
+from math import isfinite, sqrt
+
+import torch
+
+from distcheck.diagnosis.facts import (
+    LEAST_FOR_A_GRID,
+    Fit,
+    Match,
+    NotFinite,
+    ParameterFacts,
+    StepFacts,
+)
+from distcheck.diagnosis.matching import matches_of
+from distcheck.diagnosis.measured import Measured
+from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.rounding import Interval, gamma, real_parts, unit_roundoff
+from distcheck.oracles.shards import NotRecordedError
+from distcheck.records import TensorSpec
+from distcheck.traces.layout import Kind
+
+MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
+# Beyond this many elements every k-th is taken: a combination holds for every element.
+_MOST_ELEMENTS = 1 << 20
+# A QR factorisation in float64 is itself off by a few hundred of its roundings.
+_LEAST_GAMMA = 1e-12
+_LEAST_SINGULAR = 1e-6  # of the largest; below it, ranks' gradients do not tell ranks apart
+_SHORTER = ("float32", "float16", "bfloat16")
+# One rounding has an error of at least u / (4 sqrt(3)) in the mean square (half the spacing at the
+# top of a binade, uniform), W of them that are added up 1 / sqrt(W) of that; a third is room.
+_LEAST_ROUNDING = 0.05
+
+
+class StepMeasuring:
+    """Measures the step of an expectation; `earlier` are those of steps before, latest first."""
+
+    def __init__(self, expectation: StepExpectation, earlier: list[StepExpectation]) -> None:
+        self._expectation, self._earlier = expectation, earlier
+        self._trace, self._step = expectation.trace, expectation.step
+        self._ranks = range(self._trace.layout.world)
+        self.shares = [w / len(self._ranks) for w in expectation.weights]
+        self._missing: list[tuple[str, int]] = []
+        self._own_elsewhere = True
+        self._not_finite: NotFinite | None = None
+        own = [unit_roundoff(getattr(torch, self._wire))] if self._wire else []
+        self._least_units: list[float] = [2.0**-53, *own]
+        elements = sum(spec.elements for spec in self._trace.layout.model.parameters)
+        self._kept: dict[int, Interval] | None = {} if elements <= MOST_KEPT else None
+
+    def facts(self) -> StepFacts:
+        """Everything about the step. Raises NotRecordedError where the trace lacks too much."""
+        measured = self._measure()
+        wrong = [m for m in measured if m.wrong]
+        # Of several dtypes: what rounds less is not excused by what rounds more.
+        unit = max([*self._least_units, *(self._unit_of(m) for m in wrong or measured)])
+        step_gamma = self._gamma_of(unit)
+        alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
+        wrong = [] if self._not_finite or self._missing else wrong
+        parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
+        matches: tuple[Match, ...] = ()
+        if wrong:
+            matches = tuple(matches_of(self._expectation, self._earlier, measured, step_gamma))
+        return StepFacts(
+            step=self._step,
+            ranks=self._trace.ranks,
+            shares=tuple(self.shares),
+            gamma=step_gamma,
+            unit=unit,
+            parameters=parameters,
+            total=len(measured),
+            fits=tuple(self._fit(parameters, rank, step_gamma) for rank in self._ranks)
+            if parameters
+            else (),
+            left_norms=tuple(
+                sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
+            ),
+            left_factors=tuple(self._left_factor(rank, measured) for rank in self._ranks),
+            left_elements=sum(m.elements for m in measured),
+            matches=matches,
+            mean_of_left=bool(wrong)
+            and not all(self._left_the_shards(m) for m in wrong)
+            and all(self._is_mean_of_left(m) for m in wrong),
+            alike=self._alike(),
+            unchanged=self._unchanged(measured),
+            missing=tuple(self._missing),
+            missing_elsewhere=alone,
+            not_finite=self._not_finite,
+        )
+
+    @property
+    def _wire(self) -> str | None:
+        return self._expectation.contract.wire
+
+    def _measure(self) -> list[Measured]:
+        found = []
+        for index, spec in enumerate(self._trace.layout.model.parameters):
+            parts = [shard.gradients[index] for shard in self._expectation.shards]
+            if all(part is None for part in parts):
+                continue
+            one = self._measure_parameter(index, spec)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _measure_parameter(self, index: int, spec: TensorSpec) -> Measured | None:
+        """None where a rank has no such gradient; a NaN or an infinity is noted."""
+        ranks = list(self._ranks)
+        trace, step = self._trace, self._step
+        missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
+        self._missing += [(spec.name, rank) for rank in missing]
+        one = Measured(self._expectation, index, spec.name, spec.elements, (), self._kept)
+        if missing:
+            self._own_elsewhere &= self._is_own_elsewhere(one, missing)
+            return None
+        interval, wrong = one.interval, []
+        for rank in ranks:
+            result = one.result(rank)
+            count = int((~result.isfinite()).sum())
+            if count and self._not_finite is None:
+                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
+                self._not_finite = NotFinite(
+                    rank=rank, parameter=spec.name, count=count, before=before
+                )
+            if not bool(((result - interval.mean).abs() <= interval.bound).all()):
+                wrong.append(rank)
+        return replace(one, wrong=tuple(wrong))
+
+    def _own_unit(self, measured: Measured) -> float:
+        """The unit roundoff of one parameter's dtype: models may hold several."""
+        parts = [shard.gradients[measured.index] for shard in self._expectation.shards]
+        return max(unit_roundoff(part.dtype) for part in parts if part is not None)
+
+    def _unit_of(self, measured: Measured) -> float:
+        """The unit roundoff of one parameter's exchange."""
+        own = self._own_unit(measured)
+        return max(own, unit_roundoff(getattr(torch, self._wire))) if self._wire else own
+
+    def _gamma_of(self, unit: float) -> float:
+        roundings = len(self._ranks) + 5 + 2 * (self._wire is not None)
+        return max(gamma(roundings, unit), _LEAST_GAMMA)
+
+    def _is_own_elsewhere(self, measured: Measured, missing: list[int]) -> bool:
+        """Whether backward left nothing on the ranks without a gradient, and the others hold what
+        it left there.
+        """
+        for rank in self._ranks:
+            left = self._expectation.shards[rank].gradients[measured.index]
+            if (left is None) != (rank in missing):
+                return False
+            if left is not None and not torch.equal(measured.result(rank), left.double()):
+                return False
+        return True
+
+    def _parameter(self, measured: Measured, unit: float) -> ParameterFacts:
+        elements = measured.elements
+        stride = max(1, elements // _MOST_ELEMENTS)
+        columns = torch.stack(
+            [measured.shard(rank).reshape(-1)[::stride] for rank in self._ranks], dim=1
+        )
+        q, r = torch.linalg.qr(columns)
+        taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
+        projected = [q.T @ y for y in taken]
+        of_mean, of_own, of_either = self._mixture(measured, unit)
+        shorter = tuple(
+            self._shorter(measured, rank, unit) if rank in measured.wrong else ""
+            for rank in self._ranks
+        )
+        return ParameterFacts(
+            name=measured.name,
+            elements=elements,
+            norms=tuple(columns.norm(dim=0).tolist()),
+            basis=tuple(tuple(row) for row in r.tolist()),
+            projected=tuple(tuple(p.tolist()) for p in projected),
+            remainder=tuple(
+                float((y - q @ p).norm()) for y, p in zip(taken, projected, strict=True)
+            ),
+            floor=float(sqrt(elements) * len(self._ranks) * self._tiny()),
+            wrong=measured.wrong,
+            of_mean=of_mean,
+            of_own=of_own,
+            of_either=of_either,
+            gamma=self._gamma_of(unit),
+            shorter=shorter,
+            on_grid=tuple(
+                bool(dtype)
+                and self._on_grid(measured.result(rank), dtype, self._own_unit(measured))
+                for rank, dtype in enumerate(shorter)
+            ),
+            coarse=tuple(
+                half / abs(factor) * sqrt(elements)
+                for half, factor in zip(
+                    self._expectation.half_quanta, self._expectation.unscaled, strict=False
+                )
+            ),
+        )
+
+    def _tiny(self) -> float:
+        own = torch.finfo(getattr(torch, self._wire or self._expectation.ingredients.case.dtype))
+        return float(own.smallest_normal * own.eps)
+
+    def _mixture(
+        self, measured: Measured, unit: float
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Per rank: elements that are the mean, the rank's own, either."""
+        counts: list[tuple[int, int, int]] = []
+        interval = measured.interval
+        for rank in self._ranks:
+            result, own = measured.result(rank), measured.left(rank)
+            mean = (result - interval.mean).abs() <= interval.bound
+            alone = (result - own).abs() <= gamma(4, unit) * own.abs()
+            counts.append((int(mean.sum()), int(alone.sum()), int((mean | alone).sum())))
+        means, owns, eithers = zip(*counts, strict=True)
+        return means, owns, eithers
+
+    def _shorter(self, measured: Measured, rank: int, unit: float) -> str:
+        """The least short dtype whose roundings are of the size of a result's errors."""
+        result, mean = measured.result(rank), measured.interval.mean
+        size = sum(
+            share * float(measured.shard(r).norm())
+            for r, share in zip(self._ranks, self.shares, strict=True)
+        )
+        for dtype in _SHORTER:
+            coarse = unit_roundoff(getattr(torch, dtype))
+            if coarse <= unit:
+                continue
+            wide = self._expectation.interval(measured.index, wire=dtype)
+            assert wide is not None
+            error = (result - mean).abs()
+            least = _LEAST_ROUNDING * coarse * size / sqrt(len(self._ranks))
+            if bool((error <= wide.bound).all()):
+                return dtype if float(error.norm()) >= least else ""
+        return ""
+
+    def _on_grid(self, result: torch.Tensor, dtype: str, own: float) -> bool:
+        """Whether these are numbers of a shorter dtype, up to a rounding of their own: of so many
+        as are asked for here, hardly one would be by chance.
+        """
+        grid = getattr(torch, dtype)
+        if (
+            result.numel() < LEAST_FOR_A_GRID
+            or not bool(result.any())
+            or own > unit_roundoff(grid) / 16
+        ):
+            return False
+        for scaled in (result, result * len(self._ranks)):
+            rounded = scaled.to(grid).double()
+            if bool(((scaled - rounded).abs() <= 2 * own * scaled.abs()).all()):
+                return True
+        return False
+
+    def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
+        rows, targets, rest, sizes = [], [], 0.0, []
+        for p in parameters:
+            size = sum(share * norm for share, norm in zip(self.shares, p.norms, strict=True))
+            if size == 0:
+                continue
+            rows.append(torch.tensor(p.basis, dtype=torch.float64) / size)
+            targets.append(torch.tensor(p.projected[rank], dtype=torch.float64) / size)
+            rest += (p.remainder[rank] / size) ** 2
+            sizes.append((p, size))
+        world = len(self._ranks)
+        none = Fit(
+            coefficients=(0.0,) * world, tolerance=(0.0,) * world, residual=1.0, identified=False
+        )
+        if not rows:
+            return none
+        system, target = torch.cat(rows), torch.cat(targets)
+        if not bool(target.isfinite().all() and system.isfinite().all()):
+            return none
+        singular = torch.linalg.svdvals(system)
+        if len(singular) < world or float(singular[-1]) < _LEAST_SINGULAR * float(singular[0]):
+            return none
+        inverse = torch.linalg.pinv(system)
+        weights = inverse @ target
+        moved = sqrt(
+            sum(
+                sum(step_gamma * abs(float(w)) * n for w, n in zip(weights, p.norms, strict=True))
+                ** 2
+                / size**2
+                for p, size in sizes
+            )
+        )
+        total = sqrt(float(target.norm()) ** 2 + rest)
+        left = sqrt(float((system @ weights - target).norm()) ** 2 + rest)
+        return Fit(
+            coefficients=tuple(weights.tolist()),
+            tolerance=tuple((inverse.norm(dim=1) * moved).tolist()),
+            residual=left / total if total else 0.0,
+            identified=True,
+        )
+
+    def _left_factor(self, rank: int, measured: list[Measured]) -> float | None:
+        """What multiple of the shard's gradient backward left, a loss that was scaled included."""
+        same, along, square, size = True, 0.0, 0.0, 0.0
+        for m in measured:
+            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, m.index)
+            shard = self._expectation.shards[rank].gradients[m.index]
+            if seen is None or shard is None:
+                return None
+            same = same and torch.equal(seen, shard)
+            wanted, got = real_parts(shard).double(), real_parts(seen).double()
+            along += float((wanted * got).sum())
+            square += float((wanted * wanted).sum())
+            size += float((got * got).sum())
+        if not measured or not square or not along:
+            return None
+        by_loss = self._expectation.contract.weighting == "loss"
+        promised = 1.0 if by_loss else self._expectation.unscaled[rank]
+        if same:
+            return promised
+        # |got - f wanted|^2 for the best f; no multiple where more than 1e-5 of it is left over.
+        left = max(0.0, size - along**2 / square)
+        return along / square * promised if left <= 1e-10 * size else None
+
+    def _left_the_shards(self, measured: Measured) -> bool:
+        """Whether backward was seen to leave what it should: nothing was wrong before the exchange
+        then, whatever the exchange made of it.
+        """
+        for rank in self._ranks:
+            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
+            own = self._expectation.shards[rank].gradients[measured.index]
+            if seen is None or own is None or not torch.equal(seen, own):
+                return False
+        return True
+
+    def _is_mean_of_left(self, measured: Measured) -> bool:
+        """Whether all ranks hold the right mean of what backward was seen to leave."""
+        mean, size = torch.zeros_like(measured.interval.mean), 0.0
+        relative = self._gamma_of(self._unit_of(measured))
+        factors = self._expectation.unscaled
+        for rank, factor, share in zip(self._ranks, factors, self.shares, strict=True):
+            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
+            if seen is None:
+                return False
+            seen = real_parts(seen).double()
+            mean += seen * (share / factor)
+            size += share / abs(factor) * float(seen.norm())
+        return isfinite(size) and all(
+            float((y - mean).norm()) <= relative * size for y in map(measured.result, self._ranks)
+        )
+
+    def _alike(self) -> tuple[tuple[int, ...], ...]:
+        groups: dict[tuple[bytes, ...], list[int]] = {}
+        for rank in self._ranks:
+            indices = range(len(self._trace.layout.model.parameters))
+            entries = [self._trace.entry(rank, Kind.GRADIENT, self._step, i) for i in indices]
+            groups.setdefault(tuple(e.digest for e in entries), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def _unchanged(self, measured: list[Measured]) -> tuple[int, ...]:
+        """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
+        found = []
+        indices = range(len(self._trace.layout.model.parameters))
+        for rank in self._ranks:
+            before, after = (
+                [self._trace.entry(rank, Kind.PARAMETER, slot, i).digest for i in indices]
+                for slot in (self._step, self._step + 1)
+            )
+            if before != after or not any(bool(m.result(rank).any()) for m in measured):
+                continue
+            try:
+                moved = self._expectation.update.run(rank, self._step)[Kind.PARAMETER]
+            except NotRecordedError:
+                continue
+            stayed = [self._trace.tensor(rank, Kind.PARAMETER, self._step, i) for i in indices]
+            if any(
+                a is not None and b is not None and not torch.equal(a, b)
+                for a, b in zip(moved, stayed, strict=True)
+            ):
+                found.append(rank)
+        return tuple(found)

@@ -1,0 +1,78 @@
+"""Causes that show in how ranks ended: crash, hang, collective-mismatch, unreachable."""
+
+import re
+from collections.abc import Sequence
+
+from distcheck.diagnosis.findings import ranks_text
+from distcheck.records import Diagnosis, Outcome
+
+_LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+
+_SAME_CALLS = (
+    "every rank must make the same collective calls, in the same order, with the same shapes: "
+    "look for a call inside a condition that depends on the rank or on its data"
+)
+
+
+def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
+    """The cause of ranks that did not finish; nothing where all did."""
+    bad = [o for o in outcomes if o.outcome != "finished"]
+    if not bad:
+        return []
+    cause = bad[0]
+    if "collective mismatch" in cause.detail:
+        return [
+            Diagnosis(
+                cause="collective-mismatch",
+                evidence=f"the backend received a message of the wrong size on rank {cause.rank}",
+                suggestion=_SAME_CALLS,
+            )
+        ]
+    if cause.outcome == "lost":
+        lost = [o.rank for o in bad if o.outcome == "lost"]
+        return [
+            Diagnosis(
+                cause="unreachable",
+                evidence=f"{ranks_text(lost)}: {cause.detail.splitlines()[-1]}",
+                suggestion="look at that machine and at the network between; nothing is known of "
+                "what its ranks did last",
+            )
+        ]
+    if cause.outcome != "hung":
+        last = cause.detail.splitlines()[0] if cause.detail else ""
+        return [
+            Diagnosis(
+                cause="crash",
+                evidence=f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report "
+                "came after it",
+                suggestion=f"read rank {cause.rank}'s traceback first",
+            )
+        ]
+    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+
+
+def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+    """Ranks in different collectives, or waiting for one that has left: a mismatch. A rank that
+    is in no collective, while the others wait for it: a hang of that rank's own.
+    """
+    calls: dict[str, list[int]] = {}
+    elsewhere = []
+    for outcome in hung:
+        match = _LAST_COLLECTIVE.search(outcome.detail)
+        if match is None:
+            elsewhere.append(outcome.rank)
+        else:
+            call = f"{match[1]} of [{match[2]}], number {match[3]}"
+            calls.setdefault(call, []).append(outcome.rank)
+    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
+    parts += [f"{ranks_text(elsewhere)} in no collective"] if elsewhere else []
+    parts += [f"{ranks_text(finished)} finished"] if finished else []
+    evidence = "; ".join(parts)
+    if len(calls) > 1 or (calls and finished):
+        return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
+    return Diagnosis(
+        cause="hang",
+        evidence=f"no progress until the deadline: {evidence}",
+        suggestion="the stack of "
+        f"{ranks_text(elsewhere or next(iter(calls.values())))} shows where",
+    )

@@ -1,0 +1,133 @@
+"""Causes outside the gradients: data, initial state, buffers, random numbers, optimizer, reruns."""
+
+from collections.abc import Mapping
+
+from distcheck.diagnosis.facts import Facts, Overlap
+from distcheck.diagnosis.findings import positions_text, ranks_text
+from distcheck.diagnosis.places import Failures, where
+from distcheck.records import CheckResult, Diagnosis
+
+
+def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    """Every such cause that is carried by a check that failed and by what was measured."""
+    found = _initial(failed)
+    if _of("data", failed):
+        found += _data(facts)
+    found += _buffers(failed)
+    found += _optimizer(failed, facts)
+    return found
+
+
+def nondeterministic(failed: Failures, *, alone: bool) -> list[Diagnosis]:
+    """Two runs that differ say by themselves that something is not determined."""
+    result = _of("rerun", failed)
+    if result is None:
+        return []
+    agreed = "everything agreed with one machine, but two" if alone else "two"
+    return [
+        Diagnosis(
+            cause="nondeterministic",
+            evidence=f"{agreed} runs with the same seeds did not agree with each other: "
+            f"{where(result)}",
+            suggestion="look for an order that differs from run to run: arrival order, "
+            "threads, hashing, a clock, a random number that no seed covers",
+        )
+    ]
+
+
+def same_randomness(facts: Facts) -> list[Diagnosis]:
+    """Ranks that draw alike: dropout masks that are copies of each other."""
+    if not facts.same_randomness:
+        return []
+    groups = "; ".join(ranks_text(group) for group in facts.same_randomness)
+    return [
+        Diagnosis(
+            cause="same-randomness",
+            evidence=f"{groups} began a forward pass from one and the same random-number state, "
+            "which distcheck had made different, and the workload draws from it: their masks or "
+            "noise are copies. (By itself that fails no check.)",
+            suggestion="add the rank to the seed of what a forward pass draws",
+        )
+    ]
+
+
+def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
+    return next((result for (name, _), result in failed.items() if name == check), None)
+
+
+def _initial(failed: Failures) -> list[Diagnosis]:
+    result = _of("initial state", failed)
+    if result is None:
+        return []
+    return [
+        Diagnosis(
+            cause="initial-state-differs",
+            evidence=f"ranks did not begin where one machine begins: {where(result)}",
+            suggestion="build the model from the same seed on every rank, or broadcast rank "
+            "0's parameters and buffers before the first step",
+        )
+    ]
+
+
+def _data(facts: Facts) -> list[Diagnosis]:
+    same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
+    if same:
+        return [
+            Diagnosis(
+                cause="same-data",
+                evidence=f"{_pairs(same)} read the very same samples at every step",
+                suggestion="give the sampler the rank and the world size "
+                "(DistributedSampler(num_replicas=, rank=))",
+            )
+        ]
+    if facts.overlaps:
+        most = max(facts.overlaps, key=lambda overlap: overlap.shared)
+        return [
+            Diagnosis(
+                cause="overlapping-data",
+                evidence=f"ranks share samples within an epoch: ranks {most.ranks[0]} and "
+                f"{most.ranks[1]} {most.shared} of the {most.read} that each read, "
+                f"{len(facts.overlaps)} pairs of ranks share some",
+                suggestion="shuffle with one seed on all ranks, and let each take its own part "
+                "of that one order",
+            )
+        ]
+    return []
+
+
+def _pairs(overlaps: list[Overlap]) -> str:
+    return ranks_text(sorted({rank for overlap in overlaps for rank in overlap.ranks}))
+
+
+def _buffers(failed: Failures) -> list[Diagnosis]:
+    result = _of("buffers", failed)
+    if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
+        return []
+    return [
+        Diagnosis(
+            cause="buffers-differ",
+            evidence=f"gradients are right and buffers are not those that the shard's own forward "
+            f"pass leaves: {where(result)}, {result.worst.actual if result.worst else ''} where "
+            f"{result.worst.expected if result.worst else ''} is owed",
+            suggestion="look for what writes, resets or averages running statistics; if rank 0's "
+            'are broadcast before every forward, promise it with @strategy(buffers="rank 0")',
+        )
+    ]
+
+
+def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    if _of("parameters", failed) is None:
+        return []
+    step = next((step for step in facts.steps if step.unchanged), None)
+    if step is None:
+        return []
+    return [
+        Diagnosis(
+            cause="optimizer-not-stepped",
+            evidence=f"step {step.step}: no parameter moved on "
+            f"{positions_text(step, step.unchanged)}, "
+            "although the gradients there are not zero and the optimizer would have moved them",
+            suggestion="look for an optimizer over other tensors than the model's parameters, a "
+            "step that is skipped or overwritten, updated parts that are never sent",
+        )
+    ]

@@ -1,0 +1,307 @@
+"""Causes that show in what each rank's gradient counts for: scale, ranks left out, clipping."""
+
+from collections.abc import Sequence
+from math import isclose
+
+from distcheck.diagnosis.combinations import Reading, norms_differ, readings
+from distcheck.diagnosis.facts import ParameterFacts, StepFacts
+from distcheck.diagnosis.findings import Finding, number_text, parameters_text, positions_text
+
+_REDUCE = (
+    "look for a reduction that is never called, whose result is dropped, or that works on a copy "
+    "instead of parameter.grad"
+)
+_CLIP = "clip after the gradients are averaged, by the norm of the average"
+_ONE_RANK = (
+    "let every rank end with the same sum over all ranks: an all_reduce, or a broadcast after the "
+    "reduce; look for a list made as [t] * world, whose entries are one tensor"
+)
+
+
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+    """Every cause that explains these parameters on all ranks."""
+    ways = [readings(step, parameters, rank) for rank in range(len(step.shares))]
+    where = f"step {step.step}, {parameters_text(step, parameters)}"
+    found: list[Finding] = []
+    if not all(ways):
+        return _one_right(step, parameters, ways, where)
+    for way in ways[0]:
+        if all(any(way.agrees_with(other) for other in others) for others in ways[1:]):
+            found += _alike(step, way, where)
+    own = all(any(w.source == rank for w in way) for rank, way in enumerate(ways))
+    if own and len(parameters) == step.total and len(ways) > 1:
+        found.append(_no_sync(ways, where))
+    if not found:
+        found += _one_right(step, parameters, ways, where) or _mixed(step, ways, where)
+    return found
+
+
+def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """All ranks hold the same combination."""
+    if way.kind == "mean":
+        return [] if way.factor == 1.0 else [_scale(step, way, where)]
+    if way.kind == "plain mean":
+        shares = ", ".join(number_text(share) for share in step.shares)
+        found = [
+            Finding(
+                "unweighted-mean",
+                f"{where}: every rank counts alike, and by its samples it owes {shares}",
+                "multiply each rank's gradient (or loss) by samples * W / total before the mean, "
+                "or make all shards equal",
+            )
+        ]
+        return found if way.factor == 1.0 else [*found, _scale(step, way, where)]
+    if way.kind == "single":
+        return _only_one(step, way, where)
+    if way.kind == "counted":
+        return [_counted(step, way, where)]
+    return _clipped(step, way, where)
+
+
+def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
+    world, factor = len(step.shares), way.factor
+    mean = "mean over all samples" if way.kind == "mean" else "plain mean over the ranks"
+    evidence = f"{where}: every rank holds {number_text(factor)} times the {mean}"
+    evidence += _already_there(step, factor)
+    if factor == world:
+        return Finding(
+            "missing-division",
+            evidence,
+            f"divide by the number of ranks ({world}) once, after the sum or before it",
+        )
+    if factor == 1 / world:
+        return Finding(
+            "double-division",
+            evidence,
+            "divide once: look for a loss or gradient that is divided already, or for a mean "
+            "(ReduceOp.AVG, DDP) that is divided again",
+        )
+    divisor = world / factor
+    return Finding(
+        "wrong-divisor",
+        f"{evidence}, as if the sum were divided by {number_text(divisor)} and not by {world}",
+        f"divide by the number of ranks that took part ({world}), and look for a further factor "
+        "on the loss or the gradients",
+    )
+
+
+def _already_there(step: StepFacts, factor: float) -> str:
+    """Says whether the factor was there before the exchange, or that it cannot be told."""
+    seen = step.left_factors
+    if any(f is None for f in seen):
+        return " (a loss that was scaled by as much would look the same)"
+    if all(f == 1.0 for f in seen):
+        return "; backward had left the right ones, so the factor came with the exchange"
+    if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
+        return "; backward had left gradients that were as much too large or small already"
+    return ""
+
+
+def _only_one(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """Every rank holds one rank's own gradient. With two ranks that has more than one name."""
+    world = len(step.shares)
+    times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
+    source = positions_text(step, [way.source])
+    evidence = f"{where}: every rank holds {source}'s own gradient{times}"
+    found = [Finding("one-rank-only", evidence, _ONE_RANK)]
+    if world != 2:
+        return found
+    dropped = _dropped(step, [1 - way.source], mean=way.factor == 1.0)
+    return [
+        *found,
+        Finding("dropped-rank", evidence, dropped),
+        Finding("duplicated-rank", evidence, _DUPLICATED),
+    ]
+
+
+_DUPLICATED = (
+    "look at the index that picks a rank's buffer: one that is used twice, a ring that goes round "
+    "once too often, a gathered list whose entries are one tensor"
+)
+
+
+def _dropped(step: StepFacts, positions: Sequence[int], *, mean: bool) -> str:
+    """`mean` says whether what is left is the right mean over the other ranks: a server that has
+    no data by design leaves that.
+    """
+    ranks = positions_text(step, positions)
+    text = (
+        f"look for a range over ranks, or a ring, that ends too early, and for what keeps "
+        f"{ranks} out of the group"
+    )
+    if len(positions) > 1 or not mean:
+        return text
+    return (
+        f"{text}; what is left is the mean over the others, so if {ranks} is a server "
+        f"that has no data by design, say --without-data {step.number(positions[0])}, with a "
+        "--batch that the others divide"
+    )
+
+
+def _counted(step: StepFacts, way: Reading, where: str) -> Finding:
+    counts = ", ".join(map(str, way.counts))
+    absent = [rank for rank, count in enumerate(way.counts) if count == 0]
+    evidence = (
+        f"{where}: ranks count {counts} times in what every rank holds (all times "
+        f"{number_text(way.factor)})"
+    )
+    if max(way.counts) > 1:
+        if absent:
+            evidence += f", {positions_text(step, absent)} not at all"
+        return Finding("duplicated-rank", evidence, _DUPLICATED)
+    owed = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
+    mean = isclose(way.factor, owed, rel_tol=1e-4)
+    return Finding("dropped-rank", evidence, _dropped(step, absent, mean=mean))
+
+
+def _clipped(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    if not norms_differ(step, way.tolerance / way.factor):
+        return []  # a factor that all ranks share: named as such
+    norms = ", ".join(f"{norm:.4g}" for norm in step.left_norms)
+    return [
+        Finding(
+            "clip-before-sync",
+            f"{where}: each rank's gradient counts less the larger its norm is ({norms}), as if "
+            f"it were clipped to {way.factor:.4g} before the mean",
+            _CLIP,
+        )
+    ]
+
+
+def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Finding:
+    own = [next(w for w in way if w.source == rank) for rank, way in enumerate(ways)]
+    factors = {number_text(way.factor) for way in own}
+    times = "" if factors == {"1"} else f" times {', '.join(sorted(factors))}"
+    return Finding("no-sync", f"{where}: every rank holds its own gradient{times}", _REDUCE)
+
+
+def _is_right(ways: Sequence[Reading]) -> bool:
+    return any(way.kind == "mean" and way.factor == 1.0 for way in ways)
+
+
+def _is_mean(ways: Sequence[Reading]) -> bool:
+    return any(way.kind in ("mean", "plain mean") for way in ways)
+
+
+def _one_right(
+    step: StepFacts,
+    parameters: Sequence[ParameterFacts],
+    ways: Sequence[Sequence[Reading]],
+    where: str,
+) -> list[Finding]:
+    """One rank alone has the mean, and the others no multiple of it. A tenth of their elements and
+    more are another number: a damaged element, or one that is right by chance, has no such name.
+    """
+    right = [rank for rank, way in enumerate(ways) if _is_right(way)]
+    others = [way for rank, way in enumerate(ways) if rank not in right]
+    if len(right) != 1 or not others or any(map(_is_mean, others)):
+        return []
+    elements = sum(p.elements for p in parameters)
+    off = [
+        elements - sum(p.of_mean[rank] for p in parameters)
+        for rank in range(len(ways))
+        if rank not in right
+    ]
+    if min(off) <= max(1, elements // 10):
+        return []
+    return [
+        Finding(
+            "one-rank-only",
+            f"{where}: {positions_text(step, right)} alone holds the mean over all samples",
+            _ONE_RANK,
+        )
+    ]
+
+
+def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+    """Ranks that hold different things, each of them told."""
+    if all(map(_is_right, ways)):
+        return []  # as far as norms tell; single elements are further off
+    scaled = [next((w for w in way if w.kind == "mean"), None) for way in ways]
+    if all(way is not None for way in scaled):
+        return _own_factors(step, [way for way in scaled if way is not None], where)
+    alone = [
+        rank
+        for rank, way in enumerate(ways)
+        if not _is_right(way) and any(w.source == rank for w in way)
+    ]
+    rest = [way for rank, way in enumerate(ways) if rank not in alone]
+    if not alone:
+        return _own_counts(step, ways, where)
+    if not rest:
+        return []
+    left = f"{where}: {positions_text(step, alone)} held only what backward had left there"
+    found = [Finding("no-sync", left, _REDUCE)]
+    counted = next((way for way in rest[0] if way.kind == "counted"), None)
+    if counted is not None:
+        text = f"{where}, on the other ranks"
+        return [*found, _counted(step, counted, text)]
+    return found if all(map(_is_right, rest)) else []
+
+
+def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+    """In every rank's result ranks count whole numbers of times, and not the same ones in all."""
+    chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
+    counts: dict[tuple[int, ...], list[int]] = {}
+    for rank, (way, found) in enumerate(zip(ways, chosen, strict=True)):
+        if _is_right(way):
+            counted = (1,) * len(ways)
+        elif found is None:
+            return []
+        elif found.kind == "single":
+            counted = tuple(int(r == found.source) for r in range(len(ways)))
+        else:
+            counted = found.counts
+        counts.setdefault(counted, []).append(rank)
+    shown = "; ".join(
+        f"on {positions_text(step, r)} {', '.join(map(str, c))}" for c, r in counts.items()
+    )
+    evidence = f"{where}: ranks do not count alike, nor the same on every rank: {shown} times"
+    if max(max(counted) for counted in counts) > 1:
+        return [Finding("duplicated-rank", evidence, _DUPLICATED)]
+    return [
+        Finding(
+            "dropped-rank",
+            evidence,
+            "exchange among all ranks: look at the process group that collectives are given, at "
+            "the peers of a rank, and for a ring that ends a round too early",
+        )
+    ]
+
+
+def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Finding]:
+    """Every rank holds the mean times a factor of its own."""
+    factors = [way.factor for way in scaled]
+    shown = ", ".join(number_text(factor) for factor in factors)
+    products = [f * (n + 1e-6) for f, n in zip(factors, step.left_norms, strict=True)]
+    relative = max(way.tolerance / abs(way.factor) for way in scaled)
+    relative += step.unit * (step.left_elements**0.5 + 4)
+    spread = (max(products) - min(products)) / max(map(abs, products))
+    evidence = f"{where}: ranks hold the mean over all samples times {shown}"
+    if spread <= 2 * relative and norms_differ(step, 4 * relative):
+        return [
+            Finding(
+                "clip-before-sync",
+                f"{evidence}, which is {products[0]:.4g} over the norm of each rank's own "
+                "gradient: the norm was taken before the sync",
+                _CLIP,
+            )
+        ]
+    world = len(step.shares)
+    for cause, named in (("missing-division", float(world)), ("double-division", 1 / world)):
+        if set(factors) == {1.0, named}:
+            some = [rank for rank, factor in enumerate(factors) if factor == named]
+            return [
+                Finding(
+                    cause,
+                    f"{evidence}: {positions_text(step, some)} did not do as the others",
+                    "divide on every rank, once; look for a condition on the rank",
+                )
+            ]
+    return [
+        Finding(
+            "wrong-divisor",
+            evidence,
+            "multiply or divide by the same number on every rank, after the exchange",
+        )
+    ]

@@ -1,0 +1,197 @@
+"""The space that is searched, as hypothesis strategies; for anybody's property tests too.
+
+What comes first is simpler, and hypothesis shrinks towards it: fewer ranks, one step, float32, a
+sample per rank, one layer without marks, nobody late.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+from hypothesis import strategies as st
+
+from distcheck import plan
+from distcheck.adapters.asked import adaptation_of
+from distcheck.exploring.words import (
+    EXPLORED_DTYPES,
+    KINDS,
+    MARKS,
+    MARKS_OF,
+    MOST_ACCUMULATE,
+    OPTIMIZERS,
+    SAMPLES,
+    Layer,
+    ModelWords,
+    trains,
+)
+from distcheck.naming import as_file_name
+from distcheck.plan import Request
+from distcheck.records import Adaptation, Case, Delay
+
+MOST_WORLD, MOST_STEPS, MOST_LAYERS = 4, 3, 4
+_MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5
+# Around what cuts a vector: fewer elements than ranks, primes, segments of gloo's ring, a bucket.
+_TABLES = (1, 2, 3, 5, 17, 1003, 70_001, 300_007)
+_SIZES: Mapping[str, Sequence[int]] = {
+    "linear": range(1, 8),
+    "conv": range(1, 5),
+    "table": _TABLES,
+}
+LATE, UNEQUAL, SHORT, ACCUMULATE = "late", "unequal", "short-last-batch", "accumulate"
+# What a search can be told to leave out.
+DIMENSIONS = (*KINDS, *MARKS, *OPTIMIZERS, *EXPLORED_DTYPES, LATE, UNEQUAL, SHORT, ACCUMULATE)
+_BITS = st.integers(0, 2 ** len(MARKS) - 1)
+_MORE = (False, True, True)
+_UNCOMMON = (False,) * 3 + (True,)
+_RARE = (False,) * 7 + (True,)
+
+
+@st.composite
+def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
+    """One layer of a generated model; none of the kinds and marks that it is to be `without`.
+
+    Whatever its kind, as much is drawn for it, and little: so one kind shrinks to another with all
+    else as it is, and a layer goes when five choices in a row are deleted, as hypothesis tries to.
+    """
+    kind = draw(st.sampled_from([kind for kind in KINDS if kind not in without]))
+    place = draw(st.integers(0, len(_TABLES) - 1))
+    chosen = draw(_BITS) & draw(_BITS)  # a quarter of the marks
+    sizes = _SIZES.get(kind, (0,))
+    marks = [mark for bit, mark in enumerate(MARKS) if chosen >> bit & 1 and mark not in without]
+    kept = tuple(mark for mark in marks if mark in MARKS_OF[kind])
+    return Layer(kind, sizes[place % len(sizes)], kept)
+
+
+@st.composite
+def models(
+    draw: st.DrawFn,
+    *,
+    most_layers: int = MOST_LAYERS,
+    samples: int = SAMPLES,
+    accumulate: int = 1,
+    without: Collection[str] = (),
+) -> ModelWords:
+    """A model that a workload's name can describe, to be trained on so many `samples` and in so
+    many backward passes a step; `.workload` is that name, and `distcheck.workloads.generated` makes
+    a module of it.
+    """
+    drawn = [draw(layers(without=without))]
+    while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # said after the last one too
+        drawn.append(draw(layers(without=without)))
+    convs = [layer for layer in drawn if layer.kind == "conv"][:3]
+    ordered = convs + [layer for layer in drawn if layer.kind != "conv"]
+    if not any(trains(layer) for layer in ordered):
+        ordered = [_thawed(layer) for layer in ordered]
+    if not any(trains(layer) for layer in ordered):
+        ordered.append(Layer("linear", 1))  # after anything
+    optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
+    return ModelWords(tuple(ordered), optimizer, samples, accumulate)
+
+
+def _thawed(layer: Layer) -> Layer:
+    return Layer(layer.kind, layer.size, tuple(m for m in layer.marks if m != "frozen"))
+
+
+@st.composite
+def delays(draw: st.DrawFn, world: int) -> tuple[Delay, ...]:
+    """Ranks to slow down, at most two of them; as a rule none."""
+    if world < 2 or not draw(st.sampled_from(_RARE)):
+        return ()
+    one = st.builds(
+        Delay,
+        rank=st.integers(0, world - 1),
+        collective=st.integers(0, _MOST_COLLECTIVES),
+        ms=st.integers(1, _MOST_MS),
+    )
+    return tuple(draw(st.lists(one, min_size=1, max_size=_MOST_DELAYS)))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    strategy: str,
+    *,
+    most_world: int = MOST_WORLD,
+    most_steps: int = MOST_STEPS,
+    adaptation: Adaptation | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    vary: Mapping[str, Sequence[str]] | None = None,
+    without: Collection[str] = (),
+    loss: str = "mean",
+    deadline_s: float = 3.0,
+) -> Case:
+    """A case for `strategy`: world, steps, dtype, shards, backward passes in a step, model,
+    arguments and delays.
+
+    `vary` has, for names of the strategy's arguments, values to choose from as Python literals,
+    the simplest first; `arguments` are the same in every case. `without` names what is to be left
+    out, of `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or
+    declines the cell `accumulation`. `distcheck.exploring.verify_case` runs a case.
+    """
+    adaptation = adaptation or adaptation_of(arguments=arguments or {})
+    several = tuple(range(2, most_world + 1))
+    world = draw(st.sampled_from((1, *several, *several, *several)))
+    steps = draw(st.integers(1, most_steps))
+    dtype = draw(st.sampled_from([name for name in EXPLORED_DTYPES if name not in without]))
+    extra = 0 if UNEQUAL in without else draw(st.integers(0, world - 1))
+    shard = draw(st.integers(1, _MOST_SHARD))  # of the rank that has the smallest
+    batch = world * shard + extra
+    # Both are drawn whether or not there is room for them: what follows then shrinks on its own.
+    several_passes = ACCUMULATE not in without and draw(st.sampled_from(_UNCOMMON))
+    short = SHORT not in without and draw(st.sampled_from(_UNCOMMON))
+    passes = (
+        draw(st.integers(2, min(shard, MOST_ACCUMULATE))) if several_passes and shard > 1 else 1
+    )
+    samples = SAMPLES
+    if short and steps > 1:
+        # No shard of it has fewer samples than a step has passes: code that exchanges in each of
+        # them must find all ranks there.
+        shards = st.integers(passes, shard).map(lambda each: each * world)
+        last = shards if UNEQUAL in without else st.integers(passes * world, batch)
+        samples = batch + draw(last)
+    model = draw(models(samples=samples, accumulate=passes, without=without))
+    if vary:
+        chosen = tuple((name, draw(st.sampled_from(list(vary[name])))) for name in sorted(vary))
+        adaptation = msgspec.structs.replace(adaptation, arguments=(*adaptation.arguments, *chosen))
+    late = () if LATE in without else draw(delays(world))
+    template = _template(strategy, dtype, adaptation, loss, deadline_s)
+    case = msgspec.structs.replace(
+        template,
+        id="",
+        world=world,
+        steps=steps,
+        batch=batch,
+        workload=model.workload,
+        rerun=bool(late),
+        delays=late,
+    )
+    return msgspec.structs.replace(case, id=identify(case))
+
+
+_templates: dict[Any, Case] = {}
+
+
+def _template(
+    strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float
+) -> Case:
+    """What `verify` would plan, made once: looking at entry points takes longer than a case."""
+    key = (strategy, dtype, adaptation, loss, deadline_s)
+    if key not in _templates:
+        request = Request(
+            strategies=(strategy,),
+            workloads=("generated:linear1",),
+            dtype=dtype,
+            adaptation=adaptation,
+            loss=loss,
+            deadline_s=deadline_s,
+        )
+        (_templates[key],) = plan.plan_cases(request)
+    return _templates[key]
+
+
+def identify(case: Case) -> str:
+    """A name for a case that is the same whenever the case is."""
+    blank = msgspec.structs.replace(case, id="", deadline_s=0.0)
+    name = as_file_name(case.strategy.rpartition("/")[2].replace(".py:", "-"))
+    return f"{name}-w{case.world}-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(blank))}"

@@ -1,0 +1,140 @@
+"""Generated models as words: what `--workload generated:WORDS` says. No torch.
+
+    generated:conv2.strided-linear3.bias.frozen-scale;adam;samples=20
+
+Layers in the order of the forward pass, joined by `-`, each a kind, a size where it has one, and
+marks; then, after `;`, the optimizer (sgd, momentum or adam; sgd if none is named), the number of
+training samples, and `accumulate=N` where the loop runs backward N times in a step. The words are
+the whole description: a case that holds them can be replayed.
+
+    linear N    N features out, and tanh; conv N: 2x2, N channels out, and tanh
+    scale       one parameter without dimensions
+    table N     a vector of N elements that every sample takes part in
+    running     a buffer that follows the mean of what passes; no parameter
+
+    bias        of a linear or conv        frozen    takes no gradient
+    strided     not contiguous: a linear's weight is transposed in memory, a conv's channels_last
+    tied        a linear's weight is used once more, transposed, to go back
+"""
+
+import re
+
+import msgspec
+
+from distcheck.errors import UsageError
+
+PREFIX = "generated:"
+KINDS = ("linear", "scale", "table", "conv", "running")
+MARKS = ("bias", "frozen", "strided", "tied")
+OPTIMIZERS = ("sgd", "momentum", "adam")
+EXPLORED_DTYPES = ("float32", "float64", "bfloat16")
+SAMPLES = 512
+MOST_ACCUMULATE = 4  # backward passes in a step
+SHAPE = (2, 4, 4)  # of a sample: channels, height, width
+MARKS_OF = {
+    "linear": MARKS,
+    "conv": ("bias", "frozen", "strided"),
+    "scale": ("frozen",),
+    "table": ("frozen",),
+    "running": (),
+}
+_MOST = {"linear": 4096, "conv": 64, "table": 10_000_000}
+_MOST_CONVS = SHAPE[1] - 1  # each takes one pixel off either side
+_ACCUMULATE = tuple(map(str, range(2, MOST_ACCUMULATE + 1)))
+_LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+)*)")
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """One layer; `size` is 0 for a kind that has none."""
+
+    kind: str
+    size: int = 0
+    marks: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """As it is spelled."""
+        return "".join([self.kind, str(self.size or ""), *(f".{mark}" for mark in self.marks)])
+
+
+class ModelWords(msgspec.Struct, frozen=True):
+    """A generated model, its optimizer, how many samples it is trained on, and in how many backward
+    passes a step.
+    """
+
+    layers: tuple[Layer, ...]
+    optimizer: str = "sgd"
+    samples: int = SAMPLES
+    accumulate: int = 1
+
+    @property
+    def words(self) -> str:
+        """As it is spelled, without the prefix."""
+        parts = ["-".join(layer.words for layer in self.layers)]
+        parts += [self.optimizer] if self.optimizer != "sgd" else []
+        parts += [f"samples={self.samples}"] if self.samples != SAMPLES else []
+        parts += [f"accumulate={self.accumulate}"] if self.accumulate != 1 else []
+        return ";".join(parts)
+
+    @property
+    def workload(self) -> str:
+        """What a case calls it."""
+        return PREFIX + self.words
+
+
+def parse(words: str) -> ModelWords:
+    """The model that `words` (without the prefix) spell. Raises UsageError."""
+    first, *options = words.split(";")
+    layers = tuple(_layer(part, words) for part in first.split("-"))
+    _check_order(layers, words)
+    optimizer, samples, accumulate = "sgd", SAMPLES, 1
+    for option in options:
+        name, _, value = option.partition("=")
+        if option in OPTIMIZERS:
+            optimizer = option
+        elif name == "samples" and value.isdecimal() and 0 < int(value) <= 10**6:
+            samples = int(value)
+        elif name == "accumulate" and value in _ACCUMULATE:
+            accumulate = int(value)
+        else:
+            raise _refusal(
+                words,
+                f"{option!r} is none of {', '.join(OPTIMIZERS)}, samples=N, and accumulate=N with "
+                f"N from 2 to {MOST_ACCUMULATE}",
+            )
+    return ModelWords(layers, optimizer, samples, accumulate)
+
+
+def _layer(part: str, words: str) -> Layer:
+    found = _LAYER.fullmatch(part)
+    if found is None or found[1] not in KINDS:
+        raise _refusal(words, f"{part!r} is no layer; kinds are {', '.join(KINDS)}")
+    kind, size, marks = found[1], int(found[2] or 0), tuple(found[3].split(".")[1:])
+    most = _MOST.get(kind, 0)
+    if not min(most, 1) <= size <= most:
+        wanted = f"a size from 1 to {most}, as in {kind}3" if most else "no size"
+        raise _refusal(words, f"{part!r}: {kind} takes {wanted}")
+    if strange := [mark for mark in marks if mark not in MARKS_OF[kind]]:
+        known = ", ".join(MARKS_OF[kind]) or "none"
+        raise _refusal(words, f"{part!r}: {strange[0]!r} is no mark of {kind}, which takes {known}")
+    return Layer(kind, size, tuple(mark for mark in MARKS if mark in marks))
+
+
+def _check_order(layers: tuple[Layer, ...], words: str) -> None:
+    convs = [n for n, layer in enumerate(layers) if layer.kind == "conv"]
+    linears = [n for n, layer in enumerate(layers) if layer.kind == "linear"]
+    if convs and linears and max(convs) > min(linears):
+        raise _refusal(words, "a conv needs an image, and comes before every linear")
+    if len(convs) > _MOST_CONVS:
+        raise _refusal(words, f"more than {_MOST_CONVS} convs leave nothing of a 4x4 image")
+    if not any(trains(layer) for layer in layers):
+        raise _refusal(words, "nothing is left to train")
+
+
+def trains(layer: Layer) -> bool:
+    """Whether a layer has a parameter that takes a gradient."""
+    return layer.kind != "running" and "frozen" not in layer.marks
+
+
+def _refusal(words: str, why: str) -> UsageError:
+    return UsageError(f"workload {PREFIX}{words}: {why}")

@@ -1,0 +1,251 @@
+"""`distcheck merge`: the reports of a plan's parts, put together again.
+
+It works on documents, as they were written, and adds nothing to them but what is missing: a cell
+that was planned, and that no report holds, is unknown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import msgspec
+
+from distcheck.errors import ExitCode, UsageError
+from distcheck.outputs import check_outputs, write_document
+from distcheck.records import (
+    Diagnosis,
+    Difference,
+    OutcomeName,
+    RunPlan,
+    VerdictName,
+    merge_verdicts,
+)
+from distcheck.reports.findings import finding_of, name_of, ranks_failed
+from distcheck.reports.json_report import SCHEMA, read_document
+
+_OF_THE_MOMENT = (
+    "timings_s",
+    "replay",
+    "strategy_file",
+)  # may differ where the same case ran twice
+_VERSIONS = ("distcheck", "torch", "python", "cpu")
+
+
+class _Outcome(msgspec.Struct):
+    rank: int
+    outcome: OutcomeName
+    detail: str
+
+
+class _Check(msgspec.Struct):
+    check: str
+    layer: str
+    verdict: VerdictName
+    reason: str
+    first: Difference | None = None
+
+
+class _Case(msgspec.Struct):
+    """What merging and rendering rely on; what else there is, is passed on as it is."""
+
+    id: str
+    strategy: str
+    strategy_file: str
+    world: int
+    backend: str
+    device: str
+    dtype: str
+    workload: str
+    seed: int
+    verdict: VerdictName
+    outcomes: list[_Outcome]
+    checks: list[_Check]
+    diagnosis: list[Diagnosis]
+    timings_s: dict[str, float]
+    replay: str
+    notes: list[str]
+
+
+class _Document(msgspec.Struct):
+    verdict: VerdictName
+    exit_code: int
+    environment: dict[str, Any]
+    cases: list[_Case]
+    plan: RunPlan | None = None
+    left_out: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A report, and the file that it came from."""
+
+    file: str
+    document: dict[str, Any]
+
+
+def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: bool) -> int:
+    """Reads, joins, writes and shows; returns the exit code of the whole."""
+    check_outputs(files)
+    parts = [_read(file) for file in dict.fromkeys(files_in)]
+    whole = join(parts)
+    if "-" not in files.values():
+        for line in _lines(whole, len(parts), quiet=quiet):
+            click.echo(line)
+        for line in _differences(parts):
+            click.echo(f"distcheck: {line}", err=True)
+    write_document(files, whole)
+    return int(whole["exit_code"])
+
+
+def _read(file: str) -> Part:
+    document = read_document(Path(file))
+    try:
+        msgspec.convert(document, _Document)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{file} is damaged: {error}; write the report again") from None
+    return Part(file, document)
+
+
+def join(parts: Sequence[Part]) -> dict[str, Any]:
+    """One document of all. Raises UsageError for parts of different plans, or at odds."""
+    plan = _common_plan(parts)
+    planned = {entry["id"]: entry for entry in plan["cases"]}
+    holders: dict[str, Part] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for case in part.document["cases"]:
+            name = case["id"]
+            if name not in planned:
+                raise UsageError(f"{part.file} holds case {name}, which its own plan does not have")
+            if name in cases:
+                _check_alike(name, holders[name], cases[name], part, case)
+                continue
+            holders[name], cases[name] = part, case
+    left_out = {n: why for p in parts for n, why in (p.document.get("left_out") or {}).items()}
+    found = [
+        cases.get(name) or _missing(entry, parts)
+        for name, entry in planned.items()
+        if name in cases or name not in left_out
+    ]
+    verdict = merge_verdicts([cast("VerdictName", case["verdict"]) for case in found])
+    return {
+        "schema": SCHEMA,
+        "verdict": verdict,
+        "exit_code": int(_exit_code(found, verdict, parts)),
+        "environment": parts[0].document["environment"],
+        "cases": found,
+        "plan": {**plan, "shard": 0},
+        "left_out": left_out,
+        "parts": [
+            {
+                "file": part.file,
+                "shard": part.document["plan"]["shard"],
+                "exit_code": part.document["exit_code"],
+                "environment": part.document["environment"],
+            }
+            for part in parts
+        ],
+    }
+
+
+def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
+    for part in parts:
+        if not part.document.get("plan"):
+            raise UsageError(
+                f"{part.file} holds no plan, so that nobody could tell what is missing; merge "
+                "takes what distcheck verify --json wrote"
+            )
+    first = parts[0]
+    plan: dict[str, Any] = first.document["plan"]
+    for part in parts[1:]:
+        other = part.document["plan"]
+        if other["digest"] != plan["digest"] or other["shards"] != plan["shards"]:
+            raise UsageError(
+                f"{part.file} is of another plan than {first.file} ({other['digest']} in "
+                f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): other options, "
+                "files or versions; merge the parts of one run"
+            )
+        if other["cases"] != plan["cases"]:
+            raise UsageError(f"{part.file} and {first.file} disagree about one plan: edited?")
+    return plan
+
+
+def _check_alike(
+    name: str, one: Part, case: Mapping[str, Any], other: Part, again: Mapping[str, Any]
+) -> None:
+    keys = [key for key in {**case, **again} if key not in _OF_THE_MOMENT]
+    different = [key for key in keys if case.get(key) != again.get(key)]
+    if different:
+        raise UsageError(
+            f"{one.file} and {other.file} both hold case {name}, and differ in "
+            f"{', '.join(different)} (verdict {case['verdict']} there, {again['verdict']} here); "
+            "leave one of them away"
+        )
+
+
+def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+    """The case that nobody ran, or nobody brought, with the keys that every case has."""
+    shards = parts[0].document["plan"]["shards"]
+    where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
+    known = {name: entry[name] for name in entry if name != "shard"}
+    empty = {
+        "strategy_file": "", "strategy_line": 0, "data": "", "data_dir": None, "batch": 0,
+        "steps": 0, "as": None, "arguments": {}, "variables": {}, "finish": None, "reset": None,
+        "without_data": [], "accept": None, "accepted": None,
+        "loss": "mean", "outcomes": [], "checks": [], "diagnosis": [], "timings_s": {},
+    }  # fmt: skip
+    return {
+        **known,
+        **empty,
+        "verdict": "unknown",
+        "replay": "",
+        "command": "",
+        "notes": [f"planned{where}, and no report holds it"],
+    }
+
+
+def _exit_code(
+    cases: Sequence[Mapping[str, Any]], verdict: VerdictName, parts: Sequence[Part]
+) -> ExitCode:
+    """As for one run: a mismatch outweighs a rank that failed in another case."""
+    failed = [case for case in cases if case["verdict"] == "fail"]
+    if any(not ranks_failed(case) for case in failed):
+        return ExitCode.MISMATCH
+    if failed:
+        return ExitCode.RANK_FAILED
+    codes = [part.document["exit_code"] for part in parts]
+    if ExitCode.CANNOT_RUN in codes:
+        return ExitCode.CANNOT_RUN
+    return ExitCode.PASS if verdict == "pass" else ExitCode.UNKNOWN
+
+
+def _lines(whole: Mapping[str, Any], parts: int, *, quiet: bool) -> list[str]:
+    cases = whole["cases"]
+    count = {v: sum(case["verdict"] == v for case in cases) for v in ("fail", "unknown", "pass")}
+    told = [f"{number} {verdict}" for verdict, number in count.items() if number]
+    told += [f"{len(whole['left_out'])} left out"] if whole["left_out"] else []
+    reports = f"{parts} report{'' if parts == 1 else 's'}"
+    planned = len(whole["plan"]["cases"])
+    lines = [f"{whole['verdict'].upper():<8}{planned} planned cells, {reports}: {', '.join(told)}"]
+    for case in () if quiet else cases:
+        if case["verdict"] == "pass":
+            continue
+        found = finding_of(case)
+        verdict = case["verdict"].upper()
+        lines.append(f"  {verdict:<8}{case['strategy']}, {name_of(case)}: {found.headline}")
+        lines += [f"          cause   {cause}" for cause in found.causes]
+        lines += [f"          replay  {found.replay}"] if found.replay else []
+    return lines
+
+
+def _differences(parts: Sequence[Part]) -> list[str]:
+    """What the machines of the parts did not have in common: no verdict changes by it."""
+    found = []
+    for name in _VERSIONS:
+        values = {str(part.document["environment"].get(name)): part.file for part in parts}
+        if len(values) > 1:
+            said = ", ".join(f"{value} ({file})" for value, file in values.items())
+            found.append(f"note: the parts ran with different {name}: {said}")
+    return found

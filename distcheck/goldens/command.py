@@ -1,0 +1,225 @@
+"""`distcheck compare`: did an upgrade, or a change of the code, change bits, and by how much?
+
+1  read     the saved cases of both runs, and their verdicts
+2  run      without a second run, the cases of the first are run here and now
+3  pair     cases go together by their id; the rest of them must be alike
+4  compare  traces, in a process with torch in it
+5  judge    bits that are the same pass; changed ones must be within bounds, and both runs correct
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from distcheck import store
+from distcheck.errors import CannotRunError, ExitCode, UsageError
+from distcheck.goldens.records import (
+    COMPARE,
+    CaseComparison,
+    CompareJob,
+    Comparison,
+    TraceComparison,
+)
+from distcheck.goldens.screen import render
+from distcheck.outputs import check_writable, write_text
+from distcheck.plan import check_case
+from distcheck.provenance import changes_for_bits
+from distcheck.records import Change, VerdictName
+from distcheck.reports.json_report import read_document, told_cases
+from distcheck.reports.live import LiveProgress
+from distcheck.reports.terminal import console_for
+from distcheck.store import SavedCase, Store
+from distcheck.verification import run_cases
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.pool import Pool
+
+SCHEMA = "distcheck.comparison/1"
+# Fields that have no part in what is computed.
+_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run directory: by the ids of its cases, those that have traces, and what it said of all."""
+
+    folder: Path
+    cases: dict[str, SavedCase]
+    verdicts: dict[str, VerdictName]
+
+
+def compare_command(
+    then: str, now: str | None, *, bits: bool, json_file: str | None, quiet: bool
+) -> int:
+    """Compares and shows; returns the exit code."""
+    check_writable(json_file)
+    earlier = saved_run(Path(then))
+    if now is None:
+        _check_cases(earlier)
+        keep = Store.of_own(keep_everything=True, spare=Path(then))
+        folder = keep.folder
+    else:
+        keep, folder = None, Path(now)
+    pool = Pool()
+    try:
+        if keep is not None:
+            _run_again(earlier, keep, pool, quiet=quiet)
+        later = saved_run(folder)
+        pool.wait_ready()
+        compared = [
+            _compare(pool, name, earlier, later, bits=bits)
+            for name in dict.fromkeys([*earlier.cases, *later.cases])
+        ]
+    except BaseException:
+        if keep is not None:
+            keep.discard_if_unused()
+        raise
+    finally:
+        pool.close()
+    comparison = Comparison(
+        then=then,
+        now=now or "here and now",
+        cases=tuple(compared),
+        saved_to=None if keep is None else str(folder),
+    )
+    if json_file != "-":
+        render(comparison, console_for(), quiet=quiet)
+    if json_file is not None:
+        write_text(json_file, render_json(comparison))
+    codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
+    return int(codes[comparison.verdict])
+
+
+def _check_cases(earlier: SavedRun) -> None:
+    """Raises UsageError for a case that cannot run, or was edited into one."""
+    for saved in earlier.cases.values():
+        try:
+            check_case(saved.case)
+        except UsageError as error:
+            text = f"{earlier.folder} holds a case that cannot run: {error}"
+            raise UsageError(text) from error
+
+
+def _run_again(earlier: SavedRun, keep: Store, pool: Pool, *, quiet: bool) -> None:
+    cases = [saved.case for saved in earlier.cases.values()]
+    with LiveProgress(Console(stderr=True, quiet=quiet)) as listener:
+        report = run_cases(cases, pool=pool, keep=keep, listener=listener)
+    if report.save_error:
+        raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")
+
+
+def saved_run(folder: Path) -> SavedRun:
+    """What a run directory holds besides its tensors. Raises UsageError."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is no folder; give one that distcheck record or verify --save has made"
+        )
+    found = {}
+    for place in store.saved_cases(folder):
+        saved = store.read_about(place)
+        found[saved.case.id] = saved
+    path = folder / "report.json"
+    said = {case.id: case.verdict for case in told_cases(read_document(path), path)}
+    return SavedRun(folder, found, said)
+
+
+def render_json(comparison: Comparison) -> str:
+    """The comparison as JSON; docs/goldens.md explains every key."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "verdict": comparison.verdict,
+        **msgspec.to_builtins(comparison),
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:
+    if name not in then.cases or name not in now.cases:
+        there, missing = (then, now) if name in then.cases else (now, then)
+        return _unknown(name, f"{there.folder} has this case and {missing.folder} has not")
+    one, two = then.cases[name], now.cases[name]
+    other = [
+        f"{field} was {getattr(one.case, field)} and is {getattr(two.case, field)}"
+        for field in one.case.__struct_fields__
+        if field not in _MAY_DIFFER and getattr(one.case, field) != getattr(two.case, field)
+    ]
+    if other:
+        return _unknown(name, f"it is not the same case: {'; '.join(other)}")
+    found = _compare_traces(pool, [run.folder / "traces" / name for run in (then, now)], one, two)
+    changed = changes_for_bits(one.made, two.made, two.case)
+    said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
+    verdict, reason = _judge(found, changed, said, bits=bits)
+    same = "same" if found.first is None else "changed"
+    return CaseComparison(
+        id=name,
+        verdict=verdict,
+        bits="not compared" if found.why_not else same,
+        reason=reason,
+        found=found,
+        changes=tuple(changed),
+    )
+
+
+def _compare_traces(
+    pool: Pool, places: Sequence[Path], one: SavedCase, two: SavedCase
+) -> TraceComparison:
+    fds: list[int] = []
+    try:
+        firsts = []
+        for place in places:
+            _, own = store.read_trace(pool, place)
+            fds += own
+            firsts.append(own[0])
+        job = CompareJob(
+            case=two.case,
+            contracts=(one.facts.contract, two.facts.contract),
+            training=one.facts.training,
+            layouts=(one.layout, two.layout),
+        )
+        answer = run_job(pool, COMPARE, msgspec.msgpack.encode(job), firsts)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return msgspec.msgpack.decode(answer, type=TraceComparison)
+
+
+def _judge(
+    found: TraceComparison,
+    changed: list[Change],
+    said: tuple[VerdictName, VerdictName],
+    *,
+    bits: bool,
+) -> tuple[VerdictName, str]:
+    """The verdict, and the sentence that goes with it."""
+    then, now = said
+    if found.why_not:
+        return "unknown", found.why_not
+    if found.first is None:
+        if now == "pass":
+            return "pass", "every bit is the same"
+        return now, f"every bit is the same, and the later run's own verdict is {now}"
+    if found.beyond is not None:
+        return "fail", "beyond what two right results may differ by"
+    if now != "pass" or then != "pass":
+        verdict: VerdictName = "fail" if "fail" in said else "unknown"
+        return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
+    if found.kind in ("initial state", "sample ids", "random numbers"):
+        return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
+    machine = [change for change in changed if change.kind == "machine"]
+    if bits and machine:
+        return "unknown", f"bits of other machines need not be equal: {machine[0]}"
+    held = (
+        "within the bound at the first step that differs"
+        if found.judged
+        else "no bound is derived for what differs first"
+    )
+    reason = f"{held}; both runs are correct by their own verdicts"
+    return ("fail" if bits else "pass"), reason
+
+
+def _unknown(name: str, reason: str) -> CaseComparison:
+    return CaseComparison(id=name, verdict="unknown", bits="not compared", reason=reason)

@@ -1,0 +1,148 @@
+"""Numbers that give a wrong backend away, and what they must become; whole numbers only.
+
+After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result
+in any order, so that what is owed is known to the bit and without a backend. At each position
+the ranks' numbers differ, and neighbours differ, so that a dropped, doubled or swapped rank and a
+shifted chunk are seen; a salt changes all of them from call to call, so that an old result is.
+
+No torch here, and nothing of torch.distributed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Value = bool | int | float | complex
+MOST_RANKS = 8  # beyond it the sums no longer fit into uint8 and bfloat16
+# What no number below becomes, and bfloat16 still holds: sums end at 250 x scale, products at 144.
+UNTOUCHED, AROUND = 251, 253
+
+_LARGEST_SUM = 250  # below 2**8: uint8, and bfloat16's eight significant bits
+_FACTORS = 6  # ranks that multiply by more than 1; 9 * 2**4 = 144 fits uint8 as well
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtype:
+    """How far a dtype's exact whole numbers reach.
+
+    Sums and products below 2**8 are multiplied by `scale`, so that a path through a narrower
+    dtype loses bits. `roundoff` is the unit roundoff, 0.0 where arithmetic is exact.
+    """
+
+    name: str
+    short: str
+    scale: int
+    signed: bool = True
+    roundoff: float = 0.0
+
+    @property
+    def floating(self) -> bool:
+        """Whether there is a mean in this dtype."""
+        return self.roundoff > 0
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype(name="float32", short="f32", scale=(1 << 12) + 1, roundoff=2.0**-24),
+        Dtype(name="float64", short="f64", scale=(1 << 30) + 1, roundoff=2.0**-53),
+        Dtype(name="bfloat16", short="bf16", scale=1, roundoff=2.0**-8),
+        Dtype(name="float16", short="f16", scale=7, roundoff=2.0**-11),
+        Dtype(name="int32", short="i32", scale=(1 << 23) - 1),
+        Dtype(name="int64", short="i64", scale=(1 << 54) + 1),
+        Dtype(name="uint8", short="u8", scale=1, signed=False),
+        Dtype(name="bool", short="bool", scale=1, signed=False),
+        Dtype(name="complex64", short="c64", scale=(1 << 12) + 1, roundoff=2.0**-24),
+    )
+}
+REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+
+
+def is_meaningful(reduction: str, dtype: str) -> bool:
+    """Complex numbers have no order, and whole numbers no mean."""
+    if reduction in ("MIN", "MAX"):
+        return dtype != "complex64"
+    return reduction != "AVG" or DTYPES[dtype].floating
+
+
+def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
+    """What `rank` contributes at `position`.
+
+    The magnitudes at one position are `step` apart, in an order that turns with the position: every
+    rank is the least and the greatest somewhere. The sign is common to all ranks.
+    """
+    if dtype == "bool":
+        return _bit(rank, position, salt, world)
+    about = DTYPES[dtype]
+    most = _LARGEST_SUM // world
+    step = max(1, most // (2 * world))
+    number = 1 + (rank + position) % world * step
+    number += (3 * position + 7 * salt) % (most - world * step)
+    sign = _sign(about, position, salt, world)
+    if dtype == "complex64":
+        return complex(sign * number * about.scale, sign * (number + 1) * 31)
+    return sign * number * about.scale
+
+
+def factor(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
+    """What `rank` contributes at `position` to a product: 3, 2 or 1, turning with the position."""
+    if dtype == "bool":
+        return _bit(rank, position, salt, world)
+    about = DTYPES[dtype]
+    distance = (rank - position - salt) % world
+    three = distance == 0 or (distance == 1 and (position // world + salt) % 2 == 1)
+    number = 3 if three else 2 if distance < _FACTORS else 1
+    first = distance == 0
+    scale = about.scale if first else 1
+    sign = _sign(about, position, salt, world) if first else 1
+    if dtype == "complex64":
+        return complex(sign * number * scale, number - 1)
+    return sign * number * scale
+
+
+def reduce_values(reduction: str, values: Sequence[Value]) -> Value:
+    """What the ranks' numbers become, exactly; a mean is rounded to float64.
+
+    For bool, a sum or maximum is "any", a product or minimum "all", as torch maps them.
+    """
+    if isinstance(values[0], bool):
+        return any(values) if reduction in ("SUM", "MAX") else all(values)
+    if reduction == "MIN":
+        return min(values)  # type: ignore[type-var]
+    if reduction == "MAX":
+        return max(values)  # type: ignore[type-var]
+    if reduction == "PRODUCT":
+        return math.prod(values)
+    total = sum(values)
+    return total if reduction == "SUM" else total / len(values)
+
+
+def mean_bound(dtype: str, expected: Value, world: int) -> float:
+    """How far a correct AVG may be from `expected`.
+
+    All terms have one sign. Dividing first rounds each of them (u for the divisor's reciprocal, u
+    for the product), adding rounds W - 1 times; dividing last rounds less. `expected` itself was
+    rounded to float64, which is at most another u. To first order that is (W + 2) u of the mean;
+    1.01 covers the products of roundoffs. A complex mean is held so in magnitude, as the terms of
+    each of its parts have one sign as well.
+    """
+    return 1.01 * (world + 2) * DTYPES[dtype].roundoff * abs(expected)
+
+
+def _sign(dtype: Dtype, position: int, salt: int, world: int) -> int:
+    """One sign for `world` positions in a row, in which every rank is the least one once."""
+    return -1 if dtype.signed and (position // world + salt) % 3 == 1 else 1
+
+
+def _bit(rank: int, position: int, salt: int, world: int) -> bool:
+    """Of four positions one is true on one rank only, one false on one rank only, one the same on
+    all ranks, and one as it comes: so any and all turn out both ways, by every rank.
+    """
+    turn, kind = divmod(position + salt, 4)
+    if kind < 2:
+        return (turn % world == rank) != (kind == 1)
+    mixed = (
+        (rank if kind == 3 else 0) * 7919 + position * 104729 + salt * 1299709 + 12345
+    ) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 7)) * 0x9E3779B1) & 0xFFFFFFFF
+    return bool((mixed >> 15) & 1)

@@ -1,0 +1,80 @@
+"""What went wrong with a case, in the words of its JSON: for formats that have a few lines each."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Entry = Mapping[str, Any]  # of `cases` in a document
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The gist of a case that did not pass. Empty texts where there is nothing to say."""
+
+    headline: str  # one line
+    first: str  # the first divergence, or what was not compared
+    causes: tuple[str, ...]
+    suggestions: tuple[str, ...]
+    ranks: tuple[tuple[str, str], ...]  # of those that failed: "rank 2 raised", and the detail
+    replay: str  # a line that needs no file of the machine that ran the case
+
+
+def name_of(case: Entry) -> str:
+    """What tells a cell from the others, the strategy aside."""
+    device = "" if case["device"] == "cpu" else f", {case['device']}"
+    seed = f", seed {case['seed']}" if case["seed"] else ""
+    about = f"world {case['world']}, {case['backend']}{device}, {case['workload']} {case['dtype']}"
+    return about + seed
+
+
+def names_of(cases: Sequence[Entry]) -> list[str]:
+    """Names of cells that no two of a strategy share: with the id where `name_of` is not enough."""
+    names = [(case["strategy"], name_of(case)) for case in cases]
+    return [
+        name if names.count((strategy, name)) == 1 else f"{name}, {case['id']}"
+        for (strategy, name), case in zip(names, cases, strict=True)
+    ]
+
+
+def ranks_failed(case: Entry) -> bool:
+    """Whether a rank crashed, hung or was lost: exit code 4, not 1."""
+    return any(outcome["outcome"] != "finished" for outcome in case["outcomes"])
+
+
+def finding_of(case: Entry) -> Finding:
+    """What a person is told first of a case."""
+    failed = [(f"rank {o['rank']} {o['outcome']}", o["detail"]) for o in case["outcomes"]
+              if o["outcome"] != "finished"]  # fmt: skip
+    check = _earliest(case)
+    first = "" if check is None else f"{_label(check)}: {check['reason'] or check['verdict']}"
+    headline = failed[0][0] if failed else first or "; ".join(case["notes"]) or case["verdict"]
+    return Finding(
+        headline=" ".join(headline.split()),
+        first=first,
+        causes=tuple(f"{d['cause']}: {d['evidence']}" for d in case["diagnosis"]),
+        suggestions=tuple(d["suggestion"] for d in case["diagnosis"] if d["suggestion"]),
+        ranks=tuple(failed),
+        replay=case.get("command") or case["replay"],
+    )
+
+
+def spent_s(case: Entry) -> float:
+    """Seconds of worlds and judges, one after the other."""
+    return float(sum(case["timings_s"].values()))
+
+
+def _earliest(case: Entry) -> Entry | None:
+    """The failed check that diverges first, by step and then in the order of the checks; of none
+    failed, the first that is unknown.
+    """
+    for verdict in ("fail", "unknown"):
+        found: list[Entry] = [c for c in case["checks"] if c["verdict"] == verdict]
+        if found:
+            return min(found, key=lambda c: c["first"]["step"] if c.get("first") else math.inf)
+    return None
+
+
+def _label(check: Entry) -> str:
+    layer = f" ({check['layer']})" if check["layer"] != "-" else ""
+    return f"{check['check']}{layer}"

@@ -1,0 +1,155 @@
+"""The report for GitHub Actions: annotations as workflow commands, and the summary of a step.
+
+GitHub shows 10 errors and 10 warnings of a step, and takes a summary of at most 1 MiB; what is
+beyond that is counted, not lost without a word.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from distcheck.reports.findings import Entry, Finding, finding_of, name_of
+
+MOST_SUMMARY_BYTES = 1 << 20
+_MOST_ANNOTATIONS = 10  # of each kind
+_MOST_MESSAGE = 4000  # characters; GitHub cuts at 64 KiB
+_MOST_DETAIL = 6000
+_MARKS = {"pass": "✅ pass", "unknown": "❔ unknown", "fail": "❌ fail"}
+
+
+def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
+    """A line of standard output for each cell that did not pass, at the file and line of its
+    strategy, as seen from `root`: an error where it failed, a warning where too little is known.
+    """
+    lines = []
+    for verdict, command in (("fail", "error"), ("unknown", "warning")):
+        cases = [case for case in document["cases"] if case["verdict"] == verdict]
+        # The last place goes to the number of those that have none.
+        shown = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
+        lines += [_annotation(command, case, root) for case in cases[:shown]]
+        if len(cases) > shown:
+            text = f"{len(cases) - shown} more cells: {verdict}; the summary and the JSON name them"
+            lines.append(f"::{command} title=distcheck::{_data(text)}")
+    return lines
+
+
+def error(message: str) -> str:
+    """The annotation of a run without a verdict."""
+    return f"::error title=distcheck::{_data(_cut(message, _MOST_MESSAGE))}"
+
+
+def _annotation(command: str, case: Entry, root: Path) -> str:
+    found = finding_of(case)
+    parts = [
+        found.first or found.headline,
+        *(f"cause: {cause}" for cause in found.causes),
+        *(f"try: {suggestion}" for suggestion in found.suggestions),
+        f"replay: {found.replay}" if found.replay else "",
+    ]
+    if found.ranks:
+        parts.insert(0, found.headline)
+    title = f"distcheck: {case['verdict']}: {case['strategy']}, {name_of(case)}"
+    place = []
+    if case["strategy_file"]:
+        line = case.get("strategy_line") or 1
+        place = [f"file={_property(_place(case['strategy_file'], root))}", f"line={line}"]
+    message = "\n".join(part for part in parts if part)
+    words = ",".join([*place, f"title={_property(title)}"])
+    return f"::{command} {words}::{_data(_cut(message, _MOST_MESSAGE))}"
+
+
+def _place(file: str, root: Path) -> str:
+    """A file as the repository has it, which may have been checked out elsewhere by the machine
+    that ran the case: then the longest end of the path that there is here.
+    """
+    path = PurePath(file)
+    if path.is_relative_to(root):
+        return str(path.relative_to(root))
+    for n in range(1, len(path.parts)):
+        tail = PurePath(*path.parts[n:])
+        if (root / tail).is_file():
+            return str(tail)
+    return file
+
+
+def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
+    """Markdown: the verdict, every cell in a table, and each failure; at most `room_bytes` long."""
+    cases = sorted(document["cases"], key=lambda case: ("fail", "unknown", "pass").index(
+        case["verdict"]))  # fmt: skip
+    count = {verdict: sum(c["verdict"] == verdict for c in cases) for verdict in _MARKS}
+    told = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
+    left_out = document.get("left_out") or {}
+    told += f", {len(left_out)} left out" if left_out else ""
+    head = f"## distcheck: {_MARKS[document['verdict']]}\n\n{told or 'nothing was verified'}\n\n"
+    details = [_details(case) for case in cases if case["verdict"] != "pass"]
+    rows = [_row(case) for case in cases]
+    table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
+    return _fit([head, *table, "\n", *details], room_bytes)
+
+
+def _row(case: Entry) -> str:
+    what = "" if case["verdict"] == "pass" else _cut(finding_of(case).headline, 200)
+    words = (_MARKS[case["verdict"]], case["strategy"], name_of(case), what)
+    return f"| {' | '.join(map(_markdown, words))} |\n"
+
+
+def _details(case: Entry) -> str:
+    found = finding_of(case)
+    title = f"{case['verdict']}: {case['strategy']}, {name_of(case)}"
+    text = f"### {_markdown(title)}\n\n"
+    for label, lines in _told(found):
+        text += f"**{label}**\n\n{_fenced(_cut(lines, _MOST_DETAIL))}\n"
+    return text
+
+
+def _told(found: Finding) -> list[tuple[str, str]]:
+    told = [
+        ("first", found.first),
+        ("cause", "\n".join(found.causes)),
+        ("try", "\n".join(found.suggestions)),
+        ("ranks", "\n\n".join(f"{rank}\n{detail}".strip() for rank, detail in found.ranks)),
+        ("replay", found.replay),
+    ]
+    return [(label, text) for label, text in told if text]
+
+
+def _fit(pieces: Sequence[str], room_bytes: int) -> str:
+    """As many whole pieces as there is room for, and how many are left."""
+    closing = "\n{} more lines of cells and details do not fit here; the JSON has them.\n"
+    room = room_bytes - len(closing.encode()) - 10
+    taken: list[str] = []
+    spent = 0
+    for n, piece in enumerate(pieces):
+        spent += len(piece.encode("utf-8", "replace"))
+        if spent > room:
+            rest = closing.format(len(pieces) - n)
+            return "".join(taken) + rest if len(rest.encode()) <= room_bytes else ""
+        taken.append(piece)
+    return "".join(taken)
+
+
+def _fenced(text: str) -> str:
+    """A code block that nothing in the text can end."""
+    ticks = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return f"{fence}text\n{text}\n{fence}\n"
+
+
+def _markdown(text: str) -> str:
+    """Text for a cell or a heading: shown as it is, on one line."""
+    text = re.sub(r"([\\`*_{}\[\]<>|#~!@$])", r"\\\1", " ".join(text.split()))
+    return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\@", "&#64;")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def _data(text: str) -> str:
+    """The text of a workflow command, as its parser reads it."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

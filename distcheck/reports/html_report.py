@@ -1,0 +1,274 @@
+"""The report as one page that needs nothing else: no script, no font, no request to anywhere.
+
+The page carries its own policy, `default-src 'none'`, with the digest of its one style sheet. Where
+even that is blocked by whoever serves it, what is left is plain HTML in a sensible order, and
+pictures that bring their own colours. Everything that the report holds is escaped.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
+from distcheck.reports.wording import count
+
+Document = dict[str, Any]
+
+_MARKS = {"pass": "✓", "fail": "✕", "unknown": "?"}
+_ORDER = ("fail", "unknown", "pass")
+_PICTURED_CASES = 24  # of more, those that passed go without pictures, or the page gets too long
+_ELEMENTS = 5  # of one check; the JSON has more
+_BREAKS = re.compile(
+    r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
+)
+_OPEN_CASES = 3  # a report of so few cases shows them all in full
+_BAR = 56
+# What a rank printed may hold anything; control characters are shown as their pictures.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+
+def render(document: Document) -> str:
+    """A document as HTML. Raises KeyError, TypeError or ValueError for one with parts missing."""
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    cases = document["cases"]
+    few = len(cases) <= _OPEN_CASES
+    views = [
+        _case_view(
+            f"c{at}",
+            case,
+            opened=few or case["verdict"] != "pass",
+            pictured=len(cases) <= _PICTURED_CASES or case["verdict"] != "pass",
+        )
+        for at, case in enumerate(cases)
+    ]
+    worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"]["verdict"]))
+    return _template().render(
+        document=document,
+        verdict=document["verdict"],
+        headline=_headline(cases),
+        grid=_grid(views),
+        cases=worst_first,
+        environment=_flat(document["environment"]),
+        since_green=document.get("since_green"),
+        style=Markup(style),
+        style_digest=digest,
+    )
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("distcheck.reports"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["soft"] = breakable
+    environment.filters["count"] = count
+    environment.globals["mark"] = _MARKS
+    return environment
+
+
+def _template() -> jinja2.Template:
+    return _environment().get_template("report.html.jinja")
+
+
+@cache
+def _style() -> str:
+    loader = _environment().loader
+    assert loader is not None
+    return loader.get_source(_environment(), "report.css")[0]
+
+
+def breakable(text: object) -> Markup:
+    """Text whose long words may be broken, so that a path does not widen a phone's page."""
+    parts = _BREAKS.split(str(text).translate(_VISIBLE))
+    return Markup("".join(f"{escape(p)}<wbr>" if i % 2 else escape(p) for i, p in enumerate(parts)))
+
+
+def _headline(cases: list[Document]) -> str:
+    by_verdict = {name: [c for c in cases if c["verdict"] == name] for name in _MARKS}
+    failed, unknown = by_verdict["fail"], by_verdict["unknown"]
+    one = len(cases) == 1
+    if not failed and not unknown:
+        accepting = sum(1 for case in cases if case.get("accepted"))
+        with_what = f", {accepting} of them with an accepted deviation" if accepting else ""
+        return (
+            "The one case passed" if one else f"All {len(cases)} cases passed"
+        ) + f"{with_what}."
+    parts = [f"{len(failed)} of {len(cases)} cases failed"] if failed else []
+    parts += [f"{len(unknown)} of {len(cases)} cases are unknown"] if unknown else []
+    first = (failed or unknown)[0]
+    causes = first.get("diagnosis") or []
+    text = _name(first) if one else f"{', '.join(parts)}. First: {_name(first)}"
+    if causes:
+        return f"{text}: {causes[0]['cause']}."
+    reason = next((c["reason"] for c in first["checks"] if c["verdict"] == first["verdict"]), "")
+    return f"{text}: {reason or 'see below'}."
+
+
+def _name(case: Document) -> str:
+    return f"{case['strategy']}, world {case['world']}, {case['workload']} {case['dtype']}"
+
+
+def _grid(views: list[Document]) -> Document:
+    """Strategy, world and backend by workload and dtype."""
+    columns: dict[tuple[str, str], None] = {}
+    rows: dict[tuple[str, int, str], dict[tuple[str, str], list[Document]]] = {}
+    for view in views:
+        case = view["case"]
+        column = (case["workload"], case["dtype"])
+        where = case["backend"] + (f", {case['device']}" if case["device"] != "cpu" else "")
+        columns[column] = None
+        row = rows.setdefault((case["strategy"], case["world"], where), {})
+        row.setdefault(column, []).append(view)
+    return {"columns": list(columns), "rows": rows}
+
+
+def _case_view(anchor: str, case: Document, *, opened: bool, pictured: bool) -> Document:
+    failed = [c for c in case["checks"] if c["verdict"] == "fail"]
+    return {
+        "anchor": anchor,
+        "case": case,
+        "name": _name(case),
+        "opened": opened,
+        "first": _first(failed),
+        "reasons": _reasons(case["checks"]),
+        "checks": [_check_view(check) for check in case["checks"]],
+        "pictured": pictured,
+        "pictures": list(_pictures(anchor, case)) if pictured else [],
+        "elements": _elements(case["checks"]),
+        "alike": _alike(case["checks"]),
+        "logs": [o for o in case["outcomes"] if o["outcome"] != "finished"],
+        "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == "finished"],
+    }
+
+
+def _first(failed: list[Document]) -> Document | None:
+    """The failed check that diverges first; ties go to the order of the checks."""
+    found = []
+    for check in failed:
+        at = re.match(r"first divergence: step (\d+)", check["reason"])
+        if at is not None:
+            found.append((int(at[1]), check))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _reasons(checks: list[Document]) -> list[tuple[str, str, str]]:
+    """Verdict, names and reason: one entry for all checks that say the same."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        if check["reason"]:
+            named = check["check"] + (f" {check['layer']}" if check["layer"] != "-" else "")
+            names.setdefault((check["verdict"], check["reason"]), []).append(named)
+    found = [(verdict, ", ".join(who), reason) for (verdict, reason), who in names.items()]
+    return sorted(found, key=lambda entry: _ORDER.index(entry[0]))
+
+
+def _check_view(check: Document) -> Document:
+    compared = check["compared"]
+    parts = [
+        f"{count(compared[what])} {what if compared[what] != 1 else what[:-1]}"
+        for what in ("tensors", "ranks", "steps", "elements")
+        if compared[what]
+    ]
+    return {**check, "compared_text": ", ".join(parts), **_worst(check)}
+
+
+def _worst(check: Document) -> Document:
+    """The worst error against its bound: in words, and as a bar where it is within."""
+    worst = check["worst"]
+    if worst is None:
+        same = check["verdict"] == "pass" and check["compared"]["elements"]
+        return {"worst_text": "identical" if same else "", "bar": None}
+    if worst["unit"] == "":
+        return {"worst_text": "", "bar": None}
+    error, bound = float(worst["error"]), float(worst["bound"])
+    if bound == 0:
+        return {"worst_text": f"{error:.2g} over 0", "bar": None}
+    share = error / bound
+    words = f"{error:.1e} {'of' if share <= 1 else 'over'} {bound:.1e}"
+    words += " (L2)" if worst["unit"] == "L2 norm" else ""
+    return {"worst_text": words, "bar": round(_BAR * share, 1) if share <= 1 else None}
+
+
+def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
+    made = (f"{anchor}-p{number}" for number in range(10**6))
+    checks = case["checks"]
+    drawn = timeline.draw(next(made), case["outcomes"])
+    if drawn is not None:
+        yield drawn
+    for check in checks:
+        if _has_map(check, "bound"):
+            yield heat.draw_bound(next(made), check)
+    for check in checks:
+        if _has_map(check, "bits") and (_differs(check) or check["check"] == "gradients"):
+            yield heat.draw_bits(next(made), check)
+    with_loss = [check for check in checks if check.get("loss")]
+    if with_loss:
+        full = [check for check in with_loss if check["layer"] in ("S32", "S64")]
+        yield losses.draw(next(made), (full or with_loss)[-1])
+    for check in checks:
+        if check["check"] == "gradients" and histogram.shows_something(check):
+            yield histogram.draw(next(made), check)
+    for check in checks:
+        if check.get("digests"):
+            yield agreement.draw(next(made), check)
+
+
+def _has_map(check: Document, kind: str) -> bool:
+    found = check.get("map")
+    if not found:
+        return False
+    return bool(found["kind"] == kind and found["steps"])
+
+
+def _differs(check: Document) -> bool:
+    return any("x" in row for row in check["map"]["rows"])
+
+
+def _alike(checks: list[Document]) -> list[str]:
+    """Checks whose bits were all equal: said in words, not drawn."""
+    return [
+        check["check"] + (f" {check['layer']}" if check["layer"] != "-" else "")
+        for check in checks
+        if _has_map(check, "bits") and not _differs(check) and check["check"] != "gradients"
+    ]
+
+
+def _elements(checks: list[Document]) -> list[Document]:
+    return [
+        {
+            **element,
+            "check": check["check"],
+            "layer": check["layer"],
+            "actual_text": _digits(element["actual"], element["actual_bits"]),
+            "expected_text": _digits(element["expected"], element["actual_bits"]),
+        }
+        for check in checks
+        for element in check.get("elements", [])[:_ELEMENTS]
+        if element["index"] or element["actual_bits"]
+    ]
+
+
+def _digits(value: float | str, bits: str) -> str:
+    """As many digits as tell numbers of the dtype apart: 17 of float64, 9 of others."""
+    return value if isinstance(value, str) else f"{value:.{17 if len(bits) > 8 else 9}g}"
+
+
+def _flat(environment: Document, prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in environment.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, str(value)))
+    return found

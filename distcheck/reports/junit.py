@@ -1,0 +1,106 @@
+"""The report as JUnit XML: a test suite for each strategy, a test case for each cell.
+
+A cell that failed is a <failure>; one whose ranks crashed or hung, or of which too little is known,
+an <error>; one that has nothing to show for its strategy is <skipped>. Services tell test cases
+apart by `classname` and `name`, and drop the second of a pair: no two here share both.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from distcheck.reports.findings import (
+    Entry,
+    finding_of,
+    names_of,
+    ranks_failed,
+    spent_s,
+)
+
+# What XML 1.0 has no way to write, not even as a reference.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """A document as JUnit XML."""
+    root = ElementTree.Element("testsuites", name="distcheck")
+    suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
+    cases = document["cases"]
+    for case, name in zip(cases, names_of(cases), strict=True):
+        suites[case["strategy"]].append(_test_case(case, name))
+    for planned, reason in _left_out(document):
+        element = ElementTree.Element("testcase", classname=_clean(planned["strategy"]))
+        element.set("name", _clean(planned["id"]))
+        ElementTree.SubElement(element, "skipped", message=_clean(reason))
+        suites[planned["strategy"]].append(element)
+    for strategy, elements in suites.items():
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(strategy)})
+        suite.attrib |= _counts(elements)
+        suite.extend(elements)
+    root.attrib |= _counts([element for elements in suites.values() for element in elements])
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
+
+
+def _left_out(document: Mapping[str, Any]) -> list[tuple[Entry, str]]:
+    plan = document.get("plan")
+    reasons = document.get("left_out") or {}
+    planned = plan["cases"] if plan else []
+    return [(entry, reasons[entry["id"]]) for entry in planned if entry["id"] in reasons]
+
+
+def _test_case(case: Entry, name: str) -> ElementTree.Element:
+    element = ElementTree.Element("testcase", classname=_clean(case["strategy"]), name=_clean(name))
+    element.set("time", f"{spent_s(case):.3f}")
+    if case["strategy_file"]:
+        element.set("file", _clean(case["strategy_file"]))
+    if case.get("strategy_line"):
+        element.set("line", str(case["strategy_line"]))
+    if case["verdict"] == "pass":
+        return element
+    found = finding_of(case)
+    failed = case["verdict"] == "fail" and not ranks_failed(case)
+    kind = case["diagnosis"][0]["cause"] if case["diagnosis"] else case["verdict"]
+    wrong = ElementTree.SubElement(element, "failure" if failed else "error")
+    wrong.set("type", _clean(kind))
+    wrong.set("message", _clean(found.headline))
+    wrong.text = _clean(_wrong(case))
+    about = [
+        *([f"first: {found.first}"] if found.first else []),
+        *(f"cause: {cause}" for cause in found.causes),
+        *(f"try: {suggestion}" for suggestion in found.suggestions),
+        *([f"replay: {found.replay}"] if found.replay else []),
+    ]
+    ElementTree.SubElement(element, "system-out").text = _clean("\n".join(about) + "\n")
+    if found.ranks:
+        said = "\n\n".join(f"{rank}\n{detail}" for rank, detail in found.ranks)
+        ElementTree.SubElement(element, "system-err").text = _clean(said + "\n")
+    return element
+
+
+def _wrong(case: Entry) -> str:
+    """Every check that did not pass, a line each, and the remarks."""
+    lines = [
+        f"{check['verdict']} {check['check']} {check['layer']}: {check['reason']}"
+        for check in case["checks"]
+        if check["verdict"] != "pass"
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in case["notes"])]) + "\n"
+
+
+def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
+    count = {
+        plural: sum(element.find(tag) is not None for element in elements)
+        for plural, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
+    }
+    seconds = sum(float(element.get("time", "0")) for element in elements)
+    numbers = {name: str(number) for name, number in count.items()}
+    return {"tests": str(len(elements)), **numbers, "time": f"{seconds:.3f}"}
+
+
+def _clean(text: str) -> str:
+    """Text without colours, and without what no XML may hold."""
+    return _NOT_XML.sub("", _COLOUR.sub("", text))

@@ -1,0 +1,161 @@
+"""Pictures of a report in SVG: one file each, from what the JSON carries to a `Picture`.
+
+A picture needs neither script nor style sheet: every shape has a class for the page's style
+sheet, and attributes that show it without one, in the colour of the text around it. Nothing is said
+by colour alone. Sizes are in CSS pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTHS = (320, 700)  # the style sheet has a class for each
+
+# How a class looks where the style sheet is blocked.
+_WITHOUT_STYLE = {
+    "h0": 'fill="currentColor" fill-opacity=".04"',
+    "h1": 'fill="currentColor" fill-opacity=".1"',
+    "h2": 'fill="currentColor" fill-opacity=".2"',
+    "h3": 'fill="currentColor" fill-opacity=".35"',
+    "h4": 'fill="currentColor" fill-opacity=".5"',
+    "h5": 'fill="currentColor" fill-opacity=".65"',
+    "over": 'fill="#c2302e" fill-opacity=".8"',
+    "cross": 'stroke="currentColor" stroke-width="1.2" fill="none"',
+    "gone": 'stroke="#c2302e" stroke-width="1.5" fill="none"',
+    "same": 'fill="currentColor" fill-opacity=".15"',
+    "bar": 'fill="currentColor" fill-opacity=".5"',
+    "band": 'fill="currentColor" fill-opacity=".1"',
+    "axis": 'stroke="currentColor" stroke-opacity=".25" fill="none"',
+    "rank": 'stroke="currentColor" stroke-opacity=".4" fill="none"',
+    "owed": 'stroke="currentColor" stroke-width="2" fill="none" stroke-dasharray="6 3"',
+    "off": 'stroke="#c2302e" stroke-width="1.5" fill="none"',
+    "dot": 'fill="#c2302e"',
+    "open": 'stroke="currentColor" fill="none" stroke-dasharray="3 2"',
+    "label": 'fill="currentColor"',
+    "faint": 'fill="currentColor" fill-opacity=".7"',
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The numbers behind a picture: `rows` begin with their own heading."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture with what it shows in words, and its numbers."""
+
+    title: str
+    says: str
+    svg: Markup
+    table: Table
+    remark: str = ""
+
+
+class Drawing:
+    """An SVG that grows; `name` makes the ids of its title and description unique in the page."""
+
+    def __init__(self, name: str, width: int) -> None:
+        self._name = name
+        self._width = next((w for w in WIDTHS if w >= width), WIDTHS[-1])
+        self._parts: list[str] = []
+
+    @property
+    def width(self) -> int:
+        """How much room there is."""
+        return self._width
+
+    def path(self, kind: str, d: str, *, title: str = "") -> None:
+        """A path of class `kind`; nothing for an empty one."""
+        if d:
+            within = f"<title>{escape(title)}</title>" if title else ""
+            self._parts.append(
+                f'<path class="{kind}" {_WITHOUT_STYLE[kind]} d="{d}">{within}</path>'
+            )
+
+    def text(self, x: float, y: float, words: str, *, kind: str = "label", end: str = "") -> None:
+        """Words at their baseline; `end` is SVG's text-anchor."""
+        anchor = f' text-anchor="{end}"' if end else ""
+        self._parts.append(
+            f'<text class="{kind}" {_WITHOUT_STYLE[kind]} x="{short(x)}" y="{short(y)}"{anchor}>'
+            f"{escape(words)}</text>"
+        )
+
+    def markup(self, height: float, *, title: str, says: str) -> Markup:
+        """The whole element. It shrinks where there is no room, and never grows."""
+        name = self._name
+        return Markup(
+            f'<svg class="w{self._width}" role="img" aria-labelledby="{name}-t {name}-d" '
+            f'viewBox="0 0 {self._width} {short(height)}" width="100%" height="{short(height)}" '
+            'preserveAspectRatio="xMinYMin meet" font-family="system-ui, sans-serif" '
+            f'font-size="11"><title id="{name}-t">{escape(title)}</title>'
+            f'<desc id="{name}-d">{escape(says)}</desc>{"".join(self._parts)}</svg>'
+        )
+
+
+def cell(x: float, y: float, width: float, height: float) -> str:
+    """The path of a rectangle."""
+    return f"M{short(x)} {short(y)}h{short(width)}v{short(height)}h-{short(width)}z"
+
+
+def cross(x: float, y: float, width: float, height: float) -> str:
+    """The path of a cross in the middle of a rectangle."""
+    side = min(width, height) / 2
+    x, y, arm = x + (width - side) / 2, y + (height - side) / 2, short(side)
+    return f"M{short(x)} {short(y)}l{arm} {arm}m-{arm} 0l{arm}-{arm}"
+
+
+def line(points: Sequence[tuple[float, float] | None]) -> str:
+    """The path through points, broken where there is none; a lone point is a short dash."""
+    d, before = [], False
+    for at, point in enumerate(points):
+        if point is None:
+            before = False
+            continue
+        d.append(f"{'L' if before else 'M'}{short(point[0])} {short(point[1])}")
+        follows = at + 1 < len(points) and points[at + 1] is not None
+        if not before and not follows:
+            d.append("m-5 0h10")
+        before = True
+    return "".join(d)
+
+
+def short(value: float) -> str:
+    """A coordinate to a tenth of a pixel."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def clip(words: str, most: int) -> str:
+    """Words cut in the middle to `most` characters: both ends of a parameter's name tell."""
+    if len(words) <= most:
+        return words
+    left = (most - 1) // 2
+    return f"{words[:left]}…{words[-(most - 1 - left) :]}"
+
+
+def ticks(count: int, most: int = 8) -> range:
+    """Positions, evenly spaced from the first, at most about `most` of `count`."""
+    if count <= most:
+        return range(count)
+    rough = count / most
+    stride = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 10**9) if s >= rough)
+    return range(0, count, stride)
+
+
+def as_float(value: object) -> float:
+    """A number of the JSON, which writes nan and inf as words."""
+    return float(value)  # type: ignore[arg-type]
+
+
+def figure(value: float) -> str:
+    """A number for a table or an axis: three digits."""
+    return f"{value:.3g}"
+
+
+def plural(number: int, what: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {what}{'s' * (number != 1)}"

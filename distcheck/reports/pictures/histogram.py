@@ -1,0 +1,88 @@
+"""How many elements lie how many ULP above or below what is expected."""
+
+import math
+from typing import Any
+
+from distcheck.reports.pictures import Drawing, Picture, Table, cell
+from distcheck.reports.pictures.heat import layer_of
+from distcheck.reports.wording import count
+
+_TOP, _HEIGHT, _LEFT = 18, 120, 8
+
+
+def shows_something(check: dict[str, Any]) -> bool:
+    """Whether anything else than equal bits was found; a lone bar tells less than a word."""
+    found = check.get("ulp")
+    if not found:
+        return False
+    return bool(set(found["bins"]) != {"0"} or found.get("nonfinite", 0) > 0)
+
+
+def draw(name: str, check: dict[str, Any]) -> Picture:
+    """Bars on a logarithmic scale; bins of powers of two, on both sides of equal bits."""
+    found = check["ulp"]
+    bins = {int(b): int(n) for b, n in found["bins"].items()}
+    nonfinite = int(found.get("nonfinite", 0))
+    reach = max([3, *(abs(b) for b in bins)])
+    drawing = Drawing(name, 320)
+    width = (drawing.width - 2 * _LEFT) / (2 * reach + 1)
+    most = math.log10(max(bins.values(), default=1)) or 1.0
+    bars, equal = [], ""
+    for place, number in sorted(bins.items()):
+        height = _HEIGHT * (0.04 + 0.96 * math.log10(max(number, 1)) / most)
+        x = _LEFT + width * (place + reach)
+        bar = cell(x, _TOP + _HEIGHT - height, max(1.0, width - 1), height)
+        if place == 0:
+            equal = bar
+        else:
+            bars.append(bar)
+    drawing.path("bar", "".join(bars))
+    drawing.path("h5", equal)
+    drawing.path("axis", f"M{_LEFT} {_TOP + _HEIGHT}H{drawing.width - _LEFT}")
+    halves = {-(reach + 1) // 2, (reach + 1) // 2} if reach > 5 else set()
+    marks = sorted({-reach, 0, reach} | halves)
+    for place in marks:
+        x = _LEFT + width * (place + reach + 0.5)
+        end = "start" if place == -reach else "end" if place == reach else "middle"
+        x += {"start": -width / 2, "end": width / 2, "middle": 0.0}[end]
+        drawing.text(x, _TOP + _HEIGHT + 14, _edge(place), kind="faint", end=end)
+    drawing.text(_LEFT, 11, "below expected", kind="faint")
+    drawing.text(drawing.width - _LEFT, 11, "above", kind="faint", end="end")
+    total = sum(bins.values()) + nonfinite
+    title = f"Distance in ULP: {check['check']}{layer_of(check)}"
+    equal_share = bins.get(0, 0) / total if total else 0.0
+    says = f"{_percent(equal_share)} of {count(total)} elements, over all ranks, have equal bits"
+    far = max((abs(b) for b in bins if b), default=0)
+    says += f"; the furthest is {_edge(far)} ULP or more away." if far else "."
+    if nonfinite:
+        says += f" {count(nonfinite)} are no number of ULP away (an infinity or NaN)."
+    says += " Heights are logarithmic."
+    rows = [[_bin_name(b), f"{n:,}"] for b, n in sorted(bins.items())]
+    if nonfinite:
+        rows.append(["infinity or NaN", f"{nonfinite:,}"])
+    table = Table(["ULP from expected", "elements"], rows)
+    svg = drawing.markup(_TOP + _HEIGHT + 20, title=title, says=says)
+    remark = "Counts of large tensors are estimated from every n-th element." if far else ""
+    return Picture(title, says, svg, table, remark)
+
+
+def _edge(place: int) -> str:
+    """The end of a bin that is nearer to 0; from 1,024 on as a power of two."""
+    sign, size = ("-" if place < 0 else ""), abs(place)
+    return f"{sign}2^{size - 1}" if size > 10 else f"{sign}{2**size // 2}"
+
+
+def _bin_name(place: int) -> str:
+    """The ends of a bin, the lower first: "4 to 7", "-7 to -4"."""
+    if abs(place) < 2:
+        return _edge(place)
+    if abs(place) > 10:
+        return f"{_edge(place)} and further, short of {_edge(place + (1 if place > 0 else -1))}"
+    far = 2 ** abs(place) - 1
+    return f"{_edge(place)} to {far}" if place > 0 else f"-{far} to {_edge(place)}"
+
+
+def _percent(share: float) -> str:
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    return f"{min(max(share, 0.0001), 0.9999):.2%}"

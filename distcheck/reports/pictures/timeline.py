@@ -1,0 +1,152 @@
+"""The last collectives of every rank, side by side: who is missing, who called something else."""
+
+from collections import Counter
+from typing import Any
+
+from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
+
+_LABEL, _TOP, _ROW = 100, 32, 22
+_MOST_COLUMNS = 40
+
+Key = tuple[str, bool, int]  # group, point to point, number
+Call = dict[str, Any]
+
+
+def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
+    """None where no rank could be asked what it had called."""
+    calls = {o["rank"]: {_key(c): c for c in o.get("collectives", [])} for o in outcomes}
+    keys = _columns({key for of_rank in calls.values() for key in of_rank})
+    if not keys:
+        return None
+    usual = {key: _usual([c[key] for c in calls.values() if key in c]) for key in keys}
+    drawing = Drawing(name, 700 if len(keys) > 9 else 320)
+    width = min(26.0, (drawing.width - _LABEL - 6) / len(keys))
+    strips = _Strips(drawing, width)
+    rows: list[list[str]] = []
+    ended = {o["rank"]: o["outcome"] for o in outcomes}
+    for line_no, rank in enumerate(sorted(calls)):
+        y = _TOP + _ROW * line_no
+        drawing.text(_LABEL - 6, y + 14, f"{rank} {ended[rank]}", end="end")
+        if not calls[rank]:
+            words = "left before it was asked" if ended[rank] != "finished" else "not asked"
+            drawing.text(_LABEL, y + 14, words, kind="faint")
+            rows.append([str(rank), "", "", words])
+            continue
+        for column, key in enumerate(keys):
+            state = _state(calls[rank], key, usual[key])
+            strips.add(column, y, state)
+            if state in ("missing", "differs", "not finished"):
+                rows.append([str(rank), str(key[2]), _name(calls[rank].get(key)), state])
+    strips.draw()
+    _number(drawing, keys, width)
+    bottom = _legend(drawing, _TOP + _ROW * len(calls) + 8)
+    says = _in_words(rows, usual)
+    title = "Collectives of every rank, at the end"
+    table = Table(["rank", "call", "what it called", "how it stands"], rows)
+    return Picture(title, says, drawing.markup(bottom, title=title, says=says), table)
+
+
+class _Strips:
+    """The cells of all ranks, gathered by how they look."""
+
+    def __init__(self, drawing: Drawing, width: float) -> None:
+        self._drawing, self._width = drawing, width
+        self._paths: dict[str, list[str]] = {
+            kind: [] for kind in ("same", "over", "cross", "open", "gone")
+        }
+        self._unfinished: list[tuple[float, float]] = []
+
+    def add(self, column: int, y: float, state: str) -> None:
+        """One call of one rank."""
+        place = (_LABEL + self._width * column, y, self._width - 1.5, _ROW - 5.0)
+        look = {"missing": "open", "not seen": "open", "differs": "over"}.get(state, "same")
+        self._paths[look].append(cell(*place))
+        if state in ("missing", "differs"):
+            self._paths["gone" if state == "missing" else "cross"].append(cross(*place))
+        if state == "not finished":
+            self._unfinished.append((place[0] + place[2] / 2, y + 11))
+
+    def draw(self) -> None:
+        """Puts them into the drawing."""
+        for kind, paths in self._paths.items():
+            self._drawing.path(kind, "".join(paths))
+        for x, y in self._unfinished:
+            self._drawing.text(x, y, "…", end="middle")
+
+
+def _number(drawing: Drawing, keys: list[Key], width: float) -> None:
+    for column in ticks(len(keys), 14):
+        x = _LABEL + width * (column + 0.5)
+        drawing.text(x, _TOP - 8, str(keys[column][2]), kind="faint", end="middle")
+    lanes = _lanes(keys)
+    for column, words in lanes.items() if len(lanes) > 1 else ():
+        drawing.text(_LABEL + width * column, 9, words, kind="faint")
+    drawing.text(0, _TOP - 8, "rank, call number", kind="faint")
+
+
+def _columns(keys: set[Key]) -> list[Key]:
+    """Calls side by side: those of one group together, by number, the last of each."""
+    groups: dict[tuple[str, bool], list[Key]] = {}
+    for key in sorted(keys):
+        groups.setdefault(key[:2], []).append(key)
+    room = max(1, _MOST_COLUMNS // max(1, len(groups)))
+    return [key for of_group in groups.values() for key in of_group[-room:]]
+
+
+def _lanes(keys: list[Key]) -> dict[int, str]:
+    """Where the calls of a group begin, and what to call them."""
+    found: dict[int, str] = {}
+    for column, key in enumerate(keys):
+        if column == 0 or keys[column - 1][:2] != key[:2]:
+            found[column] = f"group {key[0]}" + (", send and receive" if key[1] else "")
+    return found
+
+
+def _key(call: Call) -> Key:
+    return str(call.get("group", "")), bool(call.get("point_to_point")), int(call["number"])
+
+
+def _name(call: Call | None) -> str:
+    return "" if call is None else f"{call['name']} of [{clip(str(call['shapes']), 60)}]"
+
+
+def _usual(calls: list[Call]) -> str:
+    """What most ranks called."""
+    return Counter(_name(call) for call in calls).most_common(1)[0][0]
+
+
+def _state(own: dict[Key, Call], key: Key, usual: str) -> str:
+    call = own.get(key)
+    if call is None:
+        same = [k[2] for k in own if k[:2] == key[:2]]
+        return "missing" if same and key[2] > max(same) and not key[1] else "not seen"
+    if not key[1] and _name(call) != usual:  # sends and receives differ by nature
+        return "differs"
+    return "same" if call.get("finished", True) else "not finished"
+
+
+def _legend(drawing: Drawing, y: float) -> float:
+    at = [(0, "as most ranks"), (100, "another call"), (190, "not called"), (270, "… not finished")]
+    for x, words in at[:3]:
+        drawing.path({0: "same", 100: "over", 190: "open"}[x], cell(x + 0.5, y, 12, 12))
+        drawing.text(x + 17, y + 10, words, kind="faint")
+    drawing.text(270, y + 10, at[3][1], kind="faint")
+    drawing.path("cross", cross(100.5, y, 12, 12))
+    drawing.path("gone", cross(190.5, y, 12, 12))
+    return y + 18
+
+
+def _in_words(rows: list[list[str]], usual: dict[Key, str]) -> str:
+    other = [row for row in rows if row[3] == "differs"]
+    missing = [row for row in rows if row[3] == "missing"]
+    parts = []
+    if other:
+        rank, number, name, _ = other[0]
+        most = next(usual[key] for key in usual if str(key[2]) == number and usual[key] != name)
+        parts.append(f"At call {number}, rank {rank} called {name}, most ranks {most}.")
+    if missing:
+        number = missing[0][1]
+        ranks = [row[0] for row in missing if row[1] == number]
+        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        parts.append(f"Call {number} is missing on {on}.")
+    return " ".join(parts) or "Ranks that were asked made the same calls."

@@ -1,0 +1,188 @@
+"""What a self-test plans and finds. No torch."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from distcheck.errors import ExitCode
+from distcheck.records import CaseReport, Report
+
+Naming = Literal["right", "wrong", "unexplained", "-"]
+Verdict = Literal["caught", "missed", "passed", "false alarm", "left out", "unknown"]
+_UNEXPLAINED = "unexplained"
+
+
+class Planted(msgspec.Struct, frozen=True, kw_only=True):
+    """A mutant as its package lists it.
+
+    asked    the arguments of `distcheck.verify` that run it
+    caught   the (check, layer) that fail, over all cases of the run
+    causes   what its diagnosis may name
+    """
+
+    name: str
+    file: str
+    asked: dict[str, Any]
+    caught: tuple[tuple[str, str], ...]
+    causes: tuple[str, ...]
+
+
+class Zoo(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to run: mutants, correct strategies, and (name, why) of those that are for
+    other machines.
+    """
+
+    mutants: tuple[Planted, ...]
+    strategies: tuple[str, ...]
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """How one mutant, or one correct case, was judged.
+
+    `checks` are those that failed; of a mutant, `as_listed` says whether they are exactly those
+    that it is listed with. `detail` is for a person; `replay` leads back to what surprised.
+    """
+
+    kind: Literal["mutant", "correct"]
+    name: str
+    file: str = ""
+    verdict: Verdict = "unknown"
+    checks: tuple[tuple[str, str], ...] = ()
+    as_listed: bool = True
+    causes: tuple[str, ...] = ()
+    naming: Naming = "-"
+    detail: str = ""
+    replay: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether this is what a tool that can be trusted says."""
+        return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """The totals of a detection table."""
+
+    planted: int
+    caught: int
+    missed: int
+    named_right: int
+    named_wrong: int
+    unexplained: int
+    correct: int
+    passed: int
+    false_alarms: int
+    left_out: int  # correct cases that their strategy cannot run, each with the reason
+    unknown: int  # mutants or correct cases that were planned and reached no verdict
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """A mutant missed, one named wrong and a false alarm are each a mismatch."""
+        if self.missed or self.named_wrong or self.false_alarms:
+            return ExitCode.MISMATCH
+        nothing = self.caught + self.passed == 0
+        return ExitCode.UNKNOWN if self.unknown or nothing else ExitCode.PASS
+
+
+def count(rows: Sequence[Row], *, planted: int, correct: int) -> Counts:
+    """Totals, of which what was planned and is not among the rows is unknown."""
+
+    def of(kind: str, **wanted: str) -> int:
+        matching = [r for r in rows if r.kind == kind]
+        return sum(all(getattr(r, n) == value for n, value in wanted.items()) for r in matching)
+
+    caught, missed = of("mutant", verdict="caught"), of("mutant", verdict="missed")
+    passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false alarm")
+    left_out = of("correct", verdict="left out")
+    return Counts(
+        planted=planted,
+        caught=caught,
+        missed=missed,
+        named_right=of("mutant", naming="right"),
+        named_wrong=of("mutant", naming="wrong"),
+        unexplained=of("mutant", naming="unexplained"),
+        correct=correct,
+        passed=passed,
+        false_alarms=false_alarms,
+        left_out=left_out,
+        unknown=planted - caught - missed + correct - passed - false_alarms - left_out,
+    )
+
+
+def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> Row:
+    """A mutant is caught where any check of its run fails, and missed where all pass."""
+    results = [result for case in report.cases for result in case.checks]
+    failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
+    causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
+    verdict: Verdict = {"fail": "caught", "pass": "missed", "unknown": "unknown"}[report.verdict]  # type: ignore[assignment]
+    as_listed = set(failed) == set(planted.caught)
+    naming = judge_naming(set(causes), set(planted.causes)) if verdict == "caught" else "-"
+    return Row(
+        kind="mutant",
+        name=planted.name,
+        file=planted.file,
+        verdict=verdict,
+        checks=tuple(failed),
+        as_listed=as_listed,
+        causes=tuple(causes),
+        naming=naming,
+        detail=_why_not_as_expected(planted, report, as_listed=as_listed, naming=naming),
+        replay=next((case.replay for case in report.cases), ""),
+        seconds=round(seconds, 3),
+    )
+
+
+def judge_naming(found: set[str], allowed: set[str]) -> Naming:
+    """Right where every cause that is named is one of those that may be; wrong where one is not.
+
+    `unexplained` is no name. A failure without any diagnosis counts as unexplained too.
+    """
+    named = found - {_UNEXPLAINED}
+    if not named:
+        return "unexplained"
+    return "right" if named <= allowed else "wrong"
+
+
+def judge_correct(case: CaseReport) -> Row:
+    """A correct case that fails in any check is a false alarm; one that is unknown is no pass."""
+    verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
+    wrong = [r for r in case.checks if r.verdict != "pass"]
+    return Row(
+        kind="correct",
+        name=case.case.id,
+        file=case.case.strategy,
+        verdict=verdict,
+        checks=tuple((r.check, r.layer) for r in wrong if r.verdict == "fail"),
+        causes=tuple(found.cause for found in case.diagnosis),
+        detail="; ".join(f"{r.check} {r.layer}: {r.verdict} {r.reason}" for r in wrong),
+        replay=case.replay,
+    )
+
+
+def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, naming: str) -> str:
+    parts = []
+    if report.verdict != "fail":
+        unknown = [r for case in report.cases for r in case.checks if r.verdict == "unknown"]
+        parts += [f"{r.check} {r.layer}: {r.reason}" for r in unknown[:1]]
+    elif not as_listed:
+        parts.append(f"listed with {show_checks(planted.caught)}")
+    if naming == "unexplained" and _UNEXPLAINED not in planted.causes:
+        parts.append(f"could be named {', '.join(planted.causes)}")
+    if naming == "wrong":
+        evidence = [d.evidence for case in report.cases for d in case.diagnosis]
+        parts.append(f"may be named {', '.join(planted.causes)}; the evidence was: {evidence[0]}")
+    return "; ".join(parts)
+
+
+def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
+    """ "gradients R S32, agreement": layers gathered under their check."""
+    layers: dict[str, list[str]] = {}
+    for check, layer in pairs:
+        layers.setdefault(check, []).append(layer)
+    return ", ".join(
+        " ".join([check, *[layer for layer in found if layer != "-"]])
+        for check, found in layers.items()
+    )

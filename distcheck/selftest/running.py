@@ -1,0 +1,72 @@
+"""Runs a planned self-test, one verification after the other, on one helper."""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from distcheck.errors import CannotRunError, DistcheckError
+from distcheck.records import Report
+from distcheck.selftest.planning import WORKLOADS, WORLDS, Plan
+from distcheck.selftest.records import Planted, Row, Zoo, judge_correct, judge_mutant
+from distcheck.selftest.zoo import LIST, PACKAGE
+from distcheck.verification import shared_pool, verify
+from distcheck.worlds.launch import run_job
+
+
+def look() -> Zoo:
+    """What is installed. Raises CannotRunError where the mutants are not."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise CannotRunError(
+            f"the mutants are not installed: there is no package {PACKAGE}, which comes with "
+            "distcheck; install distcheck again, from its wheel or a checkout"
+        )
+    found = run_job(shared_pool(), LIST, b"", [])
+    return msgspec.msgpack.decode(found, type=Zoo)
+
+
+def run_plan(
+    plan: Plan, *, begins: Callable[[str], None], environment: dict[str, object]
+) -> Iterator[Row]:
+    """Judges everything that is planned; `begins` is called with the name of what comes next.
+
+    `environment` is filled with what the first report says of the machine.
+    """
+    for planted in plan.mutants:
+        begins(f"{planted.file}.{planted.name}")
+        yield _run_mutant(planted, environment)
+    for strategy in plan.strategies:
+        begins(f"correct.{strategy}")
+        yield from _run_correct(strategy, plan, environment)
+
+
+def _run_mutant(planted: Planted, environment: dict[str, object]) -> Row:
+    begun = time.monotonic()
+    try:
+        report = verify(**planted.asked)
+    except DistcheckError as error:
+        return Row(kind="mutant", name=planted.name, file=planted.file, detail=str(error))
+    _note(environment, report)
+    return judge_mutant(planted, report, seconds=time.monotonic() - begun)
+
+
+def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> list[Row]:
+    begun = time.monotonic()
+    try:
+        report = verify(strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype)
+    except DistcheckError as error:
+        return [Row(kind="correct", name=strategy, file=strategy, detail=str(error))]
+    _note(environment, report)
+    each = round((time.monotonic() - begun) / len(report.cases), 3)
+    rows = [judge_correct(case) for case in report.cases]
+    timed = [msgspec.structs.replace(row, seconds=each) for row in rows]
+    return timed + [
+        Row(kind="correct", name=name, file=strategy, verdict="left out", detail=why)
+        for name, why in report.left_out.items()
+    ]
+
+
+def _note(environment: dict[str, object], report: Report) -> None:
+    if not environment:
+        environment.update(report.environment)

@@ -1,0 +1,149 @@
+"""The detection table: for a person, and as `distcheck.selftest/1`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from distcheck.selftest.records import Counts, Naming, Row, Verdict, show_checks
+
+SCHEMA = "distcheck.selftest/1"
+_STYLES: dict[Verdict, str] = {
+    "caught": "green",
+    "passed": "green",
+    "left out": "dim",
+    "missed": "bold red",
+    "false alarm": "bold red",
+    "unknown": "bold yellow",
+}
+_NAMING: dict[Naming, str] = {
+    "right": "right",
+    "wrong": "WRONG",
+    "unexplained": "",  # the cause itself says so
+    "-": "",
+}
+
+
+class Detection(msgspec.Struct, frozen=True, kw_only=True):
+    """A self-test as far as it went."""
+
+    rows: tuple[Row, ...]
+    counts: Counts
+    environment: dict[str, Any]
+    elsewhere: tuple[tuple[str, str], ...] = ()
+    interrupted: bool = False
+    seconds: float = 0.0
+
+
+def render(found: Detection, console: Console, *, verbose: bool = False) -> None:
+    """Prints mutants file by file, correct strategies in a line each, and the totals."""
+    about = found.environment
+    console.print(
+        Text(
+            f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
+            f"gloo on cpu, {about.get('threads')} thread a rank, {about.get('cpu')}"
+        ),
+        style="dim",
+    )
+    mutants = [row for row in found.rows if row.kind == "mutant"]
+    correct = [row for row in found.rows if row.kind == "correct"]
+    if mutants:
+        console.print(_mutant_table(mutants))
+    if correct:
+        console.print(_correct_table(correct, verbose=verbose))
+    for row in found.rows:
+        if not row.good or (row.detail and row.verdict != "left out"):
+            _print_surprise(row, console)
+    for line in totals(found):
+        console.print(Text(line), soft_wrap=True)
+
+
+def totals(found: Detection) -> Iterator[str]:
+    """What it comes to, in words."""
+    counts = found.counts
+    if counts.planted:
+        yield (
+            f"mutants   {counts.planted} planted: {counts.caught} caught, {counts.missed} missed; "
+            f"{counts.named_right} named right, {counts.named_wrong} named wrong, "
+            f"{counts.unexplained} unexplained"
+        )
+    if counts.correct:
+        yield (
+            f"correct   {counts.correct} cases: {counts.passed} passed, "
+            f"{counts.false_alarms} false alarms"
+        )
+    for row in found.rows:
+        if row.verdict == "left out":
+            yield f"          {row.name} is left out: {row.detail}"
+    for name, why in found.elsewhere:
+        yield f"          {name} is not among them: it {why}"
+    if counts.unknown:
+        yield f"unknown   {counts.unknown} of what was planned reached no verdict"
+    yield f"time      {found.seconds:.0f} s"
+
+
+def render_json(found: Detection) -> str:
+    """The same for a program; docs/selftest.md explains every key."""
+    document = {
+        "schema": SCHEMA,
+        "exit_code": 130 if found.interrupted else int(found.counts.exit_code),
+        "interrupted": found.interrupted,
+        "environment": found.environment,
+        "counts": found.counts,
+        "rows": found.rows,
+        "elsewhere": dict(found.elsewhere),
+        "seconds": round(found.seconds, 1),
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def _mutant_table(rows: Sequence[Row]) -> Table:
+    table = _table("mutant", "", "by", "named", "")
+    for file, group in groupby(rows, key=lambda row: row.file):
+        table.add_row(Text(file, style="bold"))
+        for row in group:
+            naming = Text(_NAMING[row.naming], style="bold red" if row.naming == "wrong" else "")
+            checks = show_checks(row.checks) + ("" if row.as_listed else " (not as listed)")
+            table.add_row(
+                f"  {row.name}", _verdict(row), Text(checks), Text(", ".join(row.causes)), naming
+            )
+    return table
+
+
+def _correct_table(rows: Sequence[Row], *, verbose: bool) -> Table:
+    table = _table("correct", "", "")
+    for strategy, group in groupby(rows, key=lambda row: row.file):
+        cases = list(group)
+        if verbose or not all(row.good for row in cases):
+            for row in cases:
+                table.add_row(f"  {row.name}", _verdict(row), Text(show_checks(row.checks)))
+        else:
+            passed = [row for row in cases if row.verdict == "passed"]
+            rest = f", {len(cases) - len(passed)} left out" if len(passed) < len(cases) else ""
+            first = (passed or cases)[0]
+            table.add_row(f"  {strategy}", _verdict(first), f"{len(passed)} cases{rest}")
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=number < 2, overflow="fold")
+    return table
+
+
+def _verdict(row: Row) -> Text:
+    word = row.verdict if row.good else row.verdict.upper()
+    return Text(word, style=_STYLES[row.verdict])
+
+
+def _print_surprise(row: Row, console: Console) -> None:
+    words: Iterable[str] = filter(None, [row.detail, row.replay])
+    console.print(Text(f"{row.name}: {row.verdict}, named {row.naming}"), style="bold")
+    for word in words:
+        console.print(Padding(Text(word), (0, 0, 0, 2)), soft_wrap=True)

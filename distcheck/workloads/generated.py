@@ -1,0 +1,225 @@
+"""A small model that its name describes, as `distcheck explore` makes them up.
+
+`generated:linear3.bias-scale;adam` and the like; `distcheck.exploring.words` has the words.
+
+Nothing cancels here: inputs, weights and cotangents are positive, so every gradient is a sum of
+positive terms, over the samples as well as within the network. A gradient that is the small rest of
+large terms would be as small as its rounding errors, and correct code would differ from the whole
+batch by more than S32 allows for. For the same reason layers are followed by tanh: it has no point
+at which rounding decides which side of a kink an input is on. And no layer makes numbers grow,
+however many stand in a row: where a tanh is nearly 1, its slope is the small rest of 1 - tanh^2.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from distcheck.contract import Batch, Training
+from distcheck.datasets.synthetic import hash24
+from distcheck.exploring.words import PREFIX, SHAPE, Layer, ModelWords, parse
+from distcheck.records import ModelLayout, TensorSpec
+
+LEARNING_RATE = 2.0**-10
+# What torch's optimizers keep of each parameter that takes a gradient.
+STATE = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq", "step")}
+_KERNEL = 2
+_COLUMNS = SHAPE[0] * SHAPE[1] * SHAPE[2]
+
+
+def between(keys: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Numbers in [low, high) that look random, from int64 keys of any shape; float32."""
+    return hash24(keys).to(torch.float32).div_(2**24).mul_(high - low).add_(low)
+
+
+def _weight(*shape: int, fan_in: int) -> torch.Tensor:
+    """Positive weights [shape] whose sum over `fan_in` inputs is about 1, drawn from torch."""
+    return torch.empty(shape).uniform_(0.5, 1.5).div_(fan_in)
+
+
+class Dense(nn.Module):
+    """[n, features] -> tanh of [n, size], or with `tied` back to [n, features]."""
+
+    def __init__(self, features: int, layer: Layer) -> None:
+        super().__init__()
+        weight = _weight(layer.size, features, fan_in=features)
+        if "strided" in layer.marks:
+            weight = weight.t().contiguous().t()
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(_weight(layer.size, fan_in=4)) if "bias" in layer.marks else None
+        self.tied = "tied" in layer.marks
+        self.features = features if self.tied else layer.size
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One linear map, or two with the same weight."""
+        outputs = torch.tanh(nn.functional.linear(inputs, self.weight, self.bias))
+        if not self.tied:
+            return outputs
+        # The weights add up to about 1 in the other direction.
+        back = nn.functional.linear(outputs, self.weight.t()) * (self.features / outputs.shape[1])
+        return torch.tanh(back)
+
+
+class Conv(nn.Module):
+    """[n, channels, height, width] -> tanh of [n, size, height - 1, width - 1]."""
+
+    def __init__(self, channels: int, layer: Layer) -> None:
+        super().__init__()
+        fan_in = channels * _KERNEL**2
+        weight = _weight(layer.size, channels, _KERNEL, _KERNEL, fan_in=fan_in)
+        if "strided" in layer.marks:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(_weight(layer.size, fan_in=4)) if "bias" in layer.marks else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A 2x2 convolution without padding."""
+        return torch.tanh(nn.functional.conv2d(inputs, self.weight, self.bias))
+
+
+class Scale(nn.Module):
+    """Multiplies by one parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(()).uniform_(0.5, 1.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return inputs * self.factor
+
+
+class Table(nn.Module):
+    """The mean of every number and of a vector of `size` parameters, which is weighted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.entries = nn.Parameter(torch.empty(size).uniform_(0.5, 1.5))
+        self.pattern = between(torch.arange(size), 0.5, 1.5) / size  # a constant, not a buffer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return (inputs + (self.entries * self.pattern.to(self.entries)).sum()) / 2
+
+
+class Running(nn.Module):
+    """A buffer that follows the mean of what passes, which it leaves alone."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.75).add_(inputs.mean(), alpha=0.25)
+        return inputs
+
+
+class GeneratedSamples:
+    """Numbers in [0.5, 1.5), 2x4x4 per sample; labels are the samples' own indices."""
+
+    shape = SHAPE
+    classes = 1
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def size(self, *, train: bool) -> int:
+        """As many as the words say; tested is on as many."""
+        return self._samples
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs [n, 2, 4, 4] and labels [n]."""
+        rows = ids if train else ids + 10**6
+        keys = rows.unsqueeze(1) * 4099 + torch.arange(_COLUMNS)
+        return between(keys, 0.5, 1.5).to(dtype).view(-1, *SHAPE), rows
+
+
+class Generated:
+    """The workload that some words describe."""
+
+    def __init__(self, words: ModelWords) -> None:
+        self._words = words
+        self.training = Training(accumulate=words.accumulate)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Layer by layer; inputs [n, 2, 4, 4]."""
+        built = nn.Sequential()
+        channels, side, features = SHAPE[0], SHAPE[1], 0
+        for layer in self._words.layers:
+            if layer.kind == "conv":
+                made: nn.Module = Conv(channels, layer)
+                channels, side = layer.size, side - _KERNEL + 1
+            elif layer.kind == "linear":
+                if not features:
+                    features = channels * side * side
+                    built.append(nn.Flatten())
+                made = dense = Dense(features, layer)
+                features = dense.features
+            else:
+                made = self._small(layer)
+            built.append(made.requires_grad_("frozen" not in layer.marks))
+        return built
+
+    @staticmethod
+    def _small(layer: Layer) -> nn.Module:
+        if layer.kind == "table":
+            return Table(layer.size)
+        return Scale() if layer.kind == "scale" else Running()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The mean over the samples of what the model says of each, times a weight of its own."""
+        weights = between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
+        loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
+        return loss
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """As the words say; steps are small, so that weights stay positive."""
+        if self._words.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=LEARNING_RATE)
+        momentum = 0.9 if self._words.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum)
+
+    def samples(self) -> GeneratedSamples:
+        """Samples of its own, in place of `--data`."""
+        return GeneratedSamples(self._words.samples)
+
+
+def describe(workload: str, model: nn.Module) -> ModelLayout:
+    """What `describe_model` finds of a workload's `model`, without a step of its optimizer."""
+    keys = STATE[parse(workload.removeprefix(PREFIX)).optimizer]
+    parameters = [(name, _spec(name, p)) for name, p in model.named_parameters()]
+    trained = [(n, spec) for (n, spec), p in zip(parameters, model.parameters(), strict=True)
+               if p.requires_grad]  # fmt: skip
+    return ModelLayout(
+        parameters=tuple(spec for _, spec in parameters),
+        buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
+        optimizer=tuple(
+            TensorSpec(
+                name=f"{name}/{key}",
+                shape=() if key == "step" else spec.shape,
+                dtype="float32" if key == "step" else spec.dtype,
+            )
+            for name, spec in trained
+            for key in keys
+        ),
+    )
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
+
+
+def described(words: str) -> Generated:
+    """The workload called `generated:WORDS`. Raises UsageError."""
+    return Generated(parse(words))
+
+
+workload = described("linear3.bias-scale")

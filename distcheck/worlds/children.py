@@ -1,0 +1,100 @@
+"""One forked process, as the front sees it: what it said, how it is, how it ended."""
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from distcheck.worlds import linux, messages
+
+_OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
+
+
+@dataclass(eq=False)
+class Child:
+    """One forked process, as the front sees it."""
+
+    key: int = -1
+    pid: int = 0
+    spawn_error: str = ""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    gone: bool = False
+    lost: str = ""  # why nobody knows any more: its machine cannot be reached
+    shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
+    released: bool = False  # told that it may leave, while it was there
+    late: bool = False  # done only after it had been asked what keeps it, which can wake a rank
+    done: messages.Done | None = None
+    raised: messages.Raised | None = None
+    stacks: messages.Stacks | None = None
+    progress: messages.Progress | None = None
+    progress_count: int = 0
+    on_progress: Callable[[messages.Progress], None] | None = None
+    on_said: Callable[[bytes], None] | None = None
+    on_output: Callable[[bytes], None] | None = None
+    _output: deque[bytes] = field(default_factory=deque)
+    _output_bytes: int = 0
+    _events_fd: int = -1
+    _output_fd: int = -1
+    _stacks_fd: int = -1
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds for which it ran or waited for a core; see `stalls.py`."""
+        return linux.busy_seconds(self.pid) if self.pid else 0.0
+
+    @property
+    def known_at(self) -> float:
+        """When (monotonic seconds) what is known of it was true: for a process here, now."""
+        return time.monotonic()
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether the kernel is fetching something for it."""
+        return bool(self.pid) and linux.waits_for_disk(self.pid)
+
+    @property
+    def output(self) -> str:
+        """The end of what the child wrote to stdout and stderr."""
+        return b"".join(self._output).decode(errors="replace")
+
+    @property
+    def low_level_stacks(self) -> str:
+        """What faulthandler wrote: on a fatal signal, or when asked with SIGUSR1."""
+        with contextlib.suppress(OSError):
+            return os.pread(self._stacks_fd, 65536, 0).decode(errors="replace")
+        return ""
+
+    def take(self, event: messages.Event) -> None:
+        """Notes an event."""
+        if isinstance(event, messages.Progress):
+            self.progress = event
+            self.progress_count += 1
+            if self.on_progress is not None:
+                self.on_progress(event)
+        elif isinstance(event, messages.Said):
+            if self.on_said is not None:
+                self.on_said(event.payload)
+        elif isinstance(event, messages.Done):
+            self.done = event
+            self.late = self.shaken or self.stacks is not None
+        elif isinstance(event, messages.Raised):
+            self.raised = event
+        else:
+            self.stacks = event
+
+    def forget_output(self) -> None:
+        """Begins anew, with nothing kept."""
+        self._output.clear()
+        self._output_bytes = 0
+
+    def take_output(self, data: bytes) -> None:
+        """Keeps the end of the output."""
+        if self.on_output is not None:
+            self.on_output(data)
+        self._output.append(data)
+        self._output_bytes += len(data)
+        while self._output_bytes - len(self._output[0]) >= _OUTPUT_KEPT_BYTES:
+            self._output_bytes -= len(self._output.popleft())

@@ -1,0 +1,173 @@
+"""How processes that were started together find each other: one listens, the others connect.
+
+The schemes are those of `launchers.Launch.meeting`. A connection is not authenticated, as that of
+torch's own TCPStore is not: whoever can reach the port can disturb the run, so let it be a network
+that you trust.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from distcheck.errors import CannotRunError
+from distcheck.worlds.child import Reporter
+
+THROUGH_STORE = "distcheck.worlds.meeting:through_store"
+_RETRY_S = 0.1
+
+Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
+
+
+class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Leave rank 0's address under `key` in the TCPStore at host:port, or, where `value` is empty,
+    wait for it. `size_key` holds the number of ranks of the run's first start.
+    """
+
+    host: str
+    port: int
+    key: str
+    value: str
+    size_key: str
+    size: int
+    deadline_s: float
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found there."""
+
+    value: str
+    first_size: int
+
+
+def through_store(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """A job: one word through the store of the launcher's, which only torch can speak to."""
+    import torch.distributed as dist
+
+    job = msgspec.msgpack.decode(payload, type=StoreJob)
+    timeout = timedelta(seconds=job.deadline_s)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            job.host, job.port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        first = store.compare_set(job.size_key, "", str(job.size))
+        if job.value:
+            store.set(job.key, job.value)
+        value = store.get(job.key)
+    except RuntimeError as error:  # torch's DistError among them
+        last = str(error).strip().splitlines()[0]
+        raise CannotRunError(
+            f"the launcher's store at {job.host}:{job.port} did not answer within "
+            f"{job.deadline_s:g} s: {last}"
+        ) from None
+    return msgspec.msgpack.encode(Word(value=value.decode(), first_size=int(first)))
+
+
+def address_of(meeting: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT or store://HOST:PORT. Raises CannotRunError."""
+    _, _, place = meeting.partition("://")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CannotRunError(
+            f"{meeting!r} is no meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
+        )
+    return host.strip("[]"), int(port)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listens at an address, on any of this machine's where it is not one of them."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise CannotRunError(f"the master's address {host!r} is unknown: {error}") from None
+    server = socket.socket(family)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            server.bind(place)
+        except OSError as error:
+            if error.errno != 99:  # EADDRNOTAVAIL: behind a name or a translated address
+                raise
+            server.bind(("", port))
+    except OSError as error:
+        server.close()
+        raise CannotRunError(
+            f"rank 0 cannot listen at {host}:{port}: {error.strerror}; another program may use "
+            "the port: give another one with --master-port or MASTER_PORT"
+        ) from None
+    server.listen(1024)
+    return server
+
+
+def listen_here(name: str) -> socket.socket:
+    """Listens on an abstract socket of this machine, which leaves no file behind."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.bind(f"\0{name}")
+    except OSError as error:
+        server.close()
+        raise CannotRunError(f"rank 0 cannot listen at {name}: {error.strerror}") from None
+    server.listen(1024)
+    return server
+
+
+@contextlib.contextmanager
+def announced_in(path: str, place: str) -> Iterator[None]:
+    """Has a file say where rank 0 listens, for as long as it does."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        draft.write_text(place)
+        os.replace(draft, target)
+    except OSError as error:
+        raise CannotRunError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            target.unlink()
+
+
+def connect(find: Finder, *, deadline_s: float) -> socket.socket:
+    """Connects to where `find` says that rank 0 listens (None: not known yet), again and again
+    until the deadline. Raises CannotRunError.
+    """
+    deadline = time.monotonic() + deadline_s
+    reason, place = "nobody has said where it is", None
+    while True:
+        place = find() or place
+        if place is not None:
+            left = max(deadline - time.monotonic(), _RETRY_S)
+            try:
+                return _connect_once(place, left)
+            except (OSError, socket.gaierror) as error:
+                reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            where = "" if place is None else f" at {_spelled(place)}"
+            raise CannotRunError(
+                f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); is it "
+                "running, and is the address right? --deadline-s gives it longer"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _connect_once(place: tuple[str, int] | str, timeout_s: float) -> socket.socket:
+    if not isinstance(place, str):
+        return socket.create_connection(place, timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(f"\0{place}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _spelled(place: tuple[str, int] | str) -> str:
+    return place if isinstance(place, str) else f"{place[0]}:{place[1]}"

@@ -1,0 +1,197 @@
+"""MPI jobs whose ranks the helper forks: a launcher starts a stand-in for each, and every rank
+takes over what its stand-in was told (docs/decisions/mpi.md).
+
+front -> mpi_keeper.py -> mpirun -> mpi_stand_in.py, one for each rank
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from distcheck.backends.mpi import INSTALL, library
+from distcheck.errors import CannotRunError
+from distcheck.worlds.shares import RankStart
+
+_START_DEADLINE_S = 120.0
+_PATIENCE_S = 10.0  # with a keeper that was told to end
+_POLL_S = 0.05
+_HERE = Path(__file__).parent
+_SHARED_MEMORY = "/dev/shm"
+# A stand-in's own affairs, which are not those of the rank.
+_NOT_PASSED_ON = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
+# Ranks of one machine: by shared memory alone. Looking for networks costs Open MPI a second.
+_SETTINGS = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "FI_TCP_IFACE": "lo",
+    "UCX_NET_DEVICES": "lo",
+}
+# Where Open MPI 5 and 4 put the shared memory itself.
+_MEMORY_FOLDERS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+
+
+class MPIJob:
+    """A started job that waits for its ranks. Close it once they are gone.
+
+    `environments` are what each rank adds to its own; `connections` the descriptors that a rank
+    must have, by the variable that names them.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.environments: list[dict[str, str]] = [{} for _ in range(size)]
+        self.connections: list[dict[str, int]] = [{} for _ in range(size)]
+        self._stand_ins: list[socket.socket] = []
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self._control, theirs = socket.socketpair()
+        launcher = _launcher()
+        folder = _new_folder()
+        try:
+            with theirs, socket.socket(socket.AF_UNIX) as server:
+                server.bind(os.path.join(folder, "s"))
+                server.listen(size)
+                self._keeper = _start_keeper(launcher, size, folder, theirs, self._said)
+                self._meet(server, size, launcher)
+        except BaseException:
+            self.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def enlist(self, rank: int, start: RankStart) -> RankStart:
+        """A rank's start, with what its stand-in was told."""
+        return replace(
+            start,
+            environment={**start.environment, **self.environments[rank]},
+            named_fds=self.connections[rank],
+        )
+
+    def close(self) -> None:
+        """Ends the launcher and everything that it has started, and waits for that."""
+        if os.getpid() != self._owner:
+            return
+        for connection in (*self._stand_ins, self._control):
+            # Not only closed: a helper that was forked later has a copy of this end.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._stand_ins.clear()
+        self.let_go_of_connections()
+        if self._keeper is not None:
+            try:
+                self._keeper.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self._keeper.kill()
+                self._keeper.wait()
+            self._keeper = None
+        self._said.close()
+
+    def let_go_of_connections(self) -> None:
+        """Closes this process's copies of what the ranks were given."""
+        for named in self.connections:
+            for fd in named.values():
+                os.close(fd)
+            named.clear()
+
+    def _meet(self, server: socket.socket, size: int, launcher: library.Launcher) -> None:
+        """Hears what every stand-in was told. Raises CannotRunError."""
+        assert self._keeper is not None
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while len(self._stand_ins) < size:
+            ready, _, _ = select.select([server, self._control], [], [], _POLL_S)
+            if server in ready:
+                connection, _ = server.accept()
+                self._stand_ins.append(connection)
+                self._take_over(connection, size)
+            elif self._control in ready or self._keeper.poll() is not None:
+                raise CannotRunError(
+                    f"{launcher.path} could not start {size} processes{self._why()}"
+                )
+            elif time.monotonic() > deadline:
+                raise CannotRunError(
+                    f"{launcher.path} has not started {size} processes within "
+                    f"{_START_DEADLINE_S:.0f} s{self._why()}"
+                )
+
+    def _take_over(self, connection: socket.socket, size: int) -> None:
+        connection.settimeout(_START_DEADLINE_S)
+        first, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        with connection.makefile("rb") as stream:
+            length = int.from_bytes(first + stream.read(3), "little")
+            told: dict[str, str] = json.loads(stream.read(length))
+        rank = int(told.get("PMIX_RANK") or told.get("PMI_RANK") or -1)
+        if not 0 <= rank < size:
+            raise CannotRunError(
+                f"an MPI launcher started a process that it gave no rank from 0 to {size - 1}: "
+                "neither PMIX_RANK nor PMI_RANK; use Open MPI 4 or newer, or MPICH"
+            )
+        self.connections[rank] = {"PMI_FD": fds[0]} if fds else {}
+        self.environments[rank] |= {
+            name: value
+            for name, value in told.items()
+            if os.environ.get(name) != value and name not in _NOT_PASSED_ON
+        }
+
+    def _why(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").splitlines()
+        told = [line.strip() for line in lines if line.strip(" -=")]
+        return f": {' '.join(told)[:500]}" if told else ""
+
+
+def _launcher() -> library.Launcher:
+    launcher = library.find_launcher()
+    if launcher is None:
+        raise CannotRunError(
+            "ranks on backend mpi need mpirun or mpiexec, which is neither beside this Python nor "
+            f"on PATH; {INSTALL}, or pip install mpich"
+        )
+    return launcher
+
+
+def _new_folder() -> str:
+    """A folder for everything that the launcher and the library write, in memory if possible."""
+    base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
+    return tempfile.mkdtemp(prefix="distcheck-mpi-", dir=base)
+
+
+def _start_keeper(
+    launcher: library.Launcher, size: int, folder: str, control: socket.socket, said: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    python = [sys.executable, "-I", "-S"]
+    stand_in = [*python, str(_HERE / "mpi_stand_in.py"), os.path.join(folder, "s")]
+    command = [launcher.path, *_options(launcher), "-n", str(size), *stand_in]
+    settings = dict(_SETTINGS)
+    if launcher.library:
+        settings["MPI4PY_LIBMPI"] = launcher.library
+    if folder.startswith(_SHARED_MEMORY):
+        settings |= dict.fromkeys(_MEMORY_FOLDERS, folder)
+    # What a person has set comes first.
+    environment = {**settings, **library.clean_environment(), "TMPDIR": folder}
+    keeper = [*python, str(_HERE / "mpi_keeper.py"), str(os.getpid()), str(control.fileno())]
+    return subprocess.Popen(
+        [*keeper, folder, *command],
+        env=environment,
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=said,
+        start_new_session=True,  # Ctrl-C is the front's to handle
+    )
+
+
+def _options(launcher: library.Launcher) -> list[str]:
+    if launcher.kind == "MPICH":
+        return ["-launcher", "fork", "-hosts", "localhost"]
+    return ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]

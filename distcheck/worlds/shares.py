@@ -1,0 +1,60 @@
+"""The ranks of a world that live in one place, and what a world asks of that place.
+
+A world on one machine has one share; under a launcher that spans processes or machines it has
+one for each of them (`fleet.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from distcheck.worlds.children import Child
+
+Region = tuple[int, int]  # offset and length, in bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A descriptor that every rank is given, and what stands for it on another machine.
+
+    `trace`  memory of `size` bytes; what rank r may have written lies in `regions(r)`
+    `data`   the data set that was prepared last
+    `none`   nothing there can stand for it, and only rank 0 uses it
+    """
+
+    fd: int
+    kind: Literal["none", "data", "trace"] = "none"
+    key: str = ""
+    size: int = 0
+    regions: Callable[[int], Sequence[Region]] = field(default=lambda rank: ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """What one rank is started with; variables named in `named_fds` hold descriptors' numbers."""
+
+    payload: bytes
+    environment: Mapping[str, str]
+    named_fds: Mapping[str, int] = field(default_factory=dict)
+
+
+class Share(Protocol):
+    """Some ranks of a world, and the place where they are."""
+
+    children: dict[int, Child]  # by rank
+
+    def signal(self, child: Child, number: int) -> None:
+        """Sends a signal to a rank, if it is still there."""
+        ...
+
+    def ask(self) -> None:
+        """Has every rank tell what it is doing."""
+        ...
+
+    def release(self) -> None:
+        """Lets ranks that are done leave."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the share holds; its ranks are gone, or were ended as far as they can be."""
+        ...
