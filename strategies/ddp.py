@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.contract import DDPBuckets, Step, strategy
+from distcheck.contract import CellName, DDPBuckets, Step, strategy
+
+# What has a gradient in one step must have one in all: DDP raises, one step too late.
+CHANGING: tuple[CellName, ...] = ("unused_parameters", "unused_later", "frozen_later")
 
 
 @strategy(
@@ -17,6 +20,7 @@ from distcheck.contract import DDPBuckets, Step, strategy
     weighting="loss",
     sync="during-backward",
     buffers="rank 0",
+    declines=CHANGING,
 )
 class DDP:
     """Wraps the model; backward on the wrapper does the rest."""

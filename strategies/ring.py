@@ -1,0 +1,56 @@
+"""A ring all_reduce by hand: every rank talks to its two neighbours only.
+
+The gradient is cut into W chunks. In W - 1 rounds every chunk travels once around the ring and
+each rank adds its own part to it (reduce-scatter); in W - 1 more rounds the finished chunks
+travel around once again (all-gather). Each rank sends 2 (W - 1) / W of the gradient, whatever W
+is: the least that an all_reduce can do.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.contract import RingOrder, Step, strategy
+
+
+@strategy(order=RingOrder(), scale="divide-after", declines=("sparse",))  # there is nothing to cut
+def ring(model: nn.Module, step: Step) -> None:
+    """Leaves the mean gradient over all samples of the step in every `parameter.grad`."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None:  # frozen, or unused on every rank
+            continue
+        if step.weight != 1.0:  # unequal shards: weight each by its number of samples
+            gradient.mul_(step.weight)
+        flat = gradient.contiguous().view(-1)
+        all_reduce(flat, step)
+        gradient.copy_(flat.view_as(gradient)).div_(step.world_size)
+
+
+def all_reduce(vector: torch.Tensor, step: Step) -> None:
+    """Sums `vector` [n] over the ranks, in place; n may be smaller than the world, or 0."""
+    world, rank = step.world_size, step.rank
+    chunks = vector.tensor_split(world)  # views; where W does not divide n the first are longer
+    arriving = torch.empty_like(chunks[0])
+    for distance in range(world - 1):  # what arrives has come `distance` ranks far
+        leaves, arrives = chunks[(rank - distance) % world], chunks[(rank - distance - 1) % world]
+        received = arriving[: len(arrives)]
+        _exchange(leaves, received, step)
+        arrives.add_(received)
+    # Rank r now holds the finished chunk r + 1.
+    for distance in range(world - 1):
+        _exchange(chunks[(rank + 1 - distance) % world], chunks[(rank - distance) % world], step)
+
+
+def _exchange(leaves: torch.Tensor, arrives: torch.Tensor, step: Step) -> None:
+    """Sends to the next rank and receives from the one before, at once: nobody waits to send."""
+    group = step.group
+    after, before = (step.rank + 1) % step.world_size, (step.rank - 1) % step.world_size
+    works = []
+    if leaves.numel() > 0:  # both neighbours know the chunk's size, so both leave it out
+        works.append(dist.isend(leaves, group=group, group_dst=after))
+    if arrives.numel() > 0:
+        works.append(dist.irecv(arrives, group=group, group_src=before))
+    for work in works:
+        if work is not None:
+            work.wait()
