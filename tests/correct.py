@@ -1,4 +1,4 @@
-"""Correct strategies that promise nothing, in the forms that people's code has.
+"""Correct strategies that promise nothing, or no order, in the forms that people's code has.
 
 None may raise an alarm, at any world.
 """
@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+from distcheck.contract import strategy
 
 
 def flat_buffer(model, step):
@@ -156,7 +158,33 @@ class OwnGroup:
         dist.destroy_process_group(self.group)
 
 
+@strategy(wire="bfloat16")
+def bfloat16_wire(model, step):
+    """Lossy, and says so; in which order it adds is not promised."""
+    for parameter in model.parameters():
+        small = (parameter.grad * (step.weight / step.world_size)).to(torch.bfloat16)
+        dist.all_reduce(small)
+        parameter.grad.copy_(small)
+
+
+@strategy(weighting="gradient", micro_batches=4)
+class MicroBatches:
+    """Gradient accumulation without DDP."""
+
+    def backward(self, loss_of, batch, step):
+        total = torch.zeros((), dtype=batch.inputs.dtype)
+        for part in batch.split(4):
+            loss = loss_of(part) * (len(part.ids) / step.samples)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def sync(self, model, step):
+        flat_buffer(model, step)
+
+
 FORMS = (
+    "bfloat16_wire", "MicroBatches",
     "flat_buffer", "reduce_broadcast", "gather_everywhere", "asynchronous", "in_double",
     "SumOfLosses", "LossScaling", "BucketViews", "AllReduceHook", "WeightInHook",
     "GradientHooks", "OwnGroup",

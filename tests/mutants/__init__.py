@@ -1,9 +1,13 @@
 """Known-bad strategies and workloads, each with the checks that must catch it, and no others.
 
 A mutant re-creates the mechanism of a bug that really happened, as small as it can be. It is
-listed with `@mutant(...)`; test_mutants.py runs every one.
+listed with `@mutant(...)`, and what its diagnosis must name is in causes.py; test_zoo.py runs every
+one, and so does `distcheck selftest`, for which this package is installed as `distcheck_mutants`:
+its files import each other relatively.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +21,9 @@ class Mutant:
 
     `caught` lists (check, layer) over all cases of the run: exactly those fail. `step` is the
     step of the first divergence. With `kind="workload"` the mutant is the workload and the
-    strategy is the built-in allreduce.
+    strategy is the built-in allreduce. A workload is given as ".file:name" where it is one of
+    this package. `seldom` says that another mutant shows the same in the same way, so that the
+    default test run can do without this one.
     """
 
     spec: str
@@ -29,6 +35,31 @@ class Mutant:
     step: int
     kind: str
     exit_code: int
+    accept: str | None = None
+    seldom: bool = False
+    without_data: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """By which it is known, in causes.py and in reports."""
+        return self.spec.rpartition(":")[2]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments of `distcheck.verify` that run it."""
+        spec, workload = self.spec, self.workload
+        if self.kind == "workload":
+            spec, workload = "allreduce", self.spec
+        return {
+            "strategy": spec,
+            "world": self.world,
+            "workload": workload,
+            "steps": self.steps,
+            "dtype": self.dtype,
+            "accept": self.accept,
+            "without_data": self.without_data,
+            "deadline_s": 3.0,
+        }
 
 
 ALL: list[Mutant] = []
@@ -44,6 +75,9 @@ def mutant(
     step: int = 0,
     kind: str = "strategy",
     exit_code: int = 1,
+    accept: str | None = None,
+    seldom: bool = False,
+    without_data: tuple[int, ...] = (),
 ) -> Callable[[T], T]:
     """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
 
@@ -51,10 +85,21 @@ def mutant(
         named: Any = target
         pairs = frozenset(_pair(text.strip()) for text in caught.split(","))
         spec = f"{named.__module__}:{named.__qualname__}"
-        ALL.append(Mutant(spec, pairs, workload, world, steps, dtype, step, kind, exit_code))
+        package = named.__module__.rpartition(".")[0]
+        place = package + workload if workload.startswith(".") else workload
+        asked = (place, world, steps, dtype, step, kind, exit_code, accept, seldom, without_data)
+        ALL.append(Mutant(spec, pairs, *asked))
         return target
 
     return register
+
+
+def everything() -> list[Mutant]:
+    """Every mutant of every file, file by file. Imports torch."""
+    for found in pkgutil.iter_modules(__path__):
+        if not found.name.startswith("test_"):
+            importlib.import_module(f"{__name__}.{found.name}")
+    return list(ALL)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Step
-from tests.mutants import mutant
+
+from . import mutant
 
 
 def _mean(model: nn.Module, step: Step) -> None:
@@ -62,3 +63,12 @@ def one_rank_skips_a_collective(model: nn.Module, step: Step) -> None:
     if step.rank == 1 and step.index == 2:
         return
     _mean(model, step)
+
+
+@mutant(caught="outcome", exit_code=4, workload=".small:Small", world=2, steps=1)
+def other_way_round_on_one_rank(model: nn.Module, step: Step) -> None:
+    """Collectives in the order of a hash: rank 1 begins with the last parameter."""
+    parameters = list(model.parameters())
+    for parameter in parameters if step.rank == 0 else reversed(parameters):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size

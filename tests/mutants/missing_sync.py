@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import Step
-from tests.mutants import mutant
+
+from . import mutant
 
 # Where replicas disagree, the loss of the run is not that of any single model either.
 _ALL = "gradients R, gradients S32, loss S32, agreement"

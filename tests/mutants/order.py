@@ -5,9 +5,18 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.contract import BackendAllReduce, Step, strategy
-from tests.mutants import mutant
+from distcheck.contract import (
+    BackendAllReduce,
+    BackendReduce,
+    DDPBuckets,
+    RingOrder,
+    Step,
+    strategy,
+)
+
+from . import mutant
 
 
 def _gather(gradient: torch.Tensor, step: Step) -> list[torch.Tensor]:
@@ -22,6 +31,42 @@ def adds_in_rank_order(model: nn.Module, step: Step) -> None:
     """Promises the backend's order, adds in another."""
     for parameter in model.parameters():
         parameter.grad.copy_(sum(_gather(parameter.grad, step)) / step.world_size)
+
+
+@mutant(caught="gradients X")
+@strategy(order=RingOrder(), scale="divide-after")
+def goes_round_the_other_way(model: nn.Module, step: Step) -> None:
+    """Promises the ring's order, and lets every chunk travel against it."""
+    world = step.world_size
+    for parameter in model.parameters():
+        parts = [g.view(-1).tensor_split(world) for g in _gather(parameter.grad, step)]
+        chunks = [
+            sum(parts[(chunk - k) % world][chunk] for k in range(world)) for chunk in range(world)
+        ]
+        parameter.grad.copy_(torch.cat(chunks).view_as(parameter.grad) / world)
+
+
+@mutant(caught="gradients X")
+@strategy(order=BackendReduce(), scale="divide-after")
+def gathers_where_it_promised_to_reduce(model: nn.Module, step: Step) -> None:
+    """Promises the order of the backend's reduce, adds in rank order."""
+    for parameter in model.parameters():
+        parameter.grad.copy_(sum(_gather(parameter.grad, step)) / step.world_size)
+
+
+@mutant(caught="gradients X", workload="cnn")
+@strategy(
+    order=DDPBuckets(rebuilt_at=None),
+    scale="multiply-before",
+    weighting="loss",
+    sync="during-backward",
+    buffers="rank 0",
+)
+class RebuildsItsBuckets:
+    """Promises buckets that are never rebuilt, and is DDP with its defaults."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
 
 
 @mutant(caught="agreement")

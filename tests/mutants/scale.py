@@ -5,8 +5,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.contract import BackendAllReduce, DDPBuckets, Step, strategy
-from tests.mutants import mutant
+from distcheck.contract import BackendAllReduce, Batch, DDPBuckets, LossOf, Step, strategy
+
+from . import mutant
 
 
 @mutant(caught="gradients R, gradients S32")
@@ -101,6 +102,80 @@ def half_precision_wire(model: nn.Module, step: Step) -> None:
         small = parameter.grad.to(torch.bfloat16)
         dist.all_reduce(small)
         parameter.grad.copy_(small / step.world_size)
+
+
+@mutant(caught="gradients R")
+@strategy(wire="float16")
+def shorter_wire_than_promised(model: nn.Module, step: Step) -> None:
+    """Promises float16's 11 bits and sends bfloat16's 8."""
+    half_precision_wire(model, step)
+
+
+@mutant(caught="gradients R, gradients S32")
+@strategy(wire="bfloat16")
+def drops_a_rank_on_a_short_wire(model: nn.Module, step: Step) -> None:
+    """The widest bound there is, and still a lost rank is far outside."""
+    for parameter in model.parameters():
+        small = parameter.grad.to(torch.bfloat16)
+        gathered = [torch.empty_like(small) for _ in range(step.world_size)]
+        dist.all_gather(gathered, small)
+        parameter.grad.copy_(torch.stack(gathered[:-1]).mean(0))
+
+
+@mutant(caught="gradients R, gradients S32")
+@strategy(wire="float16")
+def one_percent_on_a_short_wire(model: nn.Module, step: Step) -> None:
+    """A scale that is off by a hundredth is more than float16 may lose."""
+    for parameter in model.parameters():
+        small = parameter.grad.to(torch.float16)
+        dist.all_reduce(small)
+        parameter.grad.copy_(small / step.world_size * 1.01)
+
+
+@mutant(caught="gradients X")
+@strategy(order=BackendAllReduce(), scale="divide-after", wire="bfloat16")
+def rounds_after_the_sum(model: nn.Module, step: Step) -> None:
+    """Promises to add up in bfloat16, and rounds only the sum: more exact than it said."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad.copy_(parameter.grad.to(torch.bfloat16) / step.world_size)
+
+
+@mutant(caught="gradients X", world=3)
+@strategy(order=BackendAllReduce(), scale="divide-before")
+def divides_after_where_it_promised_before(model: nn.Module, step: Step) -> None:
+    """Dividing three times before rounds three times, dividing once after once."""
+    for parameter in model.parameters():
+        parameter.grad *= step.weight
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+
+
+@mutant(caught="local gradients X, gradients X, gradients R, gradients S32", world=3)
+@strategy(
+    order=DDPBuckets(),
+    scale="multiply-before",
+    weighting="loss",
+    sync="during-backward",
+    buffers="rank 0",
+    micro_batches=2,
+)
+class MicroBatchesCountAlike:
+    """Micro-batches of 43 and 42 samples, each counted as one half of the shard."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.wrapped = DistributedDataParallel(model)
+        return self.wrapped
+
+    def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        first, second = batch.split(2)
+        with self.wrapped.no_sync():
+            one = loss_of(first)
+            (one / 2 * step.weight).backward()
+        two = loss_of(second)
+        (two / 2 * step.weight).backward()
+        shares = [len(part.ids) / step.samples for part in (first, second)]
+        return one.detach() * shares[0] + two.detach() * shares[1]
 
 
 @mutant(caught="gradients S64", dtype=None)

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Step
-from tests.mutants import mutant
+
+from . import mutant
 
 
 @mutant(caught="gradients R, gradients S32", step=1)

@@ -5,9 +5,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Step
-from tests.mutants import mutant
 
-NORMALISED = "tests.mutants.workloads:Normalised"
+from . import mutant
+
+NORMALISED = ".workloads:Normalised"
 
 
 def _mean(model: nn.Module, step: Step) -> None:
@@ -81,7 +82,7 @@ class ReportsAnotherLoss:
         _mean(model, step)
 
 
-@mutant(caught="gradients R, gradients S32", workload="tests.mutants.workloads:Twins")
+@mutant(caught="gradients R, gradients S32", workload=".workloads:Twins")
 def swaps_twins(model: nn.Module, step: Step) -> None:
     """Two parameters of equal shape get each other's gradient."""
     _mean(model, step)

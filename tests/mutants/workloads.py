@@ -8,7 +8,8 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.datasets.synthetic import SyntheticSamples
-from tests.mutants import mutant
+
+from . import mutant
 
 
 class _Base:
@@ -25,6 +26,15 @@ class Normalised(_Base):
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return nn.Sequential(
             nn.Flatten(), nn.Linear(3072, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, classes)
+        )
+
+
+class WithDropout(_Base):
+    """A perceptron that draws a mask at every forward pass."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(3072, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, classes)
         )
 
 

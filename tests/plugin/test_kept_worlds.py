@@ -31,3 +31,42 @@ def test_kept_worlds(tmp_path: Path) -> None:
         assert len(kept) == 22
         assert len(set(kept)) == 1, "one process for all tests"
         assert last != kept[0], "another one after a failure"
+
+
+SEVERAL = """
+import time
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.world([2, 3, 4, 5], reuse=True)
+def test_sizes(world): assert world.gather(1) == [1] * world.size
+
+@pytest.mark.world(2, reuse=True)
+def test_older(world): pass
+
+@pytest.mark.world(3, reuse=True)
+def test_younger(world): pass
+
+@pytest.mark.world(2, reuse=True, deadline_s=1)
+def test_hangs(world):
+    if world.rank:
+        time.sleep(1000)
+    dist.barrier()
+"""
+
+
+def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None:
+    """Its helper is forked while the older one's pipes and sockets are open here."""
+    (tmp_path / "test_it.py").write_text(SEVERAL)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-W", "error"],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "1 failed, 6 passed" in done.stdout, done.stdout
+    assert "last collective: barrier" in done.stdout, "ranks were asked, and answered"
+    assert "if world.rank" in done.stdout or "time.sleep(1000)" in done.stdout
+    assert done.stdout.index("rank 1 of 2 hung:") < done.stdout.index("rank 0 of 2 hung:")

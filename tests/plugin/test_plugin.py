@@ -57,7 +57,7 @@ def test_without_the_plugin_the_marker_is_unknown(run: Run) -> None:
         ("world(2, 3)", "takes one size, or a list of them"),
         ("world(2, colour='red')", "takes no colour"),
         ("world(2, deadline_s=0)", "was given deadline_s=0; it takes seconds, more than 0"),
-        ("world(2, device='cuda')", "was given device='cuda'; ranks run on cpu so far"),
+        ("world(2, device='tpu')", "was given device='tpu'; it takes 'cpu' or 'cuda'"),
         ("world(2, reuse=1)", "was given reuse=1; it takes a bool"),
     ],
 )
@@ -88,6 +88,7 @@ def test_a_backend_that_is_not_there(run: Run) -> None:
 
 HANGS = """
 import time
+import torch  # now, or it would be the timeout that strikes while torch is imported
 @pytest.mark.world(2)
 def test_hangs(world):
     open(f"pid-{world.rank}", "w").write(str(__import__("os").getpid()))

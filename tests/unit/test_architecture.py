@@ -20,7 +20,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            place = "." * node.level + node.module  # a neighbour's name begins with a dot
+            found |= {place, *(f"{place}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -41,7 +42,10 @@ def test_distcheck_never_imports_strategies(path: Path) -> None:
 def test_strategies_import_the_contract_and_torch_only(path: Path) -> None:
     own = {name for name in imports(path) if name.startswith("distcheck")}
     assert all(name.startswith("distcheck.contract") for name in own)
-    assert {name.partition(".")[0] for name in imports(path)} <= {"torch", "distcheck"}
+    far = {name.partition(".")[0] for name in imports(path) if not name.startswith(".")}
+    others = far - set(sys.stdlib_module_names)
+    own_library = {"mpi4py"} if path.stem == "mpi_allreduce" else set()
+    assert others <= {"torch", "distcheck"} | own_library
 
 
 @pytest.mark.parametrize("path", of("checks"), ids=identify)
@@ -50,9 +54,12 @@ def test_checks_launch_nothing(path: Path) -> None:
     assert not {name for name in imports(path) if name.startswith(forbidden)}
 
 
-@pytest.mark.parametrize("path", of("reports"), ids=identify)
+@pytest.mark.parametrize("path", [*of("reports"), *of("reports/pictures")], ids=identify)
 def test_reports_decide_nothing(path: Path) -> None:
-    allowed = ("distcheck.records", "distcheck.errors", "distcheck.reports", "distcheck.checks.mer")
+    allowed = (
+        "distcheck.records", "distcheck.aggregates", "distcheck.errors", "distcheck.reports",
+        "distcheck.checks.mer",
+    )  # fmt: skip
     own = {name for name in imports(path) if name.startswith("distcheck.")}
     assert {name for name in own if not name.startswith(allowed)} <= {"distcheck.checks"}
 
@@ -70,11 +77,25 @@ def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
     assert own == {"distcheck.contract", "distcheck.contract.Contract"}
 
 
+IN_RANKS = ("availability.py", "rank.py")  # all the rest of the probes is plain Python
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in of("probes") if path.name not in IN_RANKS], ids=identify
+)
+def test_what_is_owed_of_a_backend_is_known_without_torch(path: Path) -> None:
+    assert not {name for name in imports(path) if name.partition(".")[0] in ("torch", "numpy")}
+
+
 LIGHT = (
     "distcheck", "distcheck.cli", "distcheck.plan", "distcheck.verification", "distcheck.runs",
     "distcheck.catalogue", "distcheck.train", "distcheck.doctor", "distcheck.contract",
     "distcheck.store", "distcheck.session", "distcheck.reports.terminal", "distcheck.pytest_plugin",
-    "distcheck.testing",
+    "distcheck.testing", "distcheck.probes.command", "distcheck.backends.mpi",
+    "distcheck.backends.gloo", "distcheck.hosting", "distcheck.launchers",
+    "distcheck.selftest.command", "distcheck.gate.matrix", "distcheck.gate.forecast",
+    "distcheck.gate.merging",
+    "distcheck.rendering", "distcheck.reports.html_report", "distcheck.greens",
 )  # fmt: skip
 
 
@@ -84,7 +105,17 @@ def test_the_front_imports_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("words", [["--help"], ["verify", "--help"], ["list"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["verify", "--help"],
+        ["selftest", "--help"],
+        ["list"],
+        ["plan", "--strategy", "ddp"],
+    ],
+    ids=" ".join,
+)
 def test_help_and_list_import_no_torch(words: list[str]) -> None:
     program = (
         "import sys; from distcheck.cli import main\n"

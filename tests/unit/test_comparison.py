@@ -117,3 +117,53 @@ def test_ulp_distance_of_other_dtypes() -> None:
     assert ulp_distance(1.0, NAN, torch.float32) is None
     assert ulp_distance(1e300, 1.0, torch.float32) is None
     assert ulp_distance(1.0, 2.0, torch.int64) is None
+
+
+def test_within_shows_what_fails_worst_first_as_a_share_of_its_bound() -> None:
+    expected = torch.zeros(5, dtype=torch.float64)
+    actual = torch.tensor([0.5, 4.0, 3.0, 1e-6, 0.0])
+    bound = torch.tensor([1.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    found = within(actual, expected, bound)
+    assert not found.ok
+    assert found.first is not None
+    assert (found.first.index, found.first.error, found.first.bound) == ((1,), 4.0, 2.0)
+    # Beyond a bound of zero is beyond measure; within it, as the last one is, is nothing.
+    assert [place.index for place in found.places] == [(3,), (2,), (1,)]
+    assert [place.bound for place in found.places] == [0.0, 1.0, 2.0]
+    assert found.worst == found.places[0]
+
+
+def test_within_a_bound_has_a_closest_and_no_failure() -> None:
+    expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = within(
+        torch.tensor([1.0, 2.5, 3.25]), expected, torch.tensor([0.0, 1.0, 0.25]).double()
+    )
+    assert found.ok
+    assert found.worst is not None
+    assert (found.worst.index, found.worst.error, found.worst.bound) == ((2,), 0.25, 0.25)
+    assert (found.first, found.places) == (None, ())
+    assert within(torch.zeros(2), torch.zeros(2).double(), torch.zeros(1).double()).ok
+
+
+def test_a_norm_that_fails_is_a_place_of_the_whole_tensor() -> None:
+    fails = by_norm(torch.tensor([3.0, 4.0]), torch.zeros(2), 4.9)
+    assert not fails.ok
+    assert fails.first is not None
+    assert (fails.first.index, fails.first.error, fails.first.unit) == ((), 5.0, "L2 norm")
+    assert fails.places == (fails.first,)
+    passes = by_norm(torch.tensor([3.0, 4.0]), torch.zeros(2), 5.0)
+    assert (passes.ok, passes.first, passes.places) == (True, None, ())
+
+
+def test_complex_numbers_differ_by_the_distance_of_their_parts() -> None:
+    found = bitwise(torch.tensor([1 + 1j, 4 + 5j]), torch.tensor([1 + 1j, 1 + 1j]))
+    assert not found.ok
+    assert found.worst is not None
+    assert (found.worst.index, found.worst.error) == ((1,), 5.0)
+
+
+def test_numbers_of_both_signs_are_in_order() -> None:
+    least = 2.0**-149
+    assert ulp_distance(least, -least, torch.float32) == 2
+    assert ulp_distance(0.0, -0.0, torch.float32) == 0
+    assert ulp_distance(-1.0, 1.0, torch.float32) == -ulp_distance(1.0, -1.0, torch.float32)  # type: ignore[operator]

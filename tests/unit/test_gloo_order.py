@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.backends.gloo import all_reduce_sum, chunk_bounds
+from distcheck.backends.gloo import all_reduce_sum, chunk_bounds, reduce_chunk_bounds, reduce_sum
 
 WORLDS = st.integers(1, 32)
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20_000_000))
@@ -12,12 +12,15 @@ SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20_000_000))
 
 @given(elements=SIZES, element_bytes=st.sampled_from([2, 4, 8]), world=WORLDS)
 def test_chunks_tile_the_vector(elements: int, element_bytes: int, world: int) -> None:
-    bounds = chunk_bounds(elements, element_bytes, world)
-    assert len(bounds) == world
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == elements
-    assert all(begin <= end for begin, end in bounds)
-    assert all(bounds[c][1] == bounds[c + 1][0] for c in range(world - 1))
+    for bounds in (
+        chunk_bounds(elements, element_bytes, world),
+        reduce_chunk_bounds(elements, element_bytes, world),
+    ):
+        assert len(bounds) == world
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == elements
+        assert all(begin <= end for begin, end in bounds)
+        assert all(bounds[c][1] == bounds[c + 1][0] for c in range(world - 1))
 
 
 def test_known_chunks() -> None:
@@ -34,6 +37,7 @@ def test_the_sum_of_integers_is_the_sum(world: int, elements: int, seed: int) ->
         torch.randint(-1000, 1000, (elements,), generator=generator).float() for _ in range(world)
     ]
     assert torch.equal(all_reduce_sum(shards), torch.stack(shards).sum(0))
+    assert torch.equal(reduce_sum(shards), torch.stack(shards).sum(0))
 
 
 def test_each_chunk_starts_behind_its_owner() -> None:

@@ -1,14 +1,17 @@
 """Names, modules and files become strategies; whatever is wrong gets one clear sentence."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from distcheck import loading
-from distcheck.contract import BackendAllReduce, Contract, Step
+from distcheck.catalogue import catalogue
+from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
+from distcheck.oracles.shards import stretch_sizes
 
 STEP = Step(index=0, rank=1, world_size=4, samples=64, total_samples=256)
 
@@ -68,6 +71,38 @@ def test_objects_may_leave_methods_out(file: Path) -> None:
     loaded.close()
 
 
+def test_an_optimizer_and_a_backward_of_its_own(file: Path) -> None:
+    source = (
+        "class f:\n"
+        "    def backward(self, loss_of, batch, step):\n"
+        "        return loss_of(batch)\n"
+        "    def optimizer(self, build, parameters):\n"
+        "        return build([{'params': list(parameters)}])\n"
+    )
+    loaded = load(file, source)
+    build = partial(torch.optim.SGD, lr=0.5)
+    assert loaded.backward is not None
+    optimizer = loaded.optimizer(build, torch.nn.Linear(1, 1).parameters())
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    plain = loading.load_strategy("allreduce")
+    assert plain.backward is None
+    assert len(plain.optimizer(build, torch.nn.Linear(1, 1).parameters()).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts", "sizes"),
+    [(85, 2, [43, 42]), (4, 4, [1] * 4), (1, 2, [1]), (7, 3, [3, 2, 2])],
+)
+def test_a_shard_in_parts(samples: int, parts: int, sizes: list[int]) -> None:
+    ids = torch.arange(samples)
+    batch = Batch(inputs=ids.unsqueeze(1).float(), labels=ids % 10, ids=ids, total=100)
+    found = batch.split(parts)
+    assert [len(part.ids) for part in found] == sizes == stretch_sizes(samples, parts)
+    assert torch.equal(torch.cat([part.inputs for part in found]), batch.inputs)
+    assert torch.equal(torch.cat([part.labels for part in found]), batch.labels)
+    assert {part.total for part in found} == {100}
+
+
 def test_a_file_may_import_its_neighbours(file: Path) -> None:
     (file.parent / f"neighbour_{file.parent.name}.py").write_text("x = 1\n")
     load(file, f"from neighbour_{file.parent.name} import x\ndef f(model): pass\n")
@@ -95,19 +130,25 @@ def test_a_file_may_be_called_like_a_loaded_module(
         ("f = 3", "f", "is a int; wanted is a function"),
         ("def f(model, a, b): pass", "f", r"signature f\(model, a, b\)"),
         ("def f(): pass", "f", r"signature f\(\)"),
-        ("def f(model, *, group): pass", "f", "wanted is a function"),
+        (
+            "def f(model, *, secret): pass",
+            "f",
+            "nothing is known of secret; give --arg secret=VALUE",
+        ),
         (
             "class f:\n  def __init__(self, x): pass\n  def sync(self, m): pass",
             "f",
-            "is a class",
+            "nothing is known of x|is a class",
         ),
-        ("class f:\n    pass", "f", "is a f; wanted is"),
+        ("class f:\n    pass", "f", "is a class f.*; wanted is"),
     ],
 )
 def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         load(file, source, name)
-    assert "\n" not in str(caught.value)
+    sentence, *adapter = str(caught.value).splitlines()
+    assert not adapter or sentence.endswith("as wrapper):")
+    assert len(adapter) in (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +171,7 @@ def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
 
 
 def test_workloads() -> None:
-    assert set(loading.workload_names()) == {"lattice", "mlp", "cnn", "vgg11"}
+    assert set(loading.workload_names()) == {"lattice", "mlp", "cnn", "vgg11", "generated"}
     assert loading.load_workload("lattice").own_samples is not None
     assert loading.load_workload("mlp").own_samples is None
     with pytest.raises(UsageError, match="unknown workload 'resnet'; known are cnn"):
@@ -142,3 +183,11 @@ def test_workloads() -> None:
 def test_summaries_import_nothing() -> None:
     assert loading.summary_of("distcheck.workloads.mlp").startswith("A three-layer perceptron")
     assert loading.summary_of("no.such.module") == "(cannot be found)"
+
+
+def test_every_strategy_has_a_line_of_its_own() -> None:
+    """Also those that share a file."""
+    (strategies,) = [rows for heading, rows in catalogue() if heading == "strategies"]
+    lines = [line for _, line in strategies]
+    assert all(line.endswith(".") for line in lines)
+    assert len(set(lines)) == len(lines) > 12

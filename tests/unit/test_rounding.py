@@ -64,6 +64,100 @@ def test_weighted_means_are_within_the_bound(seed: int, sizes: list[int]) -> Non
     assert bool(((actual.double() - known.mean).abs() <= known.bound).all())
 
 
+WIRES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    dtype=DTYPES,
+    wire=WIRES,
+    how=st.sampled_from(["divide-before", "divide-after", "multiply-before"]),
+)
+def test_what_travels_rounded_is_within_the_wires_bound(
+    seed: int, sizes: list[int], dtype: torch.dtype, wire: torch.dtype, how: str
+) -> None:
+    world, total = len(sizes), sum(sizes)
+    shards = shards_of(seed, world, 50, dtype, 3)
+    known = interval(shards, [n / total for n in sizes], wire=wire)
+    parts = [(s * (n * world / total)).to(wire) for s, n in zip(shards, sizes, strict=True)]
+    if how == "divide-before":
+        parts = [part / world for part in parts]
+    elif how == "multiply-before":
+        parts = [part * (1 / world) for part in parts]
+    actual = add_in_some_order(parts, random.Random(seed)).to(dtype)
+    if how == "divide-after":
+        actual = actual / world
+    assert bool(((actual.double() - known.mean).abs() <= known.bound).all())
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(4, 90), min_size=1, max_size=8),
+    passes=st.integers(1, 4),
+    dtype=DTYPES,
+    wire=st.none() | WIRES,
+    every=st.booleans(),
+)
+def test_whoever_exchanges_in_every_backward_is_within_the_bound(
+    seed: int, sizes: list[int], passes: int, dtype: torch.dtype, wire: torch.dtype | None,
+    every: bool,
+) -> None:  # fmt: skip
+    """And whoever does so once; stretches of a shard cancel here in half of their elements."""
+    world, total, order = len(sizes), sum(sizes), random.Random(seed)
+    stretches = [shards_of(seed + a, world, 50, dtype, 3) for a in range(passes)]
+    for a in range(1, passes, 2):
+        for rank in range(world):
+            stretches[a][rank][:25] = -stretches[a - 1][rank][:25] * 1.01
+    own = [sum(parts[1:], parts[0]) for parts in zip(*stretches, strict=True)]
+    known = interval(
+        own,
+        [n / total for n in sizes],
+        wire=wire,
+        passes=passes,
+        magnitudes=[sum(p.abs().double() for p in parts) for parts in zip(*stretches, strict=True)],
+    )
+
+    def mean(gradients: list[torch.Tensor]) -> torch.Tensor:
+        weighted = [g * (n * world / total) for g, n in zip(gradients, sizes, strict=True)]
+        sent = [g.to(wire or dtype) for g in weighted]
+        return add_in_some_order(sent, order).to(dtype) / world
+
+    actual = mean(own)
+    if every:
+        actual = mean(stretches[0])
+        for parts in stretches[1:]:
+            actual = mean([actual + part for part in parts])
+    assert bool(((actual.double() - known.mean).abs() <= known.bound).all())
+
+
+def test_two_backward_passes_are_bounded_by_little_more_than_twice_as_much() -> None:
+    first, second = (shards_of(seed, 4, 100, torch.float32, 2) for seed in (1, 2))
+    own = [a.abs() + b.abs() for a, b in zip(first, second, strict=True)]
+    once = interval(own, [1 / 4] * 4)
+    twice = interval(own, [1 / 4] * 4, passes=2, magnitudes=own)
+    assert bool((twice.bound > 2 * once.bound).all())
+    assert bool((twice.bound < 2.5 * once.bound).all())
+    assert bool(((twice.mean * 1e-5).abs() > twice.bound).all())
+
+
+def test_a_short_wire_is_still_a_bound() -> None:
+    """For 4 ranks: 0.3 % of what a float16 wire carries, 2.4 % of a bfloat16 one."""
+    shards = [shard.abs() for shard in shards_of(1, 4, 1000, torch.float32, 0)]
+    for wire, share in ((torch.float16, 0.003), (torch.bfloat16, 0.025)):
+        known = interval(shards, [1 / 4] * 4, wire=wire)
+        assert share / 1.3 < float((known.bound / known.mean).max()) < share
+        without_the_last = sum(s.double() for s in shards[:3]) / 4
+        assert bool(((without_the_last - known.mean).abs() > known.bound).any())
+
+
+def test_a_wider_wire_than_the_gradients_costs_two_roundings() -> None:
+    shards = shards_of(1, 4, 100, torch.bfloat16, 2)
+    plain, wide = (interval(shards, [1 / 4] * 4, wire=w) for w in (None, torch.float32))
+    assert bool((plain.bound < wide.bound).all())
+    assert bool((wide.bound < 1.5 * plain.bound).all())
+
+
 @given(seed=st.integers(0, 1000), world=st.integers(2, 8), dtype=DTYPES)
 def test_the_mean_is_exact_up_to_its_own_error(seed: int, world: int, dtype: torch.dtype) -> None:
     shards = shards_of(seed, world, 5, dtype, 3)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from distcheck.worlds import scratch
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
@@ -80,6 +82,27 @@ def hangs(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
+def holds_the_lock(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Rank 1 stays in C with the interpreter's lock, so that none of its Python can run."""
+    rank, _ = _join(payload, fds)
+    reporter.progress(2, "sync")
+    if rank == 1:
+        lock = ctypes.create_string_buffer(64)  # zeros: a mutex that nobody holds
+        ctypes.PyDLL(None).pthread_mutex_lock(lock)
+        ctypes.PyDLL(None).pthread_mutex_lock(lock)  # for ever, and through every signal
+    dist.barrier()
+    return b""
+
+
+def wakes_when_shaken(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Rank 1 holds the lock as above, in a call that the signal it is asked with cuts short."""
+    rank, _ = _join(payload, fds)
+    reporter.progress(2, "sync")
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
+    return b""
+
+
 def works_hard(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Busy for longer than the deadline, without a sign of progress."""
     _join(payload, fds)
@@ -129,6 +152,14 @@ def chatters(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     if rank == 1:
         raise RuntimeError("after much talk")
     return b""
+
+
+def sleeps_with_folders(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    with scratch.folder() as one, scratch.folder(Path(os.fsdecode(payload)), ".mine-") as two:
+        for made in (one, two):
+            (made / "within").mkdir()
+            (made / "within" / "file").write_text("")
+        return sleeps_alone(payload, fds, reporter)
 
 
 def sleeps_alone(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:

@@ -13,14 +13,22 @@ from distcheck.worlds.world import World
 from tests.world.jobs import Job
 
 
-def start(pool: Pool, job: str, world: int, *, deadline_s: float = 20.0, **about: Any) -> World:
+def start(
+    pool: Pool,
+    job: str,
+    world: int,
+    *,
+    backend: str = "gloo",
+    deadline_s: float = 20.0,
+    **about: Any,
+) -> World:
     def payload(rendezvous: Rendezvous) -> bytes:
         return msgspec.msgpack.encode(Job(rendezvous, about))
 
     return start_world(
         pool,
-        target=f"tests.world.jobs:{job}",
-        backend="gloo",
+        target=job if ":" in job else f"tests.world.jobs:{job}",
+        backend=backend,
         size=world,
         payload=payload,
         fds=[],
@@ -29,10 +37,16 @@ def start(pool: Pool, job: str, world: int, *, deadline_s: float = 20.0, **about
 
 
 def run(
-    pool: Pool, job: str, world: int, *, deadline_s: float = 20.0, **about: Any
+    pool: Pool,
+    job: str,
+    world: int,
+    *,
+    backend: str = "gloo",
+    deadline_s: float = 20.0,
+    **about: Any,
 ) -> tuple[list[Outcome], list[bytes]]:
     """The outcomes, causes first, and what the ranks returned."""
-    ranks = start(pool, job, world, deadline_s=deadline_s, **about)
+    ranks = start(pool, job, world, backend=backend, deadline_s=deadline_s, **about)
     run_until_over(pool, ranks)
     outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
     results = ranks.results

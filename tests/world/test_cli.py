@@ -64,7 +64,7 @@ def _table(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["verify"], 2, "no strategy was given; known are allreduce, ddp, gather_scatter"),
+        (["verify"], 2, "no strategy was given; known are allreduce, data_parallel, ddp, "),
         (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce'; known are"),
         (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
         (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a valid integer"),
@@ -76,9 +76,13 @@ def _table(text: str) -> list[str]:
         (["verify", "--strategy", "bad.py"], 2, "for instance bad.py:good"),
         (["verify", "--strategy", "bad.py:nothing"], 2, "it defines good, no_sync, crash, doubled"),
         (["verify", "--strategy", "ddp", "--device", "cuda"], 3, "'cuda' is not available"),
-        (["verify", "--strategy", "ddp", "--backend", "nccl"], 3, "'nccl' is not available"),
+        (
+            ["verify", "--strategy", "ddp", "--backend", "nccl"],
+            3,
+            "needs an NVIDIA GPU",
+        ),
         (["verify", "--strategy", "ddp", "--json", "no/such/dir/x"], 3, "cannot be written"),
-        (["verify", "--strategy", "ddp", "--save", "bad.py"], 2, "--save bad.py is a file"),
+        (["verify", "--strategy", "ddp", "--save", "bad.py"], 2, "bad.py is a file"),
         (["verify", "--strategy", "ddp", "--save", "."], 2, "is not empty"),
         (
             ["verify", "--strategy", "ddp", "--save", "/proc/nope"],
@@ -213,7 +217,9 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, "--json", "-")
     assert ran.returncode == 1
     document = json.loads(ran.stdout)
-    assert list(document) == ["schema", "verdict", "exit_code", "environment", "cases"]
+    assert list(document) == [
+        "schema", "verdict", "exit_code", "environment", "since_green", "cases", "plan", "left_out",
+    ]  # fmt: skip
     assert document["schema"] == "distcheck.report/1"
     assert (document["verdict"], document["exit_code"]) == ("fail", 1)
     for key in ("torch", "python", "backend", "device", "threads", "cpu"):
@@ -222,22 +228,35 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     assert set(case) == {
         "id", "strategy", "strategy_file", "world", "backend", "device", "dtype", "workload",
         "batch", "steps", "seed", "verdict", "outcomes", "checks", "diagnosis", "timings_s",
-        "replay",
+        "replay", "data", "data_dir", "notes", "as", "arguments", "variables", "finish", "reset",
+        "without_data", "loss", "strategy_line", "command", "accept", "accepted",
     }  # fmt: skip
     assert case["strategy_file"] == str(tmp_path / "bad.py")
+    lines = (tmp_path / "bad.py").read_text().splitlines()
+    assert lines[case["strategy_line"] - 1] == "def no_sync(model):"
+    assert [planned["id"] for planned in document["plan"]["cases"]] == [case["id"]]
+    assert (document["plan"]["shard"], document["plan"]["shards"]) == (0, 1)
     assert [set(o) for o in case["outcomes"]] == [{"rank", "outcome", "detail"}] * 2
     for check in case["checks"]:
-        assert set(check) == {"check", "layer", "verdict", "compared", "worst", "reason"}
+        pictured = {"map", "ulp", "elements", "loss", "digests"}
+        assert set(check) - pictured == {
+            "check", "layer", "verdict", "compared", "worst", "first", "reason",
+        }  # fmt: skip
         assert set(check["compared"]) == {"tensors", "elements", "ranks", "steps"}
         if check["worst"] is not None:
             assert set(check["worst"]) == {
                 "parameter", "rank", "step", "index", "actual", "expected", "error", "bound", "ulp",
+                "unit", "actual_bits", "expected_bits",
             }  # fmt: skip
     bad = next(c for c in case["checks"] if (c["check"], c["layer"]) == ("gradients", "R"))
     assert bad["worst"]["error"] > bad["worst"]["bound"]
     assert "first divergence: step 0" in bad["reason"]
     assert [set(d) for d in case["diagnosis"]] == [{"cause", "evidence", "suggestion"}]
     assert case["replay"].startswith("distcheck replay ")
+    assert case["command"] == (
+        "distcheck verify --strategy bad.py:no_sync --world 2 --workload mlp --dtype float32 "
+        "--batch 256 --steps 3 --seed 0 --backend gloo --data synthetic"
+    )
 
 
 def test_quiet_prints_verdict_lines_alone(distcheck: Run) -> None:
@@ -293,13 +312,17 @@ def test_doctor_is_paste_ready(distcheck: Run) -> None:
     assert ran.returncode == 0
     for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
         assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)
-    assert ran.stdout.count("as predicted, to the bit") == 6
+    assert ran.stdout.count("as predicted, to the bit") == 9
 
 
 def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
-    """The same batches and seeds: one process and three ranks lose alike."""
+    """The same batches and seeds: one process and three ranks lose alike.
+
+    Ranks with a part of the parameters each (fsdp) must evaluate together.
+    """
     losses = []
-    for words in ([], ["--strategy", "gather_scatter", "--world", "3"]):
+    three = ["--world", "3", "--strategy"]
+    for words in ([], [*three, "gather_scatter"], [*three, "fsdp"]):
         ran = distcheck(
             "train", "--workload", "mlp", "--steps", "15", "--epochs", "2", "--log-every", "10",
             "--json", "table.json", *words,
@@ -311,6 +334,7 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
         rows = json.loads((tmp_path / "table.json").read_text())["epochs"]
         losses.append([row["loss"] for row in rows])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
     assert losses[0][1] < losses[0][0]
 
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck.backends.gloo import all_reduce_sum
+from distcheck.backends.gloo import all_reduce_sum, reduce_sum
+from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.preparation import calibrate
 from distcheck.testing import WorldView
 from distcheck.worlds.pool import Pool
@@ -17,6 +18,14 @@ SIZES = st.one_of(
     st.sampled_from([2**18 - 1, 2**18, 2**18 + 1, 2**19 + 3, 1_000_003]),
 )
 DTYPES = st.sampled_from(["float32", "float64", "float16", "bfloat16"])
+ORDERS = (
+    BackendAllReduce(),
+    BackendReduce(),
+    DDPBuckets(),
+    DDPBuckets(first_mib=0.5, cap_mib=0.5),
+    DDPBuckets(rebuilt_at=None),
+    DDPBuckets(rebuilt_at=2),
+)
 EXAMPLES = st.lists(
     st.tuples(SIZES, DTYPES, st.integers(0, 1000), st.sampled_from(["plain", "spread"])),
     min_size=1,
@@ -49,6 +58,11 @@ def assert_as_predicted(
     dist.all_reduce(reduced)
     assert torch.equal(reduced, all_reduce_sum(vectors)), (elements, dtype, seed)
 
+    reduced, root = vectors[world.rank].clone(), seed % world.size
+    dist.reduce(reduced, dst=root)
+    if world.rank == root:
+        assert torch.equal(reduced, reduce_sum(vectors)), (elements, dtype, seed)
+
 
 def vector(elements: int, dtype: torch.dtype, seed: int, how: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -64,8 +78,8 @@ def test_calibration_confirms_the_ring_and_ddps_buckets(pool: Pool, world: int) 
         pool,
         backend="gloo",
         world=world,
-        orders=("all-reduce", "ddp-buckets"),
+        orders=ORDERS,
         dtypes=("float32", "float64"),
         deadline_s=30.0,
     )
-    assert found.failures == {"all-reduce": "", "ddp-buckets": ""}
+    assert found.failures == tuple((order, "") for order in ORDERS)

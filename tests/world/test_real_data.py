@@ -12,7 +12,14 @@ from tests.unit.test_datasets import needs_torchvision
 
 @needs_torchvision
 @pytest.mark.vgg
-@pytest.mark.parametrize("strategy", ["allreduce", "ddp", "gather_scatter"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        pytest.param("allreduce", marks=pytest.mark.sweep),
+        pytest.param("gather_scatter", marks=pytest.mark.sweep),
+    ],
+)
 def test_vgg11_on_cifar10_goes_end_to_end(tmp_path: Path, strategy: str) -> None:
     real_files.write_cifar10(tmp_path)
     report = distcheck.verify(

@@ -108,6 +108,20 @@ def test_a_failure_is_an_assertion_with_the_report_in_it() -> None:
     assert "1.weight[0,0]" in text
 
 
+def test_an_update_is_judged_by_its_own_rank_alone() -> None:
+    """Rank 1's gradient is wrong, ranks 2 and 3 share rank 0's: no update was."""
+    report = distcheck.verify(
+        "bench/planted.py:flipped_on_one_rank",
+        workload="mlp",
+        dtype="float32",
+        batch=64,
+        steps=1,
+        variables={"BIT": 22},
+    )
+    failed = {r.check for case in report.cases for r in case.checks if r.verdict == "fail"}
+    assert failed == {"gradients", "agreement"}
+
+
 def test_too_many_ranks_for_this_machine() -> None:
     with pytest.raises(CannotRunError, match=r"needs about .* (GiB of memory|open files)"):
         distcheck.verify("allreduce", world=4_000, batch=4_000, workload="cnn")

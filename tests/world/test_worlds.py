@@ -11,7 +11,9 @@ import msgspec
 import psutil
 import pytest
 
-from distcheck.worlds.launch import start_job
+from distcheck.worlds import blame, messages
+from distcheck.worlds.launch import run_until_over, start_job
+from distcheck.worlds.links import RemoteChild
 from distcheck.worlds.pool import Pool
 from tests.world.command import hear_interrupts
 from tests.world.launching import run, start
@@ -79,6 +81,52 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
         assert "jobs.py" in waiting.detail
 
 
+def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
+    """What faulthandler reads while Python runs can be a segmentation fault."""
+    ranks = start(pool, "holds_the_lock", 2, deadline_s=1.0)
+    run_until_over(pool, ranks)
+    assert [child.shaken for child in ranks.children] == [False, True]
+    there, stuck = sorted(blame.outcomes(ranks.children, hung=ranks.hung), key=lambda o: o.rank)
+    ranks.close()
+    assert (there.outcome, stuck.outcome) == ("hung", "hung")
+    assert "dist.barrier()" in there.detail
+    assert "in holds_the_lock" in stuck.detail
+
+
+def test_a_hang_that_ends_because_it_was_looked_at_was_one(pool: Pool) -> None:
+    ranks = start(pool, "wakes_when_shaken", 2, deadline_s=1.0)
+    run_until_over(pool, ranks)
+    outcomes = {o.rank: o for o in blame.outcomes(ranks.children, hung=ranks.hung)}
+    ranks.close()
+    assert not ranks.succeeded
+    assert {rank: o.outcome for rank, o in outcomes.items()} == {0: "finished", 1: "hung"}
+
+
+_SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in sync\n'
+
+
+def test_a_rank_that_dies_of_being_shaken_was_hung() -> None:
+    child = RemoteChild(gone=True, exit_signal=signal.SIGSEGV, heard_stacks=_SAID)
+    assert blame.outcomes([child], hung=True)[0].outcome == "killed"
+    child.shaken = True
+    assert blame.outcomes([child], hung=True)[0].outcome == "hung"
+
+
+@pytest.mark.parametrize("shaken", [False, True])
+def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
+    child = RemoteChild(gone=True, exit_code=0, released=True, heard_stacks=_SAID, shaken=shaken)
+    child.take(messages.Done(b""))
+    assert blame.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
+    child.take(messages.Stacks('File "mine.py", line 9 in later', ""))
+    assert blame.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
+    child.take(messages.Done(b""))
+    outcome = blame.outcomes([child], hung=True)[0]
+    assert outcome.outcome == "hung"
+    assert ("line 3 in sync" if shaken else "line 9 in later") in outcome.detail
+    assert "went on when it was asked" in outcome.detail
+    assert blame.outcomes([child], hung=False)[0].outcome == "finished"
+
+
 def test_a_world_that_computes_has_not_hung(pool: Pool) -> None:
     outcomes, _ = run(pool, "works_hard", 2, deadline_s=0.5)
     assert {o.outcome for o in outcomes} == {"finished"}
@@ -139,12 +187,17 @@ def test_many_worlds_leave_nothing_open(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_everything_dies_with_the_front(number: signal.Signals) -> None:
+def test_everything_dies_with_the_front(number: signal.Signals, tmp_path: Path) -> None:
+    """Processes, and the folders that these were using."""
+    for name in ("temporary", "other"):
+        (tmp_path / name).mkdir()
+    other = os.fsencode(tmp_path / "other")
     program = (
         "from distcheck.worlds.pool import Pool\n"
         "from distcheck.worlds.launch import start_job\n"
         "pool = Pool()\n"
-        "jobs = [start_job(pool, target='tests.world.jobs:sleeps_alone', payload=b'', fds=[],"
+        "jobs = [start_job(pool, target='tests.world.jobs:sleeps_with_folders',"
+        f" payload={other!r}, fds=[],"
         " deadline_s=60) for _ in range(3)]\n"
         "while not all(j.children[0].progress for j in jobs): pool.pump(0.1)\n"
         "print('asleep', flush=True)\n"
@@ -153,17 +206,20 @@ def test_everything_dies_with_the_front(number: signal.Signals) -> None:
     front = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         preexec_fn=hear_interrupts,
     )
     assert front.stdout is not None
     assert front.stdout.readline() == b"asleep\n"
+    assert len(list(tmp_path.glob("*/*/within/file"))) == 6
     family = psutil.Process(front.pid).children(recursive=True)
     assert len(family) == 4, "the helper and three jobs"
     front.send_signal(number)
     front.wait()
     _wait_until(lambda: not any(p.is_running() and not _is_zombie(p.pid) for p in family))
+    assert not [path for path in tmp_path.glob("*/*") if "torchinductor" not in path.name]
 
 
 def test_a_pool_says_when_its_helper_is_gone(tmp_path: Path) -> None:

@@ -1,0 +1,293 @@
+"""Each form in a real world: taken as what it is, with the verdict that it deserves."""
+
+import functools
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distcheck
+from distcheck import backends
+from distcheck.errors import UsageError
+from distcheck.records import CaseReport
+from distcheck.reports.json_report import as_document
+from tests.world.command import COMMAND
+
+HERE = Path(__file__).parent
+MISSING = backends.missing("mpi")
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
+SCALE = {"gradients R", "gradients S32"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Code, how it is asked for, what it is taken as, and what fails (nothing: it passes)."""
+
+    spec: str
+    taken: str = ""
+    fails: set[str] = field(default_factory=set)
+    world: int = 2
+    steps: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.spec} {said} w{self.world}".replace(" ", "-")
+
+
+def _sum(loss: str) -> dict[str, Any]:
+    return {"loss": loss}
+
+
+GIVEN = [
+    Given("functions:average_gradients", world=3),
+    Given("functions:sync_with_size", "model"),
+    Given("functions:gather_scatter_as_taught", "model", world=3),
+    Given("functions:rank_first", "model"),
+    Given("functions:needs_a_word", "model", options={"arguments": {"divisor": 2}}),
+    Given("functions:needs_a_word", "model", SCALE, options={"arguments": {"divisor": 3}}),
+    Given("functions:needs_a_word", "model", options={"arguments": {"divisor": "@world_size"}}),
+    Given("functions:only_sums", "", SCALE),
+    Given("functions:only_sums", options=_sum("mean/world"), world=3),
+    Given("functions:only_sums", options=_sum("sum/global"), world=3, steps=2),
+    Given("functions:average_gradients", "", SCALE, options=_sum("mean/world")),
+    Given("functions:rebinds_a_local", "", {*SCALE, "agreement -"}),
+    Given("functions:through_the_optimizer", "model"),
+    Given("functions:over_parameters", "parameters"),
+    Given("functions:over_gradients", "gradients"),
+    Given("functions:returns_gradients", "gradients"),
+    Given("functions:replaces_entries", "gradients"),
+    Given("functions:drops_the_last", "gradients", {*SCALE, "agreement -"}),
+    Given("functions:ring", "tensor-mean", SCALE),
+    Given("functions:ring", "tensor-sum", options={"form": "tensor-sum"}),
+    # From three ranks on each adds up in an order of its own: right, and not the same bits.
+    Given(
+        "functions:ring",
+        "tensor-sum",
+        {"agreement -"},
+        world=3,
+        options={"form": "tensor-sum"},
+    ),
+    Given("functions:ring_that_adds_its_own_again", "tensor-sum", options={"form": "tensor-sum"}),
+    Given(
+        "functions:ring_that_adds_its_own_again",
+        "tensor-sum",
+        {*SCALE, "agreement -"},
+        world=3,
+        options={"form": "tensor-sum"},
+    ),
+    Given("functions:mean_in_place", "tensor-mean"),
+    Given("functions:mean_returned", "tensor-mean"),
+    Given("functions:asynchronous", "tensor-sum", options={"form": "tensor-sum"}),
+    Given("functions:steps_itself", "step", steps=2),
+    Given("functions:descends_by_hand", "steps-inside", steps=2),
+    Given("functions:averages_what_it_stepped", "steps-inside", steps=2),
+    Given("functions:descends_on_its_own", "steps-inside", {*SCALE, "agreement -"}),
+    Given("functions:install", "hooks", steps=2),
+    Given("functions:install_halfway", "hooks", {*SCALE, "agreement -"}),
+    Given("functions:wrapped", "wrapper", options={"form": "wrapper"}),
+    Given("functions:with_free_names", "model"),
+    Given("functions:with_odd_names", options={"variables": {"HOW_MANY": 2}}),
+    Given("functions:with_odd_names", options={"variables": {"HOW_MANY": "@size"}}, world=3),
+    Given("functions:with_odd_names", "", SCALE, options={"variables": {"HOW_MANY": 5}}),
+    Given("functions:Callable.__call__"),
+    Given("classes:NaiveDDP", "wrapper", world=3, steps=2),
+    Given("classes:OverlappedDDP", "wrapper", steps=2),
+    Given("classes:OddlyNamed", "wrapper", {*SCALE, "agreement -"}),
+    Given("classes:OddlyNamed", "wrapper", options={"finish": "zzz"}),
+    Given("classes:OddlyNamed.zzz", "wrapper"),
+    Given("classes:LeansOnReset", "wrapper", {*SCALE, "agreement -"}, steps=2),
+    Given("classes:LeansOnReset", "wrapper", steps=2, options={"reset": "start_over"}),
+    # Defined in another module than the one that it is imported from.
+    Given("torch.nn.parallel:DistributedDataParallel", "wrapper"),
+    Given("classes:Plain", "wrapper"),
+    Given("classes:DividedInPlace", "sharded-module", world=3, steps=2),
+    Given("classes:TouchesAPiece", "sharded-module", {"parameters X"}, steps=2),
+    Given("classes:DividedByParameter", "sharded-module", world=3, steps=2),
+    Given(
+        "classes:GathersOnce",
+        "sharded-module",
+        {*SCALE, "loss S32", "loss X", "parameters X"},
+        steps=2,
+    ),
+    Given("classes:Reducer", "wrapper", steps=2),
+    Given("classes:Agent.average_gradients", "method"),
+    Given("classes:Agent.forgets", "method", {*SCALE, "agreement -"}),
+    Given("classes:Agent.with_scale", "method", options={"arguments": {"self.scale": 0.5}}),
+    Given("classes:Net.sync_grads", "method"),
+    Given("classes:Communicator.sync", ""),
+    Given("classes:SyncingOptimizer", "optimizer", steps=2),
+    Given("classes:StepsFirst", "optimizer", {*SCALE, "agreement -"}),
+    Given("classes:ShardedOptimizer", "sharded-optimizer", steps=2),
+    Given(
+        "classes:KeepsItToItself",
+        "sharded-optimizer",
+        {"gradients S32", "loss S32", "parameters X", "agreement -"},
+        steps=2,
+    ),
+    Given("classes:mean_hook", "comm-hook", steps=2),
+    Given("classes:sum_hook", "comm-hook", SCALE),
+    Given("classes:sum_hook", "comm-hook", options=_sum("mean/world")),
+    Given(
+        "classes:hook_with_group",
+        "comm-hook",
+        options={"arguments": {"process_group": "@group"}},
+    ),
+    Given(
+        "classes:hook_with_state",
+        "comm-hook",
+        options={"arguments": {"state": f"@{HERE / 'classes.py'}:HookState"}},
+    ),
+    Given("classes:HookOwner.hook", "comm-hook"),
+    Given(
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
+        "comm-hook",
+        world=3,
+    ),
+]  # fmt: skip
+
+
+@functools.cache
+def in_one_run(world: int, steps: int) -> dict[str, CaseReport]:
+    """All that nothing is said about, in one run per world: it is looked at once."""
+    specs = [g.spec for g in GIVEN if (g.world, g.steps, g.options) == (world, steps, {})]
+    report = verify(specs, world=world, steps=steps)
+    return dict(zip(specs, report.cases, strict=True))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_form(given: Given) -> None:
+    if given.options:
+        (case,) = verify([given.spec], world=given.world, steps=given.steps, **given.options).cases
+    else:
+        case = in_one_run(given.world, given.steps)[given.spec]
+    failed = {f"{c.check} {c.layer}" for c in case.checks if c.verdict == "fail"}
+    assert failed == given.fails
+    assert case.verdict == ("fail" if given.fails else "pass"), case.checks
+    taken = [note for note in case.notes if note.startswith("taken as: ")]
+    assert [note.split()[2].rstrip(",;") for note in taken] == (
+        [given.taken] if given.taken else []
+    )
+
+
+def test_pieces_are_found_where_few_integers_are_exact() -> None:
+    """bfloat16 counts to 256, so the model's 402,250 elements take three numbered copies."""
+    place = f"{HERE / 'classes.py'}:DividedByParameter"
+    report = distcheck.verify(
+        place, workload="mlp", dtype="bfloat16", batch=48, world=2, steps=1
+    ).raise_for_verdict()
+    (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
+    assert gradients.compared.elements == 2 * 402_250
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("name", "form", "fails"),
+    [
+        ("allreduce_model", None, set()),
+        ("drops_the_result", None, {*SCALE, "agreement -"}),
+        ("Communicator.my_allreduce", "tensor-sum", set()),
+    ],
+)
+def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) -> None:
+    words = ["--backend", "mpi", *(["--as", form] if form else [])]
+    ran = command("with_mpi.py", name, *words, "--json", str(tmp_path / "report.json"))
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    failed = {f"{c['check']} {c['layer']}" for c in case["checks"] if c["verdict"] == "fail"}
+    assert (failed, ran.returncode) == (fails, 1 if fails else 0), ran.stderr
+
+
+@needs_mpi
+def test_mpi4py_on_another_backend() -> None:
+    ran = command("with_mpi.py", "allreduce_model")
+    assert ran.returncode == 3
+    assert "works on backend mpi only, not on gloo; give --backend mpi" in ran.stderr
+
+
+def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
+    words = ["--arg", "divisor=3", "--loss", "mean/world", "--save", str(tmp_path / "kept")]
+    assert command("functions.py", "needs_a_word", *words).returncode == 1
+    (case,) = (tmp_path / "kept" / "cases").glob("*.json")
+    report = tmp_path / "again.json"
+    again = [*COMMAND, "replay", str(case), "--json", str(report)]
+    assert subprocess.run(again, cwd=tmp_path, capture_output=True).returncode == 1
+    (found,) = json.loads(report.read_text())["cases"]
+    assert (found["arguments"], found["loss"]) == ({"divisor": "3"}, "mean/world")
+
+
+def command(file: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    quick = ["--workload", "mlp", "--dtype", "float32", "--batch", "48", "--steps", "1"]
+    spec = ["--strategy", f"{HERE / file}:{name}", "--world", "2", *quick]
+    return subprocess.run(
+        [*COMMAND, "verify", *spec, *words], capture_output=True, text=True, timeout=120
+    )
+
+
+def verify(specs: list[str], **options: Any) -> distcheck.Report:
+    """On 48 samples, so that shards are equal in every world."""
+    places = [
+        spec if "." in spec.partition(":")[0] else f"{HERE / spec.replace(':', '.py:')}"
+        for spec in specs
+    ]
+    return distcheck.verify(
+        places, workload="mlp", dtype="float32", batch=48, deadline_s=10.0, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("functions:needs_a_word", {}, "nothing is known of divisor; give --arg divisor=VALUE"),
+        ("functions:with_odd_names", {}, "uses HOW_MANY, which its module does not define"),
+        ("functions:average_gradients", {"finish": "x"}, "--finish x is for a wrapper"),
+        ("functions:average_gradients", {"arguments": {"lr": 1}}, "takes no 'lr'; it takes model"),
+        ("functions:average_gradients", {"form": "magic"}, "unknown form --as magic; known are"),
+        ("functions:average_gradients", {"loss": "half"}, "unknown loss contract --loss half"),
+        ("functions:average_gradients", {"arguments": {"a": object()}}, "cannot be written down"),
+        ("functions:needs_a_word", {"arguments": {"divisor": "@none"}}, "@none stands for nothing"),
+        ("functions:mean_in_place", {"arguments": {"tensor": 1}}, "is what it is called with"),
+        ("functions:adds_its_step", {}, "updates the parameters itself"),
+        ("functions:decays", {}, "also where every gradient is zero: by weight decay"),
+        ("functions:descends_by_hand", {"arguments": {"lr": 0.1}}, "by a power of two"),
+        ("functions:average_gradients", {"form": "steps-inside"}, "nothing tells that; make it"),
+        ("functions:averages_with_rate", {"form": "steps-inside"}, "wrote none"),
+        ("classes:NaiveDDP", {"form": "sharded-module"}, "whole on every rank; give --as wrapper"),
+        ("classes:DividedInPlace", {"form": "wrapper"}, "give --as sharded-module"),
+        ("functions:wrapped", {}, "returned another module .* give --as wrapper"),
+        ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
+        ("classes:Copies", {}, "trains other parameters than those"),
+        ("classes:Agent.uses_unknown", {}, "self.replay_buffer, of which nothing is known"),
+        ("classes:Agent", {}, "wanted is a function"),
+        ("classes:NeverSteps", {}, "took 0 steps where it should take one"),
+        ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "leave --loss at mean"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_adapted_is_refused(
+    spec: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        verify([spec], world=2, steps=1, **options)
+
+
+def test_a_refusal_shows_three_lines_for_this_object() -> None:
+    with pytest.raises(UsageError) as caught:
+        verify(["functions:needs_a_word"], world=2)
+    sentence, *lines = str(caught.value).splitlines()
+    assert "comm-hook: hook(state, bucket)" in sentence
+    assert [line.strip() for line in lines] == [
+        "from functions import needs_a_word",
+        "def sync(model, step):",
+        "needs_a_word(model, divisor=...)",
+    ]
+
+
+def test_the_report_holds_all_that_was_said() -> None:
+    report = verify(
+        ["functions:needs_a_word"], world=2, steps=1, loss="mean", arguments={"divisor": 2}
+    )
+    (case,) = as_document(report)["cases"]
+    assert (case["as"], case["arguments"], case["loss"]) == (None, {"divisor": "2"}, "mean")
+    assert case["replay"].endswith("--arg divisor=2")

@@ -1,0 +1,264 @@
+"""Reports as fixed documents, for tests of what is made of them and for bench/html_report.py."""
+
+import math
+from typing import Any
+
+from distcheck.aggregates import Aggregates, Element, Losses
+from distcheck.records import (
+    Case,
+    CaseReport,
+    Change,
+    CheckResult,
+    Collective,
+    Compared,
+    Diagnosis,
+    Difference,
+    Outcome,
+    Report,
+    SinceGreen,
+)
+from distcheck.reports.json_report import as_document
+
+ENVIRONMENT = {
+    "distcheck": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "backend": "gloo",
+    "device": "cpu", "threads": 1, "cpu": "A Processor", "libraries": {"xxhash": "4.1.0"},
+}  # fmt: skip
+TORCH_CHANGED = Change(kind="software", name="torch", then="2.12.1", now="2.13.0")
+HOSTILE = (
+    "</pre></style><script>alert('x')</script>"
+    "<img src=//evil.example/a.png onerror=alert(1)>&amp;{{7*7}}\"'"
+)
+VGG11 = [
+    *(f"features.{at}.{part}" for at in range(16) for part in ("weight", "bias")),
+    "classifier.weight", "classifier.bias",
+]  # fmt: skip
+
+
+def share(row: int, step: int) -> float:
+    """A share of a bound that looks like one."""
+    return 0.5 + 0.45 * math.sin(0.9 * row + 0.37 * step)
+
+
+def heat(names: list[str], steps: int, *, wrong: tuple[str, int] | None = None) -> Aggregates:
+    shares: dict[str, dict[int, float | str]] = {
+        name: {step: share(row, step) for step in range(steps)} for row, name in enumerate(names)
+    }
+    elements: tuple[Element, ...] = ()
+    if wrong is not None:
+        name, since = wrong
+        shares[name] |= {step: 3.5 + step for step in range(since, steps)}
+        elements = (element(name, since),)
+    ulps = {b: 10 ** (6 - abs(b)) for b in range(-6, 7)}
+    return Aggregates(shares=shares, in_bits=False, ulps=ulps, elements=elements)
+
+
+def element(name: str, step: int) -> Element:
+    return Element(
+        parameter=name, step=step, index=(0, 5), ranks=(2,), actual=0.002836949657648802,
+        expected=0.002836946790921502, actual_bits="3b39ec1e", expected_bits="3b39ec12",
+        error=2.9e-9, bound=9e-10, ulp=12, share=3.2,
+    )  # fmt: skip
+
+
+def mask(names: list[str], steps: int, *, wrong: tuple[str, int] | None = None) -> Aggregates:
+    shares: dict[str, dict[int, float | str]] = {n: dict.fromkeys(range(steps), 0.0) for n in names}
+    if wrong is not None:
+        shares[wrong[0]] |= dict.fromkeys(range(wrong[1], steps), "inf")
+    return Aggregates(shares=shares, ulps={0: 10**6})
+
+
+def losses(world: int, steps: int, *, off: float = 0.0) -> Aggregates:
+    points = {}
+    for step in range(steps):
+        expected = 2.3 * math.exp(-step / 40)
+        ranks = tuple(expected + 0.1 * math.sin(7.0 * rank + step) for rank in range(world))
+        points[step] = Losses(
+            ranks=ranks, mean=expected + 2e-8 * math.cos(step) + off, expected=expected, bound=2e-6
+        )
+    return Aggregates(losses=points)
+
+
+def digests(world: int, steps: int, *, odd: int | None = None, since: int = 0) -> Aggregates:
+    return Aggregates(
+        digests={
+            step: {
+                kind: tuple(
+                    f"{step * 7919 + at + (rank == odd and step >= since):08x}"
+                    for rank in range(world)
+                )
+                for at, kind in enumerate(("gradient", "parameter", "optimizer"))
+            }
+            for step in range(steps)
+        }
+    )
+
+
+def check(
+    name: str, layer: str, verdict: str = "pass", sums: Aggregates | None = None, **more: Any
+) -> CheckResult:
+    return CheckResult(
+        check=name,
+        layer=layer,
+        verdict=verdict,  # type: ignore[arg-type]
+        compared=Compared(tensors=34, elements=4_014_456, ranks=4, steps=3),
+        aggregates=sums or Aggregates(),
+        **more,
+    )
+
+
+def place(name: str, step: int) -> Difference:
+    return Difference(
+        parameter=name, rank=2, step=step, index=(0, 5), actual=0.0028, expected=0.0029,
+        error=2.9e-9, bound=9e-10, ulp=12,
+    )  # fmt: skip
+
+
+def case(strategy: str, world: int, workload: str, dtype: str, steps: int) -> Case:
+    return Case(
+        id=f"{strategy}-w{world}-{workload}-{dtype}",
+        strategy=strategy,
+        world=world,
+        workload=workload,
+        dtype=dtype,
+        steps=steps,
+    )
+
+
+def passing(
+    strategy: str = "allreduce", world: int = 4, dtype: str = "float32", steps: int = 3
+) -> CaseReport:
+    names = VGG11[:8]
+    checks = (
+        check("outcome", "-"),
+        check("gradients", "X", sums=mask(names, steps)),
+        check("gradients", "R", sums=heat(names, steps)),
+        check("loss", "S32", sums=losses(world, steps)),
+        check("agreement", "-", sums=digests(world, steps)),
+    )
+    return CaseReport(
+        case=case(strategy, world, "cnn", dtype, steps),
+        strategy_file="allreduce.py",
+        verdict="pass",
+        outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(world)),
+        checks=checks,
+        timings_s={"world": 1.25, "judge": 0.5},
+        replay="distcheck replay cases/allreduce.json",
+        notes=("unequal shards",),
+    )
+
+
+def mismatch(strategy: str = "mine.py:sync", steps: int = 3) -> CaseReport:
+    names, wrong = VGG11[:8], (VGG11[3], 1)
+    at = place(*wrong)
+    checks = (
+        check("outcome", "-"),
+        check("gradients", "X", "fail", mask(names, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "R", "fail", heat(names, steps, wrong=wrong), worst=at, first=at),
+        check("loss", "S32", "fail", losses(4, steps, off=1e-5), reason="left its bound"),
+        check("agreement", "-", "fail", digests(4, steps, odd=2, since=1), first=at),
+    )
+    return CaseReport(
+        case=case(strategy, 4, "cnn", "float32", steps),
+        strategy_file="mine.py",
+        verdict="fail",
+        outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(4)),
+        checks=checks,
+        diagnosis=(
+            Diagnosis(cause="partial-sync", evidence="rank 2 alone", suggestion="look at rank 2"),
+        ),
+        replay="distcheck replay cases/mine.json",
+    )
+
+
+def crash(text: str = "the reason", name: str = "all_reduce") -> CaseReport:
+    def calls(last: int, shapes: str = "64") -> tuple[Collective, ...]:
+        usual = [
+            Collective(number=n, name=name, shapes="64x128", group="0") for n in range(1, last)
+        ]
+        return (
+            *usual,
+            Collective(number=last, name=name, shapes=shapes, group="0", finished=False),
+        )
+
+    outcomes = (
+        Outcome(
+            rank=1, outcome="raised", detail=f"step 1, sync\n{text}", collectives=calls(6, "64x128")
+        ),
+        Outcome(rank=2, outcome="ended", detail="step 1, sync", collectives=calls(7, "10x64")),
+        Outcome(rank=0, outcome="ended", detail="step 1, sync", collectives=calls(7)),
+        Outcome(rank=4, outcome="ended", detail="step 1, sync", collectives=calls(7)),
+        Outcome(rank=3, outcome="killed", detail="step 1, sync\nkilled by SIGKILL"),
+    )
+    return CaseReport(
+        case=case("crashes.py:sync", 5, "mlp", "float32", 3),
+        strategy_file="crashes.py",
+        verdict="fail",
+        outcomes=outcomes,
+        checks=(
+            check("outcome", "-", "fail", reason="rank 1 raised"),
+            check("gradients", "R", "unknown", reason="not judged"),
+        ),
+        diagnosis=(Diagnosis(cause="crash", evidence="rank 1 raised", suggestion="read it"),),
+        replay="distcheck replay cases/crashes.json",
+    )
+
+
+def vgg11(steps: int = 60, world: int = 4) -> CaseReport:
+    """Every picture at the size of a long run: 34 parameters, 60 steps."""
+    state = [*VGG11, *(f"{name}/momentum_buffer" for name in VGG11)]
+    wrong = (VGG11[9], 41)
+    at = place(*wrong)
+    checks = (
+        check("outcome", "-"),
+        check("data", "-"),
+        check("initial state", "-", sums=mask(VGG11, 1)),
+        check("local gradients", "X", sums=mask(VGG11, steps)),
+        check("gradients", "X", "fail", mask(VGG11, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "R", "fail", heat(VGG11, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "S32", sums=heat(VGG11, steps)),
+        check("loss", "X", sums=losses(world, steps)),
+        check("loss", "S32", sums=losses(world, steps)),
+        check("parameters", "X", "fail", mask(state, steps, wrong=wrong), first=at),
+        check("buffers", "-", sums=mask(VGG11, steps)),
+        check("agreement", "-", "fail", digests(world, steps, odd=2, since=41), first=at),
+        check("rerun", "-", "fail", mask(state, steps, wrong=wrong), first=at),
+    )
+    return CaseReport(
+        case=case("mine.py:sync", world, "vgg11", "float32", steps),
+        strategy_file="mine.py",
+        verdict="fail",
+        outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(world)),
+        checks=checks,
+        diagnosis=(Diagnosis(cause="unexplained", evidence="numbers", suggestion="look"),),
+        replay="distcheck replay cases/mine-w4-vgg11-float32.json",
+    )
+
+
+def hostile() -> CaseReport:
+    """Strings that a strategy, a rank's output or a machine can put into a report."""
+    report = crash(text=HOSTILE, name=HOSTILE)
+    names = [HOSTILE, f"{HOSTILE}.weight"]
+    wrong = place(HOSTILE, 1)
+    return CaseReport(
+        case=case(HOSTILE, 5, HOSTILE, HOSTILE, 3),
+        strategy_file=HOSTILE,
+        verdict="fail",
+        outcomes=report.outcomes,
+        checks=(
+            check(HOSTILE, HOSTILE, "fail", heat(names, 3, wrong=(HOSTILE, 1)), first=wrong),
+            check("gradients", "X", "fail", mask(names, 3, wrong=(HOSTILE, 1)), reason=HOSTILE),
+        ),
+        diagnosis=(Diagnosis(cause=HOSTILE, evidence=HOSTILE, suggestion=HOSTILE),),
+        timings_s={HOSTILE: 1.0},
+        replay=HOSTILE,
+        notes=(HOSTILE,),
+    )
+
+
+def document(*cases: CaseReport, changed: bool = True, **environment: Any) -> dict[str, Any]:
+    """The document of a report with these cases."""
+    changes = (TORCH_CHANGED,) if changed else ()
+    since = SinceGreen(run="20260131-120000-4711", changes=changes)
+    return as_document(
+        Report(environment={**ENVIRONMENT, **environment}, cases=cases, since_green=since)
+    )

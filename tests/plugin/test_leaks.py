@@ -1,0 +1,106 @@
+"""What a test leaves open in its ranks is told as a warning that names the test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAKS = """
+import threading, time
+import pytest
+import torch
+import torch.distributed as dist
+
+kept = []
+
+@pytest.mark.world(2, reuse={reuse})
+def test_group(world):
+    kept.append(dist.new_group([0, 1]))
+
+@pytest.mark.world(2, reuse={reuse})
+def test_unwaited(world):
+    # Rank 1 never takes part, so what rank 0 has begun cannot end.
+    if world.rank == 0:
+        kept.append(dist.all_reduce(torch.zeros(1), async_op=True))
+    else:
+        time.sleep(0.2)
+
+@pytest.mark.world(2, reuse={reuse})
+def test_thread(world):
+    if world.rank == 1:
+        thread = threading.Thread(target=time.sleep, args=(60,), name="my-thread")
+        thread.start()
+
+@pytest.mark.world(2, reuse={reuse})
+def test_nothing(world):
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
+    thread = threading.Thread(target=time.sleep, args=(0,))
+    thread.start()
+    thread.join()
+    world.barrier()
+"""
+
+REPLAY = """
+import pathlib
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+# Said in full: where the environment has CI, hypothesis keeps no examples by default.
+kept = DirectoryBasedExampleDatabase("examples")
+
+@settings(derandomize=False, database=kept, max_examples=200, deadline=None)
+@given(n=st.integers(0, 10**6))
+@pytest.mark.world(2)
+def test_small(world, n):
+    if world.rank == 0:
+        with open("seen", "a") as seen:
+            seen.write(f"{n}\\n")
+    assert n < 4321
+"""
+
+
+def run(folder: Path, text: str, *options: str) -> str:
+    (folder / "test_it.py").write_text(text)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "150"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_leaks_are_told(tmp_path: Path, reuse: bool) -> None:
+    text = run(tmp_path, LEAKS.format(reuse=reuse))
+    assert "4 passed" in text, text
+    told = [line for line in text.splitlines() if "LeakWarning: " in line]
+    expected = [
+        "test_group left on rank 0, 1: 1 process group not destroyed",
+        "test_unwaited left on rank 0: 1 collective not waited for (all_reduce)",
+        "test_thread left on rank 1: 1 thread running (my-thread)",
+    ]
+    for line, part in zip(told, expected, strict=True):
+        assert part in line, told
+
+
+def test_a_leak_may_be_made_an_error(tmp_path: Path) -> None:
+    text = run(tmp_path, LEAKS.format(reuse=False), "-k", "thread", "-W", "error")
+    assert "1 failed" in text, text
+    assert "my-thread" in text
+
+
+def test_a_shrunk_example_is_tried_first_the_next_time(tmp_path: Path) -> None:
+    """The pytest process finds, shrinks and keeps it; the ranks run it."""
+    assert "n=4321" in run(tmp_path, REPLAY)
+    (tmp_path / "seen").unlink()
+    again = run(tmp_path, REPLAY)
+    assert "n=4321" in again, again
+    assert (tmp_path / "seen").read_text().split()[0] == "4321"

@@ -1,0 +1,108 @@
+"""Documents of runs, as services are told of them: passed, failed, crashed and unknown."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Diagnosis,
+    Difference,
+    Outcome,
+    PlannedCase,
+    Report,
+    RunPlan,
+    VerdictName,
+)
+from distcheck.reports.json_report import as_document, render
+
+Document = dict[str, Any]
+
+
+def case_report(
+    strategy: str,
+    verdict: VerdictName,
+    *,
+    world: int = 2,
+    outcome: str = "finished",
+    detail: str = "",
+    reason: str = "",
+    file: str = "/there/repo/sync.py",
+    name: str = "",
+) -> CaseReport:
+    place = Difference(
+        parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,
+        bound=1e-9,
+    )  # fmt: skip
+    ranks = msgspec.convert(
+        [{"rank": 0, "outcome": "finished"}, {"rank": 1, "outcome": outcome, "detail": detail}],
+        tuple[Outcome, ...],
+    )
+    failed = verdict == "fail" and outcome == "finished"
+    return CaseReport(
+        case=Case(
+            id=name or f"{strategy}-w{world}", strategy=strategy, world=world, workload="mlp"
+        ),
+        strategy_file=file,
+        strategy_line=8,
+        verdict=verdict,
+        outcomes=ranks,
+        checks=(
+            CheckResult(check="outcome", layer="-", verdict="fail" if verdict == "fail" and not
+                        failed else "pass", reason=reason if not failed else ""),
+            CheckResult(check="gradients", layer="R", verdict=verdict, compared=Compared(ranks=2),
+                        first=place if failed else None, reason=reason),
+        ),
+        diagnosis=(Diagnosis(cause="missing-division", evidence="twice the mean",
+                             suggestion="divide"),) if failed else (),
+        timings_s={"world": 0.5, "judge": 0.25},
+        replay=f"distcheck replay run/cases/{strategy}.json",
+    )  # fmt: skip
+
+
+def document_of(
+    *cases: CaseReport, shard: int = 0, shards: int = 1, plan: tuple[CaseReport, ...] = (),
+    interrupted: bool = False, left_out: dict[str, str] | None = None, digest: str = "d",
+) -> Document:  # fmt: skip
+    """The document of a run of `cases`, part `shard` of a plan that deals `plan` out in turn."""
+    planned = tuple(
+        PlannedCase(
+            id=c.case.id, strategy=c.case.strategy, world=c.case.world, backend="gloo",
+            device="cpu", dtype="float32", workload="mlp", seed=0, shard=n % shards + 1,
+        )
+        for n, c in enumerate(plan or cases)
+    )  # fmt: skip
+    whole = RunPlan(digest=digest, shard=shard, shards=shards, cases=planned)
+    report = Report(
+        environment={"torch": "2.13.0"}, cases=cases, plan=whole, interrupted=interrupted,
+        left_out=left_out or {},
+    )  # fmt: skip
+    return json.loads(render(as_document(report)))  # type: ignore[no-any-return]
+
+
+PASSED = case_report("ddp", "pass")
+FAILED = case_report("sync.py:f", "fail")
+CRASHED = case_report("sync.py:f", "fail", world=3, outcome="raised", detail="Traceback\nboom")
+UNKNOWN = case_report("sync.py:f", "unknown", world=4, reason="compared only 1 of 3 steps")
+ALL = (PASSED, FAILED, CRASHED, UNKNOWN)
+
+
+def parsed(line: str) -> tuple[str, dict[str, str], str]:
+    """A workflow command as the runner reads it (actions/runner, ActionCommand.cs)."""
+
+    def unescape(text: str, *more: tuple[str, str]) -> str:
+        for code, character in (*more, ("%0D", "\r"), ("%0A", "\n"), ("%25", "%")):
+            text = text.replace(code, character)
+        return text
+
+    command, _, data = line.removeprefix("::").partition("::")
+    name, _, words = command.partition(" ")
+    properties = {}
+    for word in words.split(","):
+        key, _, value = word.partition("=")
+        properties[key] = unescape(value, ("%3A", ":"), ("%2C", ","))
+    return name, properties, unescape(data)

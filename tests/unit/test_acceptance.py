@@ -1,0 +1,179 @@
+"""What may be accepted, what is refused; bounds that hold and are no wider than they must be."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distcheck import acceptance
+from distcheck.errors import UsageError
+from distcheck.oracles import low_rank, quantum
+from distcheck.oracles.rounding import interval, unit_roundoff
+from distcheck.plan import Request, plan_cases
+from distcheck.records import Case
+
+U = unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "spelled"),
+    [
+        ("low-precision:bf16", "low-precision:bf16"),
+        ("low-precision:bfloat16", "low-precision:bf16"),
+        ("low-precision:float16", "low-precision:fp16"),
+        ("low-precision:fp32", "low-precision:fp32"),
+        ("quantised:08", "quantised:8"),
+        ("low-rank:2", "low-rank:2"),
+        ("low-rank:2:no-feedback", "low-rank:2:no-feedback"),
+        ("local-sgd:4", "local-sgd:4"),
+    ],
+)
+def test_kinds(asked: str, spelled: str) -> None:
+    assert acceptance.spelled(asked) == spelled
+    case = Case(id="a", strategy="b", world=4, accept=spelled)
+    allowance = acceptance.describe(case)
+    assert allowance is not None
+    assert allowance.widened
+    assert allowance.not_owed
+    assert case.adapter_words == ["--accept", spelled]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "", "anything", "low-precision", "low-precision:fp8", "quantised:", "quantised:x",
+        "quantised:8:no-feedback", "low-rank:2:", "low-rank:-1", "local-sgd:2:3", "tolerance:0.1",
+        "QUANTISED:8", "quantised:８",
+    ],
+)  # fmt: skip
+def test_what_has_no_bound_is_refused(asked: str) -> None:
+    with pytest.raises(UsageError, match=r"is nothing that a bound is known for; accepted are low"):
+        acceptance.read(asked)
+
+
+@pytest.mark.parametrize("asked", ["quantised:1", "quantised:17", "low-rank:0", "local-sgd:1"])
+def test_what_is_out_of_range_is_refused(asked: str) -> None:
+    with pytest.raises(UsageError, match=r"is out of range; .* takes"):
+        acceptance.read(asked)
+
+
+def request(accept: str, **asked: object) -> Request:
+    return Request(strategies=("allreduce",), accept=accept, **asked)  # type: ignore[arg-type]
+
+
+def test_what_makes_no_sense_together_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs two periods to be seen; give --steps 8"):
+        plan_cases(request("local-sgd:4"))
+    with pytest.raises(UsageError, match="not in bfloat16; leave out --dtype"):
+        plan_cases(request("quantised:8", dtype="bfloat16"))
+    with pytest.raises(UsageError, match="lattice has exact sums only"):
+        plan_cases(request("quantised:8", workloads=("lattice",)))
+
+
+def test_cases_owe_what_there_is_to_owe() -> None:
+    plans = {
+        accept: [(c.workload, c.dtype, c.layers) for c in plan_cases(request(accept, steps=4))]
+        for accept in ("low-precision:bf16", "quantised:8", "low-rank:2", "local-sgd:2")
+    }
+    full = [("cnn", "float32", ("X", "R", "S32")), ("cnn", "float64", ("S64",))]
+    assert plans["low-precision:bf16"] == [("lattice", "float32", ("lattice",)), *full]
+    assert plans["quantised:8"] == full
+    assert plans["low-rank:2"] == plans["local-sgd:2"] == [("cnn", "float32", ("X", "R"))]
+
+
+def shards_of(seed: int, world: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(shape, generator=generator) ** 4  # most elements are small
+    return [torch.randn(shape, generator=generator) * scales for _ in range(world)]
+
+
+def quantise(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Tensor:
+    """To a grid and back, in float32."""
+    if symmetric:
+        quantum = gradient.abs().max() / (2 ** (bits - 1) - 1)
+        return (gradient / quantum).round() * quantum
+    least, most = gradient.min().clamp(max=0), gradient.max().clamp(min=0)
+    quantum = (most - least) / (2**bits - 1)
+    zero = (-least / quantum).round()
+    return ((gradient / quantum).round() + zero).clamp(0, 2**bits - 1).sub(zero) * quantum
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    world=st.integers(1, 8),
+    bits=st.integers(2, 16),
+    symmetric=st.booleans(),
+)
+def test_quantised_means_are_within_the_bound(
+    seed: int, world: int, bits: int, symmetric: bool
+) -> None:
+    shards, weights = shards_of(seed, world, (300,)), [1 / world] * world
+    halves = [quantum.half_quantum([shard], bits) for shard in shards]
+    known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
+    sent = [quantise(shard, bits, symmetric=symmetric) for shard in shards]
+    error = (sum(sent).double() / world - known.mean).abs()
+    assert bool((error <= known.bound).all())
+
+
+def test_a_coarser_grid_is_outside() -> None:
+    shards, weights = shards_of(1, 2, (1000,)), [0.5, 0.5]
+    halves = [quantum.half_quantum([shard], 8) for shard in shards]
+    known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
+    for bits, inside in ((8, True), (7, False)):
+        mean = sum(quantise(shard, bits, symmetric=True) for shard in shards).double() / 2
+        assert bool(((mean - known.mean).abs() <= known.bound).all()) == inside
+
+
+def exchange(shards: list[torch.Tensor], rank: int, seed: int) -> torch.Tensor:
+    """P Q^T in float32, from random directions, as ranks would."""
+    generator = torch.Generator().manual_seed(seed)
+    tried = torch.randn(shards[0].shape[1], rank, generator=generator)
+    basis = torch.linalg.qr(sum(shard @ tried for shard in shards)).Q
+    return basis @ (sum(shard.T @ basis for shard in shards) / len(shards)).T
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    world=st.integers(1, 6),
+    rows=st.integers(3, 60),
+    columns=st.integers(3, 60),
+    rank=st.integers(1, 2),
+)
+def test_projections_with_feedback_are_within_the_bound(
+    seed: int, world: int, rows: int, columns: int, rank: int
+) -> None:
+    left = [torch.zeros(rows, columns) for _ in range(world)]
+    earlier = []
+    for step in range(3):
+        shards = shards_of(seed + 20_000 * step, world, (rows, columns))
+        given_in = [g + e for g, e in zip(shards, left, strict=True)]
+        sent = exchange(given_in, rank, seed + step)
+        now = interval(shards, [1 / world] * world)
+        known = low_rank.carried(now, earlier, unit=U, world=world)
+        for factor, right in ((1.0, True), (1.01, False), (float(world + 1), False)):
+            found = low_rank.project(sent * factor, known, rank=rank, world=world, unit=U)
+            assert (not found.why) == right, (step, factor, found)
+        earlier.append((now, sent))
+        left = [a - sent for a in given_in]
+
+
+def test_what_is_no_projection_is_said() -> None:
+    shards = shards_of(1, 4, (20, 30))
+    now = interval(shards, [0.25] * 4)
+    known = low_rank.carried(now, [], unit=U, world=4)
+
+    def why(result: torch.Tensor, rank: int = 2) -> str:
+        return low_rank.project(result, known, rank=rank, world=4, unit=U).why
+
+    sent = exchange(shards, 2, 0)
+    assert not why(sent)
+    assert not why(sent, rank=3)  # fewer directions than may be
+    assert not why(sum(shards) / 4)  # not compressed at all
+    assert why(sent, rank=1) == "not the mean, and of rank 2, not 1"
+    assert why(torch.zeros(20, 30)) == "zero, where the mean is not"
+    assert why(torch.full((20, 30), float("nan"))) == "not the mean"
+    assert "(2 times one)" in why(sent * 2)
+    assert "no projection" in why(exchange(shards[:3], 2, 0))
+    vector = low_rank.carried(interval([torch.ones(9)] * 2, [0.5] * 2), [], unit=U, world=2)
+    assert low_rank.project(torch.full((9,), 2.0), vector, rank=2, world=2, unit=U).why

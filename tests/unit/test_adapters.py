@@ -1,0 +1,174 @@
+"""Which form code is taken for, what is filled in, and what is said of options."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distcheck import plan
+from distcheck.adapters import choose_form, form_names, load_form
+from distcheck.adapters.asked import adaptation_of
+from distcheck.adapters.scene import Filling, Scene
+from distcheck.adapters.target import Target
+from distcheck.errors import UsageError
+from distcheck.loading import load_strategy
+from distcheck.records import Adaptation, Case
+
+
+def target_of(folder: Path, source: str, name: str = "f") -> Target:
+    namespace: dict[str, object] = {}
+    file = folder / "code.py"
+    file.write_text(source)
+    exec(compile(source, str(file), "exec"), namespace)
+    head, _, tail = name.partition(".")
+    found = namespace[head]
+    owner = found if tail and isinstance(found, type) else None
+    return Target(f"code.py:{name}", getattr(found, tail) if tail else found, owner, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "form"),
+    [
+        ("def f(model): pass", "f", "model"),
+        ("def f(whatever): pass", "f", "model"),
+        ("def f(model, step): pass", "f", "model"),
+        ("def f(rank, world_size, net): pass", "f", "model"),
+        ("def f(optimizer): pass", "f", "model"),
+        ("def f(comm, model): pass", "f", "model"),
+        ("def f(params): pass", "f", "parameters"),
+        ("def f(comm, grads): pass", "f", "gradients"),
+        ("def f(grads, size): pass", "f", "gradients"),
+        ("def f(tensors): pass", "f", "gradients"),
+        ("def f(tensor): pass", "f", "tensor-mean"),
+        ("def f(send, recv): pass", "f", "tensor-mean"),
+        ("def f(x: 'torch.Tensor'): pass", "f", "tensor-mean"),
+        ("def f(x: 'nn.Module'): pass", "f", "model"),
+        ("def f(x: 'list[torch.Tensor]'): pass", "f", "gradients"),
+        ("def f(x: 'Iterable[nn.Parameter]'): pass", "f", "parameters"),
+        ("def f(state, bucket): pass", "f", "comm-hook"),
+        ("def f(process_group, b: 'dist.GradBucket'): pass", "f", "comm-hook"),
+        ("def f(model, optimizer): optimizer.step()", "f", "step"),
+        ("def f(model, lr):\n  for p in model: p.data -= lr * p.grad", "f", "steps-inside"),
+        ("def f(params, lr):\n  for p in params: p.data.sub_(p.grad)", "f", "steps-inside"),
+        ("def f(model, lr):\n  for p in model: p.grad.data -= 1", "f", "model"),
+        ("def f(model, lr):\n  for p in model: p.data += lr", "f", "model"),
+        ("class f:\n  def __init__(self, module): pass", "f", "wrapper"),
+        ("class f:\n  def __init__(self, optimizer): pass", "f", "optimizer"),
+        ("class f:\n  def __init__(self, params, optimizer_cls): pass", "f", "sharded-optimizer"),
+        ("class f:\n  def __init__(self, x): pass\n  def g(self): pass", "f.g", "method"),
+        ("class f:\n  def __init__(self, model): pass\n  def g(self): pass", "f.g", "wrapper"),
+        ("class f:\n  def wrap(self, model): pass", "f", "strategy"),
+        ("class f:\n  pass", "f", ""),
+        ("f = 3", "f", ""),
+    ],
+)
+def test_forms_are_chosen_by_the_signature(
+    tmp_path: Path, source: str, name: str, form: str
+) -> None:
+    assert choose_form(target_of(tmp_path, source, name)) == form
+
+
+def written(tmp_path: Path, source: str) -> Target:
+    """From a file, so that its source can be read."""
+    name = f"source_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module = __import__(name)
+    finally:
+        sys.path.remove(str(tmp_path))
+    return Target(f"{name}:f", module.f, None, module)
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ("for p in x.parameters(): p.grad", "model"),
+        ("for g in x.param_groups: pass", "model"),
+        ("x.register_full_backward_hook(len)", "hooks"),
+        ("for p in x.parameters(): p.register_hook(len)", "hooks"),
+    ],
+)
+def test_the_use_of_a_parameter_outweighs_its_name(tmp_path: Path, body: str, form: str) -> None:
+    assert choose_form(written(tmp_path, f"def f(x):\n    {body}\n")) == form
+
+
+def test_a_list_is_of_parameters_where_its_gradients_are_asked_for(tmp_path: Path) -> None:
+    source = "def f(tensors):\n    for t in tensors: t.grad.zero_()\n"
+    assert choose_form(written(tmp_path, source)) == "parameters"
+
+
+def test_every_form_has_what_a_form_needs() -> None:
+    forms = {name: load_form(name) for name in form_names()}
+    assert len(forms) == 15
+    assert len({form.PRECEDENCE for form in forms.values()}) == len(forms)
+    assert all(form.EXAMPLE and form.fits.__doc__ for form in forms.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        (["a=1", "b=x", "c='1'"], (("a", "1"), ("b", "'x'"), ("c", "'1'"))),
+        (["a=@rank", "b=[1, 2]", "c="], (("a", "@rank"), ("b", "[1, 2]"), ("c", "''"))),
+        ({"a": 1.5, "b": "1", "c": None}, (("a", "1.5"), ("b", "'1'"), ("c", "None"))),
+    ],
+)
+def test_values_are_literals_or_else_strings(words: list[str], pairs: object) -> None:
+    assert adaptation_of(arguments=words).arguments == pairs
+
+
+@pytest.mark.parametrize("word", ["a", "=1"])
+def test_a_value_needs_a_name(word: str) -> None:
+    with pytest.raises(UsageError, match="is not of the form NAME=VALUE"):
+        adaptation_of(arguments=[word])
+
+
+def test_a_case_says_again_what_was_said() -> None:
+    said = adaptation_of("wrapper", ["a=1"], ["b=x"], "done", "again")
+    case = Case(id="c", strategy="s", world=2, adaptation=said, loss="sum/global")
+    assert msgspec.json.decode(msgspec.json.encode(case), type=Case) == case
+    assert " ".join(case.adapter_words) == (
+        "--as wrapper --arg a=1 --set b='x' --finish done --reset again --loss sum/global"
+    )
+
+
+@pytest.mark.parametrize(
+    ("adaptation", "message"),
+    [
+        (Adaptation(form="none"), "unknown form --as none"),
+        (Adaptation(arguments=(("a b", "1"),)), "'a b' is no name"),
+        (Adaptation(arguments=(("a", "1"), ("a", "2"))), "given more than once"),
+        (Adaptation(variables=(("a", "1 +"),)), "is not a Python literal"),
+        (Adaptation(finish="a()"), "no name of a method"),
+    ],
+)
+def test_an_edited_case_is_refused(adaptation: Adaptation, message: str) -> None:
+    case = Case(id="c", strategy="ddp", world=2, workload="mlp", adaptation=adaptation)
+    with pytest.raises(UsageError, match=message):
+        plan.check_case(case)
+
+
+def test_a_lattice_owes_no_bits_of_a_loss_that_is_not_exact() -> None:
+    request = plan.Request(
+        strategies=("ddp",), worlds=(3,), workloads=("lattice",), loss="mean/world"
+    )
+    (case,) = plan.plan_cases(request)
+    assert "not exact" in plan._lattice_inexact(case, plan.Contract(), [[16, 16, 16]])
+
+
+def test_defaults_are_left_alone_and_kwargs_take_what_is_left() -> None:
+    def f(x, *, scale=2, **rest):  # type: ignore[no-untyped-def]
+        return x, scale, rest
+
+    scene = Scene(adaptation_of(arguments={"more": [1]}), lambda spec: spec)
+    assert Filling(scene, f, what="f", supplied=["x"]).call(7) == (7, 2, {"more": [1]})
+
+
+def test_names_of_the_module_are_there_when_it_begins(tmp_path: Path) -> None:
+    file = tmp_path / "begins_with_names.py"
+    file.write_text("half = SIZE / 2\ndef f(model): return half + LATER\n")
+    said = adaptation_of(variables={"SIZE": 4, "LATER": 1})
+    load_strategy(f"{file}:f", said)
+    assert vars(sys.modules["begins_with_names"])["LATER"] == 1
+    assert sys.modules["begins_with_names"].half == 2

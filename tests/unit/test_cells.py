@@ -1,0 +1,223 @@
+"""What the front knows of cells, and who declines them."""
+
+import re
+from typing import get_args
+
+import msgspec
+import pytest
+import torch
+
+from distcheck.cells import BATCH, CELLS
+from distcheck.checks.comparison import by_norm, within
+from distcheck.contract import CellName, Contract, DDPBuckets, Training, strategy
+from distcheck.errors import UsageError
+from distcheck.loading import load_workload
+from distcheck.oracles.order_exact import expected_gradients
+from distcheck.oracles.rounding import interval
+from distcheck.ranks.training import open_ingredients
+from distcheck.remarks import why_left_out
+from tests.unit.test_plan import cases, checks, facts_of
+
+SIZES = [(64,) * 4]
+
+
+def test_the_contract_can_decline_every_cell_and_nothing_else() -> None:
+    assert set(get_args(CellName)) == set(CELLS)
+    with pytest.raises(ValueError, match="declines names of cells"):
+        strategy(declines=("tied",))  # type: ignore[arg-type]
+
+
+def test_every_cell_is_a_workload_that_says_what_it_is() -> None:
+    for name, cell in CELLS.items():
+        loaded = load_workload(name)
+        assert loaded.own_samples is not None, name
+        assert loaded.own_samples().size(train=True) >= BATCH, name
+        assert type(loaded.workload).__doc__, name
+        assert len(cell.about) < 100, name
+
+
+def test_thorough_adds_every_cell_once() -> None:
+    thorough = cases(thorough=True, worlds=[2, 3], batch=64, without=["sparse"])
+    names = [case.workload for case in thorough if case.world == 2]
+    assert names == ["lattice", "cnn", "cnn", *CELLS]
+    assert {case.dtype for case in thorough[3:]} >= {"float32"}
+    (ragged,) = [c for c in thorough if (c.workload, c.world) == ("ragged_batch", 3)]
+    assert (ragged.batch, ragged.steps, ragged.data) == (256, 4, "synthetic")
+    assert [c.workload for c in thorough if c.left_out] == ["sparse", "sparse"]
+    assert [c.workload for c in cases(thorough=True, workloads=["dropout"])].count("dropout") == 1
+    with pytest.raises(UsageError, match="--without 'cnn' is no cell"):
+        cases(without=["cnn"])
+
+
+def test_layers_that_have_nothing_to_say_are_not_owed() -> None:
+    def layers(name: str) -> set[str]:
+        (case,) = cases(workloads=[name])
+        return {layer for check, layer in checks(case) if check == "gradients"}
+
+    assert layers("tied_weights") == {"X", "R", "S32"}
+    assert layers("loss_scaling") == {"X", "R"}
+    assert layers("sparse") == {"S32"}
+    assert layers("accumulation") == {"X", "R", "S32"}
+
+
+def test_what_cannot_do_a_cell() -> None:
+    def why(name: str, contract: Contract = Contract(), **others: bool) -> str:  # noqa: B008
+        (case,) = cases(workloads=[name])
+        training = open_ingredients(case, b"", None).training
+        facts = msgspec.structs.replace(facts_of(contract, **others), training=training)
+        return why_left_out(case, facts, SIZES)
+
+    assert why("resume", own_backward=True, own_update=True) == ""
+    assert "its contract declines it" in why("resume", Contract(declines=("resume",)))
+    assert "runs backward itself" in why("accumulation", own_backward=True)
+    assert "runs backward itself" in why("loss_scaling", own_backward=True)
+    assert "within the optimizer's step" in why("clipping", own_update=True)
+    assert "within the optimizer's step" in why("loss_scaling", own_update=True)
+    assert "a norm over pieces" in why("clipping", Contract(optimizer_state="cut"))
+    assert why("accumulation", Contract(optimizer_state="cut")) == ""
+
+
+@pytest.mark.parametrize(
+    ("training", "cell"),
+    [
+        (Training(accumulate=2), "accumulation"),
+        (Training(clip_norm=1.0), "clipping"),
+        (Training(loss_scale=2.0), "loss_scaling"),
+        (Training(resume_before=1), "resume"),
+    ],
+)
+def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
+    training: Training, cell: CellName
+) -> None:
+    def why(contract: Contract, **others: bool) -> str:
+        (case,) = cases(workloads=["my.workloads:Mine"])
+        facts = msgspec.structs.replace(facts_of(contract, **others), training=training)
+        return why_left_out(case, facts, SIZES)
+
+    about = CELLS[cell].about
+    assert why(Contract(declines=(cell,))) == f"its contract declines {cell} ({about})"
+    assert why(Contract(declines=("sparse",))) == ""
+    assert ("runs backward" in why(Contract(), own_backward=True)) == (
+        cell in ("accumulation", "loss_scaling")
+    )
+    assert ("within the optimizer's step" in why(Contract(), own_update=True)) == (
+        cell in ("clipping", "loss_scaling")
+    )
+    ingredients = open_ingredients(cases(workloads=[cell])[0], b"", None)
+    set_by = [name for name in Training.__struct_fields__
+              if getattr(ingredients.training, name) != getattr(Training(), name)]  # fmt: skip
+    assert [getattr(training, name) != getattr(Training(), name) for name in set_by] == [True]
+
+
+def test_where_many_passes_leave_no_bound_nothing_is_judged() -> None:
+    def why(passes: int, contract: Contract = Contract(), **asked: object) -> str:  # noqa: B008
+        (case,) = cases(workloads=["my.workloads:Mine"], dtype="float32", **asked)
+        if "accept" not in asked and contract.wire is None:
+            case = msgspec.structs.replace(case, dtype="bfloat16")
+        facts = msgspec.structs.replace(facts_of(contract), training=Training(accumulate=passes))
+        return why_left_out(case, facts, SIZES)
+
+    assert [bool(why(passes)) for passes in (1, 4, 9, 10)] == [False, False, False, True]
+    assert "may round by more than they add up" in why(64)
+    assert "in bfloat16" in why(64, Contract(wire="bfloat16"))
+    assert why(64, Contract(wire="float32")) == ""
+    assert why(2, accept="low-precision:bf16") == ""
+    assert "has a bound for one exchange in a step" in why(2, accept="quantised:8")
+    assert "has a bound for one exchange in a step" in why(2, accept="low-rank:2")
+    assert why(1, accept="low-rank:2") == ""
+
+
+@pytest.mark.parametrize(
+    ("training", "why"),
+    [
+        ({"accumulate": 2}, "its training is {'accumulate': 2}, and has to be a"),
+        (
+            Training(accumulate=0),
+            "which the loop cannot do: Expected `int` >= 1 - at `$.accumulate`",
+        ),
+        (Training(clip_norm="2"), "Expected `float | null`, got `str` - at `$.clip_norm`"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_training_that_is_none_gets_one_sentence(
+    training: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingredients = open_ingredients(cases(workloads=["accumulation"])[0], b"", None)
+    monkeypatch.setattr(type(ingredients.loaded.workload), "training", training)
+    with pytest.raises(UsageError, match=re.escape(why)):
+        _ = ingredients.training
+
+
+def test_an_infinite_mean_has_no_bound_to_hide_in() -> None:
+    shards = [torch.tensor([1.0, 2.0]), torch.tensor([float("inf"), 4.0])]
+    known = interval(shards, [0.5, 0.5])
+    assert known.mean[0].isinf()
+    assert float(known.bound[0]) == 0.0
+    assert float(known.bound[1]) > 0.0
+    right = torch.tensor([float("inf"), 3.0])
+    assert within(right, known.mean, known.bound).ok
+    assert not within(torch.tensor([1.0, 3.0]), known.mean, known.bound).ok
+    assert not within(torch.tensor([float("nan"), 3.0]), known.mean, known.bound).ok
+
+
+def test_the_imaginary_part_counts() -> None:
+    shards = [torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 + 4j, 1 - 1j])]
+    known = interval(shards, [0.5, 0.5])
+    right = (shards[0] + shards[1]) / 2
+    assert within(right, known.mean, known.bound).ok
+    assert within(right, known.mean, known.bound).elements == 2
+    wrong = torch.complex(right.real, torch.zeros(2))
+    found = within(wrong, known.mean, known.bound)
+    assert found.first is not None
+    assert found.first.index == (0, 1)
+    assert by_norm(right, right, 0.0).ok
+    assert not by_norm(wrong, right, 1.0).ok
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_orders_run_through_memory(world: int) -> None:
+    """A transposed gradient is added up as the contiguous one that lies in the same memory."""
+    flat = [torch.randn(35, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    like = torch.zeros(7, 5).t()
+
+    def mean(gradients: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        (found,) = expected_gradients(
+            Contract(order=DDPBuckets(), scale="divide-before"),
+            "gloo",
+            [[g] for g in gradients],
+            weights=[1.0] * world,
+            step=0,
+            ready_order=[0],
+            like=[like],
+        )
+        assert found is not None
+        return found
+
+    plain = mean([g.view(7, 5) for g in flat], torch.zeros(7, 5))
+    turned = mean([g.view(7, 5).t().contiguous() for g in flat], like)
+    assert torch.equal(turned, plain.t())
+
+
+def test_a_ddp_that_looks_for_unused_parameters_keeps_their_places() -> None:
+    """The zeros in between move the borders of the ring's chunks, and with them the bits."""
+    shards = [
+        [torch.randn(1000, generator=torch.Generator().manual_seed(r)), None] for r in range(3)
+    ]
+    like = [torch.zeros(1000, requires_grad=True), torch.zeros(500, requires_grad=True)]
+
+    def mean(order: DDPBuckets, like: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return expected_gradients(
+            Contract(order=order, scale="divide-before"),
+            "gloo",
+            shards,
+            weights=[1.0] * 3,
+            step=0,
+            ready_order=[0],
+            like=like,
+        )
+
+    looks = mean(DDPBuckets(rebuilt_at=None), like)
+    frozen = mean(DDPBuckets(rebuilt_at=None), [like[0], torch.zeros(500)])
+    assert looks[1] is None
+    assert looks[0] is not None
+    assert frozen[0] is not None
+    assert not torch.equal(looks[0], frozen[0])

@@ -1,0 +1,88 @@
+"""Devices: how many GPUs a process will see, what is refused, and which cases a GPU adds."""
+
+from pathlib import Path
+
+import pytest
+
+from distcheck import devices
+from distcheck.contract import Contract
+from distcheck.errors import CannotRunError
+from distcheck.plan import check_case
+from tests.unit.test_plan import cases, checks
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 2),
+        ("0", 1),
+        ("0,1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("GPU-abc", 1),
+        ("0,1,2", 2),
+    ],
+)
+def test_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+    files = [Path(f"/dev/{n}") for n in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: files)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert devices.gpu_count(environ) == count
+
+
+def test_generators_come_back() -> None:
+    import torch
+
+    from distcheck.traces.layout import CPU_RNG_STATE_BYTES, RNG_STATE_BYTES
+
+    cpu = torch.device("cpu")
+    state = devices.rng_state(cpu)
+    assert len(state) == CPU_RNG_STATE_BYTES < RNG_STATE_BYTES
+    drawn = torch.rand(5)
+    devices.set_rng_state(state, cpu, CPU_RNG_STATE_BYTES)
+    assert torch.equal(torch.rand(5), drawn)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (0, {"backend": "ucc"}, "backend 'ucc' is not available; available is gloo, mpi, nccl"),
+        (0, {"backend": "nccl"}, "needs an NVIDIA GPU for each rank, and this machine shows none"),
+        (0, {"device": "cuda"}, "device 'cuda' is not available: this machine shows no NVIDIA GPU"),
+        (0, {"device": "tpu"}, "device 'tpu' is not known; known are cpu and cuda"),
+        (1, {"backend": "nccl"}, "moves tensors between GPUs only; give --device cuda as well"),
+        (
+            1,
+            {"backend": "nccl", "device": "cuda", "worlds": (4,)},
+            "a GPU of its own for each of 4 ranks, and here are 1; give --backend gloo",
+        ),
+        (1, {"backend": "mpi", "device": "cuda"}, "backend mpi takes CPU tensors only"),
+    ],
+)
+def test_what_is_not_there_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], said: str
+) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: gpus)
+    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "")
+    with pytest.raises(CannotRunError, match=said):
+        cases(**options)
+
+
+def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the CPU, judged on the GPU, and the whole batch on the CPU to compare with."""
+    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    found = {case.id: case for case in cases(device="cuda")}
+    assert list(found) == [
+        "allreduce-w4-lattice-float32-cuda",
+        "allreduce-w4-cnn-float32-cuda",
+        "allreduce-w4-cnn-float64-cuda",
+        "allreduce-w4-cnn-float32-cuda-against-cpu",
+    ]
+    assert [case.judged_on for case in found.values()] == ["cuda", "cuda", "cuda", "cpu"]
+    against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
+    assert against.layers == ("S32",)
+    assert {check for check, _ in checks(against, Contract())} == {
+        "outcome", "data", "initial state", "gradients", "loss", "agreement",
+    }  # fmt: skip
+    assert check_case(against) == against, "it can be replayed"

@@ -1,0 +1,377 @@
+"""Causes from numbers: weights in, the right cause or ambiguity out, none for a right result."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from distcheck.diagnosis import CAUSES, diagnose, gradients
+from distcheck.diagnosis.facts import Facts, Fit, Match, Overlap, ParameterFacts, StepFacts
+from distcheck.diagnosis.gradients import explain_step
+from distcheck.diagnosis.matching import permuted
+from distcheck.oracles.rounding import Interval, gamma
+from distcheck.records import CheckResult, Difference, Outcome
+
+SIZES = (40, 7, 90)
+UNIT = 2.0**-24
+
+Weights = Sequence[Sequence[float]]  # per rank, what each rank's gradient counts for
+
+
+def shard_gradients(world: int, seed: int) -> list[torch.Tensor]:
+    """Per parameter [n, world], float32 values in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, world, generator=generator) * (1 + torch.arange(world)) + 0.5).double()
+        for n in SIZES
+    ]
+
+
+def combined(columns: torch.Tensor, weights: Sequence[float], rank: int) -> torch.Tensor:
+    """sum w_r g_r in float32, one rounding at a time, ranks in an order of the rank's own."""
+    total = torch.zeros(len(columns))
+    for r in range(rank, rank + columns.shape[1]):
+        r %= columns.shape[1]
+        total = total + columns[:, r].float() * torch.tensor(weights[r])
+    return total.double()
+
+
+def measured(
+    weights: Weights, shares: Sequence[float], *, seed: int = 0, only: Sequence[int] = (0, 1, 2)
+) -> StepFacts:
+    """A step whose parameters `only` came out with `weights`; the others are right."""
+    world = len(shares)
+    allowed = gamma(world + 5, UNIT)
+    parameters, systems, targets = [], [], []
+    every = shard_gradients(world, seed)
+    for index in only:
+        columns = every[index]
+        results = [combined(columns, weights[rank], rank) for rank in range(world)]
+        q, r = torch.linalg.qr(columns)
+        mean = columns @ torch.tensor(shares, dtype=torch.float64)
+        bound = allowed * (columns.abs() @ torch.tensor(shares, dtype=torch.float64))
+        own = [columns[:, rank] for rank in range(world)]
+        is_mean = [(y - mean).abs() <= bound for y in results]
+        is_own = [(y - o).abs() <= 4 * UNIT * o.abs() for y, o in zip(results, own, strict=True)]
+        size = float(columns.norm())
+        systems.append(r / size)
+        targets.append([q.T @ y / size for y in results])
+        parameters.append(
+            ParameterFacts(
+                name=f"p{index}",
+                elements=len(columns),
+                norms=tuple(columns.norm(dim=0).tolist()),
+                basis=tuple(tuple(row) for row in r.tolist()),
+                projected=tuple(tuple((q.T @ y).tolist()) for y in results),
+                remainder=tuple(float((y - q @ (q.T @ y)).norm()) for y in results),
+                floor=1e-40,
+                wrong=tuple(rank for rank in range(world) if not bool(is_mean[rank].all())),
+                of_mean=tuple(int(m.sum()) for m in is_mean),
+                of_own=tuple(int(o.sum()) for o in is_own),
+                of_either=tuple(int((m | o).sum()) for m, o in zip(is_mean, is_own, strict=True)),
+                shorter=("",) * world,
+                on_grid=(False,) * world,
+            )
+        )
+    system = torch.cat(systems)
+    inverse = torch.linalg.pinv(system)
+    norms = [float(torch.cat([c[:, r] for c in every]).norm()) for r in range(world)]
+    return StepFacts(
+        step=0,
+        shares=tuple(shares),
+        gamma=allowed,
+        unit=UNIT,
+        parameters=tuple(parameters),
+        total=len(SIZES),
+        fits=tuple(
+            Fit(
+                coefficients=tuple((inverse @ torch.cat([t[rank] for t in targets])).tolist()),
+                tolerance=(1e-5,) * world,
+                residual=0.0,
+                identified=True,
+            )
+            for rank in range(world)
+        ),
+        left_norms=tuple(norms),
+        left_factors=(1.0,) * world,
+        left_elements=sum(SIZES),
+        mean_of_left=False,
+        matches=(),
+        alike=(tuple(range(world)),),
+        unchanged=(),
+        missing=(),
+        not_finite=None,
+    )
+
+
+def causes(step: StepFacts) -> set[str]:
+    return {finding.cause for finding in explain_step(step)}
+
+
+worlds = st.integers(2, 6)
+seeds = st.integers(0, 50)
+
+
+@st.composite
+def unequal_shares(draw: st.DrawFn) -> list[float]:
+    sizes = draw(st.lists(st.integers(1, 90), min_size=2, max_size=6))
+    assume(len(set(sizes)) > 1)
+    return [size / sum(sizes) for size in sizes]
+
+
+def equal(world: int) -> list[float]:
+    return [1 / world] * world
+
+
+@given(worlds, seeds)
+@settings(max_examples=30, deadline=None)
+def test_a_right_mean_has_no_cause(world: int, seed: int) -> None:
+    assert not causes(measured([equal(world)] * world, equal(world), seed=seed))
+
+
+@given(unequal_shares(), seeds)
+@settings(max_examples=30, deadline=None)
+def test_a_right_weighted_mean_has_no_cause(shares: list[float], seed: int) -> None:
+    assert not causes(measured([shares] * len(shares), shares, seed=seed))
+
+
+@given(worlds, seeds, st.floats(0.01, 30))
+@settings(max_examples=60, deadline=None)
+def test_scales(world: int, seed: int, factor: float) -> None:
+    assume(abs(factor - 1) > 1e-4)
+    near = {
+        "missing-division": abs(factor - world) < 1e-4,
+        "double-division": abs(factor - 1 / world) < 1e-4,
+    }
+    assume(not any(near.values()))
+    scaled = [factor / world] * world
+    assert causes(measured([scaled] * world, equal(world), seed=seed)) == {"wrong-divisor"}
+
+
+@given(worlds, seeds, st.sampled_from([(1, "missing-division"), (-1, "double-division")]))
+@settings(max_examples=40, deadline=None)
+def test_named_scales(world: int, seed: int, scale: tuple[int, str]) -> None:
+    weights = [float(world) ** scale[0] / world] * world
+    for only in ((0, 1, 2), (1,)):
+        assert causes(measured([weights] * world, equal(world), seed=seed, only=only)) == {scale[1]}
+
+
+@given(unequal_shares(), seeds, st.sampled_from([1.0, 3.7]))
+@settings(max_examples=40, deadline=None)
+def test_plain_means(shares: list[float], seed: int, factor: float) -> None:
+    world = len(shares)
+    weights = [factor / world] * world
+    found = causes(measured([weights] * world, shares, seed=seed))
+    expected = {"unweighted-mean"} | ({"wrong-divisor"} if factor != 1.0 else set())
+    for rank in range(world):  # shares of 1/3 and 2/3: the first counted twice is a plain mean, too
+        twice = [share * (1 + (r == rank)) for r, share in enumerate(shares)]
+        if math.isclose(min(twice), max(twice)):
+            expected.add("duplicated-rank")
+    assert found == expected
+
+
+@given(worlds, seeds)
+@settings(max_examples=30, deadline=None)
+def test_every_rank_alone(world: int, seed: int) -> None:
+    own = [[float(r == rank) for r in range(world)] for rank in range(world)]
+    assert causes(measured(own, equal(world), seed=seed)) == {"no-sync"}
+    part = causes(measured(own, equal(world), seed=seed, only=(0, 2)))
+    assert part == {"partial-sync"}
+
+
+@given(worlds, seeds, st.data())
+@settings(max_examples=60, deadline=None)
+def test_one_rank_for_all(world: int, seed: int, data: st.DataObject) -> None:
+    source = data.draw(st.integers(0, world - 1))
+    weights = [float(r == source) for r in range(world)]
+    found = explain_step(measured([weights] * world, equal(world), seed=seed))
+    if world == 2:  # one of two is given, the other dropped, or the one taken twice: all the same
+        assert {f.cause for f in found} == {"one-rank-only", "dropped-rank", "duplicated-rank"}
+        assert all("cannot tell this from" in f.evidence for f in found)
+    else:
+        assert [f.cause for f in found] == ["one-rank-only"]
+
+
+@given(st.integers(3, 6), seeds, st.data())
+@settings(max_examples=60, deadline=None)
+def test_counted(world: int, seed: int, data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 2), min_size=world, max_size=world))
+    assume(sum(map(bool, counts)) >= 2 and len(set(counts)) > 1)
+    assume(1 in counts)
+    divisor = data.draw(st.sampled_from([world, sum(counts), sum(map(bool, counts))]))
+    weights = [count / divisor for count in counts]
+    found = causes(measured([weights] * world, equal(world), seed=seed))
+    assert found == {"duplicated-rank" if 2 in counts else "dropped-rank"}
+
+
+@given(st.integers(2, 6), seeds, st.floats(0.3, 1.1))
+@settings(max_examples=40, deadline=None)
+def test_clipping_before(world: int, seed: int, share: float) -> None:
+    norms = measured([equal(world)] * world, equal(world), seed=seed).left_norms
+    most = share * max(norms)
+    assume(abs(most / max(norms) - 1) > 1e-3 and most < max(norms))
+    weights = [min(1.0, most / norm) / world for norm in norms]
+    found = causes(measured([weights] * world, equal(world), seed=seed))
+    ratios = [one / other for one in weights for other in weights]
+    whole = all(min(r % 1, -r % 1) < 1e-4 for r in ratios if r >= 1)  # looks like counting as well
+    assert found == {"clip-before-sync"} or (whole and "clip-before-sync" in found)
+
+
+@given(st.integers(3, 6), seeds, st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_guesses(world: int, seed: int, data: st.DataObject) -> None:
+    """Weights with no rule to them have no name, and are shown as they are."""
+    drawn = data.draw(st.lists(st.floats(0.11, 0.97), min_size=world, max_size=world))
+    ratios = [a / b for a in drawn for b in drawn if a != b]
+    assume(len(set(drawn)) == world)
+    assume(all(abs(ratio - round(ratio)) > 1e-3 for ratio in ratios))
+    step = measured([drawn] * world, equal(world), seed=seed)
+    norms = step.left_norms
+    products = [w * n for w, n in zip(drawn, norms, strict=True)]
+    assume(max(products) - min(products) > 1e-3 * max(products))
+    assume(not 0.9999 < max(drawn) * world < 1.0001)
+    assert not causes(step)
+    assert "the ranks' gradients count" in gradients.describe_unexplained(
+        Facts(world=world, steps=(step,))
+    )
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_reduce_without_broadcast(world: int) -> None:
+    left = [equal(world)] + [[0.3 * (r + 1) for r in range(world)]] * (world - 1)
+    assert causes(measured(left, equal(world))) == {"one-rank-only"}
+
+
+def test_one_damaged_element_leaves_a_rank_its_mean() -> None:
+    """At two ranks the other one "alone holds the mean"; that is no missing broadcast."""
+    step = measured([equal(2), [0.31, 0.83]], equal(2))
+    assert causes(step) == {"one-rank-only"}
+    damaged = tuple(
+        msgspec.structs.replace(p, of_mean=(p.elements, p.elements - 1)) for p in step.parameters
+    )
+    assert "one-rank-only" not in causes(msgspec.structs.replace(step, parameters=damaged))
+
+
+def test_a_lone_element_is_no_evidence_for_a_factor() -> None:
+    lone = measured([[0.3] * 4] * 4, equal(4), only=(1,))
+    one = lone.parameters[0]
+    cut = ParameterFacts(
+        name=one.name, elements=1, norms=(1.0, 2.0, 3.0, 4.0), basis=((1.0, 2.0, 3.0, 4.0),),
+        projected=((7.1,),) * 4, remainder=(0.0,) * 4, floor=0.0, wrong=(0, 1, 2, 3),
+        of_mean=(0,) * 4, of_own=(0,) * 4, of_either=(0,) * 4,
+        shorter=("",) * 4, on_grid=(False,) * 4,
+    )  # fmt: skip
+    import msgspec
+
+    assert not causes(msgspec.structs.replace(lone, parameters=(cut,)))
+
+
+def failed(check: str, layer: str = "-") -> CheckResult:
+    place = Difference(
+        parameter="p0", rank=1, step=2, index=(), actual=1.0, expected=2.0, error=1.0, bound=0.0
+    )
+    return CheckResult(check=check, layer=layer, verdict="fail", first=place, worst=place)
+
+
+ENDS = [Outcome(rank=rank, outcome="finished") for rank in range(4)]
+
+
+def named(results: list[CheckResult], facts: Facts | None = None) -> list[str]:
+    found = diagnose(ENDS, results, facts)
+    assert all(d.cause in CAUSES and d.evidence and d.suggestion for d in found)
+    return [d.cause for d in found]
+
+
+def test_what_did_not_fail_has_no_cause() -> None:
+    passed = CheckResult(check="gradients", layer="R", verdict="pass")
+    wrong = measured([[1.0] * 4] * 4, equal(4))
+    assert named([passed], Facts(world=4, steps=(wrong,))) == []
+
+
+def test_a_case_without_a_closer_look_is_unexplained() -> None:
+    assert named([failed("gradients", "R")]) == ["unexplained"]
+    trouble = diagnose(ENDS, [failed("gradients", "R")], Facts(world=4, trouble="no memory"))
+    assert "no memory" in trouble[0].evidence
+
+
+def test_state_causes() -> None:
+    assert named([failed("rerun")]) == ["nondeterministic"]
+    assert named([failed("initial state")]) == ["initial-state-differs"]
+    assert named([failed("buffers", "X")]) == ["buffers-differ"]
+    same = Overlap(ranks=(0, 1), shared=8, read=8, whole_steps=True)
+    some = Overlap(ranks=(0, 1), shared=3, read=8, whole_steps=False)
+    assert named([failed("data")], Facts(world=4, overlaps=(same, some))) == ["same-data"]
+    assert named([failed("data")], Facts(world=4, overlaps=(some,))) == ["overlapping-data"]
+    assert named([failed("data")], Facts(world=4)) == ["unexplained"]
+
+
+def test_randomness_is_named_beside_what_failed() -> None:
+    facts = Facts(world=4, same_randomness=((0, 1, 2, 3),))
+    assert named([failed("rerun")], facts) == ["nondeterministic", "same-randomness"]
+    assert named([], facts) == []
+
+
+@given(st.integers(3, 6), seeds, st.data())
+@settings(max_examples=40, deadline=None)
+def test_counted_differently_on_every_rank(world: int, seed: int, data: st.DataObject) -> None:
+    """As rings leave it: what rank 0 has of rank r, rank k has of rank r + k."""
+    counts = data.draw(st.lists(st.integers(0, 2), min_size=world, max_size=world))
+    assume(sum(map(bool, counts)) >= 2 and len(set(counts)) > 1)
+    assume(1 in counts)
+    weights = [[counts[(r - rank) % world] / world for r in range(world)] for rank in range(world)]
+    found = causes(measured(weights, equal(world), seed=seed))
+    assert found == {"duplicated-rank" if 2 in counts else "dropped-rank"}
+
+
+def test_a_gradient_that_one_rank_lacks() -> None:
+    step = msgspec.structs.replace(measured([equal(2)] * 2, equal(2)), parameters=())
+    lacks = msgspec.structs.replace(step, missing=(("p0", 1),), missing_elsewhere=True)
+    assert causes(lacks) == {"partial-sync"}
+    assert not causes(msgspec.structs.replace(lacks, missing_elsewhere=False))
+
+
+def test_zeros_are_stale_only_if_the_next_step_is() -> None:
+    zeros = measured([[0.0, 0.0]] * 2, equal(2))
+    other = msgspec.structs.replace(measured([[0.3, 0.9]] * 2, equal(2)), step=1)
+    matches = tuple(
+        Match(kind="earlier", rank=rank, parameter=p.name, distance=0.0, bound=1.0, step=0)
+        for p in other.parameters
+        for rank in p.wrong
+    )
+    stale = msgspec.structs.replace(other, matches=matches)
+    found = gradients.explain(Facts(world=2, steps=(zeros, stale)))
+    assert [diagnosis.cause for diagnosis in found] == ["stale-gradient"]
+    assert "step 0: ranks hold zeros" in found[0].evidence
+    assert not gradients.explain(Facts(world=2, steps=(zeros, other)))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """As much of `Measured` as a permutation is told from."""
+
+    name: str
+    interval: Interval
+    held: torch.Tensor
+    wrong: tuple[int, ...] = (0,)
+
+    @property
+    def elements(self) -> int:
+        return self.held.numel()
+
+    def result(self, rank: int) -> torch.Tensor:
+        return self.held
+
+
+@pytest.mark.parametrize(("moves", "matches"), [(True, 1), (False, 0)])
+def test_elements_in_their_place_are_no_permutation(moves: bool, matches: int) -> None:
+    mean = torch.arange(1.0, 41.0, dtype=torch.float64)
+    bound = torch.full_like(mean, 1e-6)
+    held = mean.flip(0) if moves else mean.clone()
+    held[0] += 2e-6  # one element is out of its own bound, and within that of all together
+    one = _Held("p0", Interval(mean, bound), held)
+    assert len(list(permuted([one]))) == matches  # type: ignore[list-item]

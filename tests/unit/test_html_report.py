@@ -1,0 +1,321 @@
+"""The HTML report, from fixed documents: complete, well-formed, inert, and small."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from distcheck.commands.report import command
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.reports import html_report, json_report
+from distcheck.reports.aggregated import as_keys
+from tests import documents
+
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr", "path"}
+ALL = {
+    "pass": documents.document(documents.passing(), changed=False),
+    "mismatch": documents.document(documents.mismatch()),
+    "crash": documents.document(documents.crash()),
+    "several": documents.document(
+        documents.passing(), documents.mismatch(), documents.crash(), documents.passing("ddp", 3)
+    ),
+    "hostile": documents.document(documents.hostile(), **{documents.HOSTILE: documents.HOSTILE}),
+    "vgg11": documents.document(documents.vgg11()),
+}
+SEEN: dict[str, "Page"] = {}
+
+
+class Page(HTMLParser):
+    """A page, taken apart; raises where an end tag closes something else than was opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag != "wbr":  # which breaks a word, and is none
+            self.words.append(" ")
+        if tag not in VOID or tag == "path":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attrs for tag, attrs in self.elements if tag in tags]
+
+    @property
+    def visible(self) -> str:
+        return " ".join("".join(self.words).split())
+
+
+def page(name: str) -> Page:
+    if name not in SEEN:
+        SEEN[name] = Page(html_report.render(ALL[name]))
+    return SEEN[name]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_well_formed_and_needs_nothing_else(name: str) -> None:
+    seen = page(name)
+    assert not seen.all("script", "img", "link", "iframe", "object", "embed", "form", "base")
+    for _, attrs in seen.elements:
+        assert "style" not in attrs
+        assert not [a for a in attrs if a.startswith("on") or a in ("src", "srcset", "data")]
+        assert (attrs.get("href") or "#").startswith("#")
+    style = re.findall(r"<style>(.*?)</style>", seen.text, re.DOTALL)
+    assert len(style) == 1
+    assert "url(" not in style[0]
+    assert "@import" not in style[0]
+    digest = base64.b64encode(hashlib.sha256(style[0].encode()).digest()).decode()
+    policy = seen.all("meta")[1]["content"]
+    assert policy == (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_screen_reader_finds_its_way(name: str) -> None:
+    seen = page(name)
+    tags = [tag for tag, _ in seen.elements]
+    assert [tags.count(tag) for tag in ("header", "main", "footer", "h1")] == [1, 1, 1, 1]
+    levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+    assert tags.count("table") == tags.count("caption")
+    assert all(attrs.get("scope") in ("row", "col") for attrs in seen.all("th"))
+    ids = [attrs["id"] for _, attrs in seen.elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for attrs in seen.all("svg"):
+        if attrs.get("aria-hidden") != "true":
+            assert attrs["role"] == "img"
+            assert set((attrs["aria-labelledby"] or "").split()) <= set(ids)
+    links = {attrs["href"] for attrs in seen.all("a")}
+    assert links <= {f"#{found}" for found in ids}
+    assert len(links) == len(ALL[name]["cases"])
+
+
+def test_a_mismatch_is_shown_from_every_side() -> None:
+    text = page("mismatch").visible
+    wrong = documents.VGG11[3]
+    for words in (
+        "mine.py:sync, world 4, cnn float32: partial-sync.",
+        "distcheck replay cases/mine.json",
+        "Error over bound: gradients, R",
+        f"2 cells over the bound. Largest share of a bound: 5.5, at {wrong}, step 2.",
+        "Bits: gradients, X",
+        "2 cells of 24 differ. 22 of 24 are equal to the bit.",
+        f"{wrong} 1, 2 ",  # the mask's numbers
+        "Loss of 4 ranks and of the reference (S32)",
+        "leaves its bound at step 0, and at 3 of 3 steps in all",
+        "Distance in ULP: gradients, R",
+        "The gradients after step 1 are the first that differ: rank 2 (marked ◂) holds other bits",
+        "3b39ec1e 3b39ec12",
+        "look at rank 2",
+        "torch 2.12.1 2.13.0",
+    ):
+        assert words in text, words
+
+
+def test_a_crash_shows_the_root_cause_first_and_who_called_what() -> None:
+    text = page("crash").visible
+    assert text.index("rank 1 raised") < text.index("rank 2 ended") < text.index("rank 3 killed")
+    assert "At call 7, rank 2 called all_reduce of [10x64], most ranks all_reduce of [64]." in text
+    assert "Call 7 is missing on rank 1." in text
+    assert "left before it was asked" in text
+
+
+def test_failed_cases_come_first_and_passed_ones_are_folded() -> None:
+    seen = page("several")
+    text = seen.visible
+    assert text.rindex("mine.py:sync, world 4") < text.rindex("allreduce, world 4")
+    assert text.rindex("crashes.py:sync, world 5") < text.rindex("allreduce, world 4")
+    assert "2 of 4 cases failed" in text
+    assert "not run" in text  # the grid has a hole
+
+
+def test_of_very_many_cases_those_that_passed_are_not_drawn() -> None:
+    cases = [documents.passing(f"s{at}") for at in range(30)]
+    text = Page(html_report.render(documents.document(*cases, documents.mismatch()))).visible
+    assert text.count("Error over bound: gradients, R") == 3  # its title, its caption, its table's
+    assert text.count("those that passed are not drawn") == 30
+    assert "All 30 cases passed." in Page(html_report.render(documents.document(*cases))).visible
+
+
+def test_what_was_accepted_left_out_or_put_together_is_said() -> None:
+    document = documents.document(documents.passing(), documents.passing("ddp"))
+    why = {"kind": "quantised:8", "widened": "widens R", "not_owed": ["agreement: it rounds"]}
+    document["cases"][1]["accepted"] = why
+    document["left_out"] = {"fp16-lattice": "it would overflow"}
+    document["parts"] = [{}, {}]
+    text = Page(html_report.render(document)).visible
+    assert "All 2 cases passed, 1 of them with an accepted deviation." in text
+    assert "pass quantised:8 accepted" in text
+    assert "Accepted: quantised:8 widens R; not owed: agreement: it rounds." in text
+    assert "fp16-lattice: it would overflow" in text
+    assert "Put together from 2 parts" in text
+
+
+def test_a_pass_says_what_it_does_not_show() -> None:
+    text = page("pass").visible
+    assert "The one case passed." in text
+    assert "A pass shows nothing about other worlds" in text
+    assert "The same as in the last run that passed" in text
+    assert "All ranks hold the same bits at every step" in text
+    assert "Every cell is within its bound" in text
+
+
+def test_nothing_of_a_hostile_document_is_markup() -> None:
+    seen = page("hostile")
+    assert "alert('x')" in seen.visible
+    assert "{{7*7}}" in seen.visible
+    assert "49" not in [word.strip() for word in seen.words]
+    assert "<script" not in seen.text
+    assert "<img" not in seen.text
+    assert seen.text.count("</style>") == 1
+
+
+def test_vgg11_over_60_steps_is_under_a_megabyte() -> None:
+    assert len(page("vgg11").text.encode()) < 1_000_000
+    assert len(json_report.render(ALL["vgg11"]).encode()) < 300_000
+
+
+def test_what_is_beyond_the_size_of_a_map_shares_cells() -> None:
+    report = documents.document(documents.vgg11(steps=300))
+    found = next(c["map"] for c in report["cases"][0]["checks"] if c["layer"] == "R")
+    assert found["steps_per_column"] == 3
+    assert len(found["rows"][0].split()) == len(found["steps"]) == 100
+    assert (
+        max(map(float, found["rows"][9].split())) == 302
+    )  # three digits; the worst of a cell stays
+    text = Page(html_report.render(report)).visible
+    assert "A cell is the worst of 1 parameter and 3 steps." in text
+    assert "A cell is the worst of 2 parameters and 3 steps." in text
+
+
+def test_a_long_series_keeps_its_worst_steps() -> None:
+    case = documents.vgg11(steps=1000)
+    checks = {(c.check, c.layer): c for c in case.checks}
+    wrong = documents.losses(4, 1000)
+    wrong.losses[617] = documents.losses(4, 1, off=1e-3).losses[0]
+    loss = as_keys(msgspec.structs.replace(checks["loss", "S32"], aggregates=wrong))["loss"]
+    assert len(loss["steps"]) == 250
+    assert 617 in loss["steps"]
+    digests = as_keys(checks["agreement", "-"])["digests"]
+    assert digests["steps"][:3] == [0, 41, 42]  # the first, and where rank 2 is odd
+    assert len(digests["steps"]) <= 130
+    document = documents.document(case)
+    assert len(json_report.render(document)) < 500_000
+    assert len(html_report.render(document)) < 1_000_000
+
+
+def test_control_characters_of_a_log_are_shown() -> None:
+    text = html_report.render(documents.document(documents.crash(text="a\x1b[31mred\x00\r\nb")))
+    assert "a␛[31mred␀␍\nb" in text.replace("<wbr>", "")
+
+
+def test_an_older_report_without_the_keys_for_pictures_is_rendered() -> None:
+    document = json.loads(json_report.render(ALL["mismatch"]))
+    del document["since_green"]
+    for case in document["cases"]:
+        case["checks"] = [
+            {k: v for k, v in c.items() if k not in ("map", "ulp", "elements", "loss", "digests")}
+            for c in case["checks"]
+        ]
+    text = Page(html_report.render(document)).visible
+    assert "partial-sync" in text
+    assert "Pictures" not in text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_json_cannot_hold(value: str) -> None:
+    document = json.loads(json_report.render(ALL["mismatch"]))
+    for check in document["cases"][0]["checks"]:
+        for element in check.get("elements", []):
+            element.update(actual=value, error=value)
+        if "loss" in check:
+            check["loss"]["mean"][1] = value
+            check["loss"]["ranks"][0] = [value] * 3
+        if check.get("map", {}).get("kind") == "bound":
+            check["map"]["rows"][0] = " ".join([value, "-", "0.5"])
+        if check["worst"]:
+            check["worst"]["error"] = value
+    Page(html_report.render(document))
+
+
+def ask(*words: object) -> Any:
+    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False)
+
+
+def write(folder: Path, document: Any) -> Path:
+    path = folder / "report.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_the_command_renders_a_file_or_a_run(tmp_path: Path) -> None:
+    path = write(tmp_path, ALL["mismatch"])
+    for source, target in ((path, "one.html"), (tmp_path, "two.html")):
+        assert ask(source, "--html", tmp_path / target).return_value == 0
+    written = (tmp_path / "one.html").read_text("utf-8")
+    assert written == (tmp_path / "two.html").read_text("utf-8") == page("mismatch").text
+    assert ask(path, "--json", tmp_path / "again.json").return_value == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({**ALL["pass"], "schema": "distcheck.report/2"}, "distcheck.report/2"),
+        ({"a": 1}, "schema None"),
+        ([1], "is no report"),
+        ({"schema": "distcheck.report/1"}, "lacks what such a report has"),
+        ({**ALL["pass"], "cases": [{"strategy": 3}]}, "lacks what such a report has"),
+    ],
+    ids=["version", "other", "list", "empty", "malformed"],
+)
+def test_what_is_no_report_is_refused_in_one_sentence(
+    tmp_path: Path, content: Any, words: str
+) -> None:
+    path = write(tmp_path, content)
+    error = ask(path, "--html", tmp_path / "out.html").exception
+    assert isinstance(error, UsageError)
+    assert words in str(error)
+    assert "\n" not in str(error)
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_bad_places(tmp_path: Path) -> None:
+    path = write(tmp_path, ALL["pass"])
+    error = ask(path, "--html", tmp_path / "no" / "out.html").exception
+    assert isinstance(error, CannotRunError)
+    assert "cannot be written" in str(error)
+    for words, said in (
+        ((path,), "--html FILE"),
+        ((tmp_path / "none.json", "--html", "x"), "cannot be read"),
+        ((path, "--json", path), "write to another file"),
+    ):
+        error = ask(*words).exception
+        assert isinstance(error, UsageError)
+        assert said in str(error)

@@ -1,0 +1,189 @@
+"""What a self-test plans, how it judges, and what that comes to; no process is started."""
+
+import json
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from distcheck.errors import ExitCode, UsageError
+from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
+from distcheck.selftest.planning import plan_selftest, representatives
+from distcheck.selftest.records import (
+    Planted,
+    Row,
+    Zoo,
+    count,
+    judge_correct,
+    judge_mutant,
+    judge_naming,
+    show_checks,
+)
+from distcheck.selftest.table import Detection, render, render_json, totals
+
+R, S32, AGREE, RERUN = ("gradients", "R"), ("gradients", "S32"), ("agreement", "-"), ("rerun", "-")
+
+
+def planted(name: str, *caught: tuple[str, str], causes: tuple[str, ...] = ("no-sync",)) -> Planted:
+    asked = {"strategy": f"zoo.file:{name}", "world": 4}
+    return Planted(name=name, file="file", asked=asked, caught=caught, causes=causes)
+
+
+def report(*failed: tuple[str, str], causes: tuple[str, ...] = (), unknown: bool = False) -> Report:
+    checks = [CheckResult(check=c, layer=layer, verdict="fail") for c, layer in failed]
+    checks.append(CheckResult(check="data", layer="-", verdict="unknown" if unknown else "pass"))
+    verdict = "fail" if failed else "unknown" if unknown else "pass"
+    named = tuple(Diagnosis(cause=c, evidence="seen", suggestion="mend") for c in causes)
+    case = CaseReport(
+        case=Case(id="one", strategy="s", world=2),
+        strategy_file="",
+        verdict=verdict,
+        outcomes=(),
+        checks=tuple(checks),
+        diagnosis=named,
+    )
+    return Report(environment={"torch": "2"}, cases=(case,))
+
+
+ZOO = Zoo(
+    mutants=(
+        planted("both", R, S32), planted("bits", R), planted("apart", R, AGREE),
+        planted("again", RERUN),
+    ),
+    strategies=("allreduce", "ddp", "ring"),
+    elsewhere=(("data_parallel", "needs device cuda"),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "allowed", "naming"),
+    [
+        ({"no-sync"}, {"no-sync"}, "right"),
+        ({"no-sync"}, {"no-sync", "hang"}, "right"),
+        ({"no-sync", "hang"}, {"no-sync"}, "wrong"),
+        ({"no-sync"}, {"unexplained"}, "wrong"),
+        ({"unexplained"}, {"no-sync"}, "unexplained"),
+        (set(), {"no-sync"}, "unexplained"),
+    ],
+)
+def test_naming(found: set[str], allowed: set[str], naming: str) -> None:
+    assert judge_naming(found, allowed) == naming
+
+
+def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
+    mutant = planted("one", R, S32)
+    caught = judge_mutant(mutant, report(R, S32, causes=("no-sync",)))
+    assert (caught.verdict, caught.as_listed, caught.naming, caught.good) == (
+        "caught", True, "right", True,
+    )  # fmt: skip
+    other = judge_mutant(mutant, report(R, causes=("hang",)))
+    assert (other.verdict, other.as_listed, other.naming, other.good) == (
+        "caught", False, "wrong", False,
+    )  # fmt: skip
+    assert "listed with gradients R S32" in other.detail
+    nameless = judge_mutant(mutant, report(R, S32, causes=("unexplained",)))
+    assert (nameless.naming, nameless.detail) == ("unexplained", "could be named no-sync")
+    missed = judge_mutant(mutant, report())
+    assert (missed.verdict, missed.naming, missed.good) == ("missed", "-", False)
+    assert judge_mutant(mutant, report(unknown=True)).verdict == "unknown"
+
+
+def test_a_correct_case_that_fails_is_a_false_alarm() -> None:
+    verdicts = [judge_correct(r.cases[0]).verdict for r in (report(), report(R))]
+    assert verdicts == ["passed", "false alarm"]
+    assert judge_correct(report(unknown=True).cases[0]).verdict == "unknown"
+
+
+def test_what_was_planned_and_not_run_is_unknown() -> None:
+    rows = [judge_mutant(planted("one", R), report(R, causes=("no-sync",)))]
+    assert count(rows, planted=1, correct=0).exit_code is ExitCode.PASS
+    assert count(rows, planted=2, correct=0).exit_code is ExitCode.UNKNOWN
+    assert count(rows, planted=1, correct=1).exit_code is ExitCode.UNKNOWN
+    assert count([], planted=0, correct=0).exit_code is ExitCode.UNKNOWN
+    for bad in (
+        judge_mutant(planted("two", R), report()),
+        judge_mutant(planted("two", R), report(R, causes=("hang",))),
+        judge_correct(report(R).cases[0]),
+    ):
+        assert count([*rows, bad], planted=5, correct=5).exit_code is ExitCode.MISMATCH
+
+
+def test_correct_strategies_alone_can_pass() -> None:
+    rows = [judge_correct(report().cases[0])]
+    assert count(rows, planted=0, correct=1).exit_code is ExitCode.PASS
+
+
+def test_a_case_that_cannot_be_run_is_told_and_neither_passed_nor_unknown() -> None:
+    why = "its gradients may reach 979992 and float16 carries 65504"
+    out = Row(kind="correct", name="ring-w3", file="ring", verdict="left out", detail=why)
+    rows = (msgspec.structs.replace(judge_correct(report().cases[0]), file="ring"), out)
+    counts = count(rows, planted=0, correct=2)
+    assert (counts.passed, counts.left_out, counts.unknown) == (1, 1, 0)
+    assert (counts.exit_code, out.good) == (ExitCode.PASS, True)
+    assert count([out], planted=0, correct=1).exit_code is ExitCode.UNKNOWN
+    found = Detection(rows=rows, counts=counts, environment={}, seconds=1.0)
+    assert f"          ring-w3 is left out: {why}" in list(totals(found))
+    console = Console(width=100)
+    with console.capture() as screen:
+        render(found, console)
+    assert "passed  1 cases, 1 left out" in screen.get()
+
+
+def test_representatives_cover_every_check_and_layer_with_the_narrowest() -> None:
+    assert [m.name for m in representatives(ZOO.mutants)] == ["both", "apart", "again"]
+    assert representatives(()) == ()
+
+
+def test_plans_by_name() -> None:
+    plan = plan_selftest(ZOO, patterns=("BIT", "correct.*duc"))
+    assert [m.name for m in plan.mutants] == ["bits"]
+    assert (plan.strategies, plan.cases_each) == (("allreduce",), 6)
+    quick = plan_selftest(ZOO, quick=True)
+    assert (quick.strategies, quick.cases_each, quick.dtype) == (("allreduce", "ddp"), 4, "float32")
+    with pytest.raises(UsageError, match=r"-k nothing: .* as in file\.both"):
+        plan_selftest(ZOO, patterns=("bits", "nothing"))
+
+
+def test_layers_are_gathered_under_their_check() -> None:
+    assert show_checks([R, AGREE, S32]) == "gradients R S32, agreement"
+
+
+def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
+    rows = (
+        judge_mutant(planted("fine", R), report(R, causes=("no-sync",))),
+        msgspec.structs.replace(judge_mutant(planted("gone", R), report()), replay="distcheck v"),
+        judge_correct(report(R).cases[0]),
+    )
+    found = Detection(
+        rows=rows,
+        counts=count(rows, planted=3, correct=1),
+        environment={"torch": "2"},
+        elsewhere=ZOO.elsewhere,
+    )
+    text = "\n".join(shown(found).split("\n"))
+    assert "MISSED" in text
+    assert "distcheck v" in text
+    assert "FALSE ALARM" in text
+    assert list(totals(found)) == [
+        "mutants   3 planted: 1 caught, 1 missed; 1 named right, 0 named wrong, 0 unexplained",
+        "correct   1 cases: 0 passed, 1 false alarms",
+        "          data_parallel is not among them: it needs device cuda",
+        "unknown   1 of what was planned reached no verdict",
+        "time      0 s",
+    ]
+    document = json.loads(render_json(found))
+    assert (document["schema"], document["exit_code"]) == ("distcheck.selftest/1", 1)
+    assert document["rows"][1]["verdict"] == "missed"
+
+
+def shown(found: Detection) -> str:
+    from distcheck.reports.terminal import console_for
+
+    console = console_for(width=100)
+    with console.capture() as captured:
+        render(found, console)
+    return captured.get()
+
+
+def test_rows_are_unknown_until_they_are_judged() -> None:
+    assert not Row(kind="mutant", name="one").good

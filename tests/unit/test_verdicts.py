@@ -1,0 +1,192 @@
+"""From what ranks and judges left behind to a verdict; no process is started."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.cells import CELLS
+from distcheck.owed import PlannedCheck
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Difference, Outcome
+from distcheck.verdicts import allow_for_machine, report_of
+
+OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
+FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
+HUNG = [Outcome(rank=1, outcome="hung", detail="in sync"), Outcome(rank=0, outcome="finished")]
+OUTCOME = PlannedCheck(check="outcome", layer="-", scope="front", owed=Compared(ranks=2))
+GRADIENTS = PlannedCheck(check="gradients", layer="X", scope="step", owed=OWED)
+PARAMETERS = PlannedCheck(check="parameters", layer="X", scope="step", owed=OWED)
+LOSS = PlannedCheck(check="loss", layer="S32", scope="step", owed=OWED)
+
+
+def result(
+    planned: PlannedCheck, verdict: str = "pass", *, at: int | None = None, **said: Any
+) -> CheckResult:
+    first = None
+    if at is not None:
+        first = Difference(step=at, rank=0, parameter="w", index=(0,), actual=1.0, expected=2.0,
+                           error=1.0, bound=0.0)  # fmt: skip
+    return CheckResult(
+        check=planned.check, layer=planned.layer, verdict=verdict, first=first,
+        **{"compared": OWED, **said},
+    )  # fmt: skip
+
+
+def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -> CaseReport:
+    case = Case(id="one", strategy="s", world=2, workload=given.pop("workload", "mlp"))
+    ran = {
+        "case": case, "facts": SimpleNamespace(strategy_file="s.py", strategy_line=3),
+        "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
+        "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
+    }  # fmt: skip
+    return report_of(SimpleNamespace(**{**ran, **given}), replay="distcheck replay one")  # type: ignore[arg-type]
+
+
+def checks(report: CaseReport) -> dict[str, tuple[str, str]]:
+    return {c.check: (c.verdict, c.reason) for c in report.checks}
+
+
+def test_everything_owed_and_compared_passes() -> None:
+    report = run([OUTCOME, GRADIENTS], [result(GRADIENTS)])
+    assert report.verdict == "pass"
+    assert checks(report) == {"outcome": ("pass", ""), "gradients": ("pass", "")}
+    assert (report.strategy_file, report.strategy_line) == ("s.py", 3)
+    assert (report.timings_s, report.notes) == ({"judging": 1.235}, ("a note",))
+    assert report.replay == "distcheck replay one"
+
+
+@pytest.mark.parametrize("fewer", ["tensors", "elements", "ranks", "steps"])
+def test_a_pass_that_compared_less_than_it_owes_is_unknown(fewer: str) -> None:
+    less = msgspec.structs.replace(OWED, **{fewer: getattr(OWED, fewer) - 1})
+    report = run([OUTCOME, GRADIENTS], [result(GRADIENTS, compared=less)])
+    assert report.verdict == "unknown"
+    have, want = getattr(less, fewer), getattr(OWED, fewer)
+    assert checks(report)["gradients"] == (
+        "unknown",
+        f"compared only {have} of {want} {fewer}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict", "reason"),
+    [
+        ([], "unknown", "not judged: interrupted"),
+        (HUNG, "fail", "not judged: the ranks did not finish a step"),
+        (FINISHED, "unknown", "not judged"),
+    ],
+)
+def test_a_check_that_nobody_judged_is_unknown_and_says_why(
+    outcomes: list[Outcome], verdict: str, reason: str
+) -> None:
+    report = run([OUTCOME, GRADIENTS], [], outcomes=outcomes)
+    assert (report.verdict, checks(report)["gradients"]) == (verdict, ("unknown", reason))
+
+
+def test_ranks_that_did_not_finish_fail_the_outcome() -> None:
+    report = run([OUTCOME], [], outcomes=HUNG)
+    assert checks(report)["outcome"] == ("fail", "rank 1 hung")
+    assert report.checks[0].compared.ranks == 2
+    one = run([OUTCOME], [], outcomes=FINISHED[:1])
+    assert checks(one)["outcome"] == ("unknown", "compared only 1 of 2 ranks")
+
+
+def test_outcomes_are_of_the_run_that_failed() -> None:
+    report = run([OUTCOME], [], rerun_outcomes=HUNG)
+    assert checks(report)["outcome"] == ("fail", "rank 1 hung")
+    assert [o.detail for o in report.outcomes] == ["in the rerun: in sync", ""]
+    fine = run([OUTCOME], [], rerun_outcomes=FINISHED)
+    assert [o.detail for o in fine.outcomes] == ["", ""]
+    first = run([OUTCOME], [], outcomes=HUNG, rerun_outcomes=FINISHED)
+    assert checks(first)["outcome"] == ("fail", "rank 1 hung")
+
+
+def test_parts_of_one_check_are_put_together() -> None:
+    half = Compared(tensors=2, elements=5, ranks=2, steps=1)
+    rest = Compared(tensors=2, elements=5, ranks=2, steps=2)
+    parts = [result(GRADIENTS, compared=half), result(GRADIENTS, compared=rest)]
+    assert run([GRADIENTS], parts).verdict == "pass"
+    late = result(GRADIENTS, "fail", at=2, compared=rest)
+    early = result(GRADIENTS, "fail", at=1, compared=half)
+    (found,) = run([GRADIENTS], [late, early]).checks
+    assert found.verdict == "fail"
+    assert found.first is not None
+    assert found.first.step == 1
+
+
+def test_a_later_failure_is_said_to_follow_and_an_equally_early_one_is_not() -> None:
+    results = [
+        result(PARAMETERS, "fail", at=1), result(GRADIENTS, "fail", at=0),
+        result(LOSS, "fail", at=0),
+    ]  # fmt: skip
+    found = checks(run([PARAMETERS, GRADIENTS, LOSS], results))
+    assert found == {
+        "parameters": (
+            "fail",
+            "begins after gradients had diverged at step 0, and may follow from that",
+        ),
+        "gradients": ("fail", ""),
+        "loss": ("fail", ""),
+    }
+
+
+def test_what_passed_or_has_no_place_follows_from_nothing() -> None:
+    results = [
+        result(GRADIENTS, "fail", at=0), result(PARAMETERS, "pass"), result(LOSS, "fail")
+    ]  # fmt: skip
+    reasons = [c.reason for c in run([GRADIENTS, PARAMETERS, LOSS], results).checks]
+    assert reasons == ["", "", ""]
+    placeless = run([LOSS, PARAMETERS], [result(LOSS, "fail"), result(PARAMETERS)])
+    assert [c.reason for c in placeless.checks] == ["", ""]
+
+
+def test_the_lattice_trains_on_so_that_the_same_step_may_follow() -> None:
+    gradients = msgspec.structs.replace(GRADIENTS, layer="lattice")
+    parameters = msgspec.structs.replace(PARAMETERS, layer="lattice")
+    found = checks(
+        run([gradients, parameters],
+            [result(gradients, "fail", at=1), result(parameters, "fail", at=1)])
+    )  # fmt: skip
+    assert "may follow" in found["parameters"][1]
+    assert found["gradients"][1] == ""
+    mixed = run([gradients, PARAMETERS],
+                [result(gradients, "fail", at=1), result(PARAMETERS, "fail", at=1)])  # fmt: skip
+    assert [c.reason for c in mixed.checks] == ["", ""]
+
+
+def test_a_note_of_the_plan_is_said_with_the_result() -> None:
+    noted = msgspec.structs.replace(GRADIENTS, note="widened")
+    report = run([noted], [result(GRADIENTS, "fail", at=0, reason="beyond")])
+    assert checks(report)["gradients"] == ("fail", "widened; beyond")
+
+
+def test_a_failed_cell_says_what_it_is_about() -> None:
+    cell = sorted(CELLS)[0]
+    failed = run([GRADIENTS], [result(GRADIENTS, "fail", at=0)], workload=cell)
+    assert failed.notes[1:] == (
+        f"{cell} is a cell in which {CELLS[cell].about}; if this need not work, give "
+        f"--without {cell}, or decline it in the contract",
+    )
+    assert run([GRADIENTS], [result(GRADIENTS)], workload=cell).notes == ("a note",)
+    assert run([GRADIENTS], [result(GRADIENTS, "fail", at=0)]).notes == ("a note",)
+
+
+HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkldnn": True}
+
+
+def test_bits_of_another_machine_are_unknown_and_bounds_are_not() -> None:
+    bounds = msgspec.structs.replace(LOSS, layer="R")
+    report = run(
+        [GRADIENTS, PARAMETERS, bounds],
+        [result(GRADIENTS, "fail", at=0), result(PARAMETERS), result(bounds, "fail", at=0)],
+    )
+    assert allow_for_machine(report, dict(HERE), dict(HERE)) is report
+    other = allow_for_machine(report, {**HERE, "cpu": "two"}, HERE)
+    note = "recorded elsewhere (cpu two there, one here): bits computed here need not be the same"
+    assert [(c.verdict, c.reason) for c in other.checks] == [
+        ("unknown", note), ("pass", ""), ("fail", ""),
+    ]  # fmt: skip
+    assert (other.verdict, other.notes[-1]) == ("fail", note)
+    bits = run([GRADIENTS], [result(GRADIENTS, "fail", at=0)])
+    assert allow_for_machine(bits, {**HERE, "threads": 2}, HERE).verdict == "unknown"
+    assert allow_for_machine(bits, {**HERE, "python": "4"}, HERE) is bits

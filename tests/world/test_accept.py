@@ -1,0 +1,103 @@
+"""Real designs that lose something on purpose: they fail, and with `--accept` they pass."""
+
+import functools
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import distcheck
+from distcheck.errors import UsageError
+from distcheck.records import CaseReport
+from distcheck.reports.json_report import as_document
+from tests.world import lossy
+from tests.world.command import COMMAND
+from tests.world.test_verify import assert_everything_compared
+
+HERE = "tests.world.lossy:"
+ACCEPTED = {
+    lossy.FP16: ("low-precision:fp16", {"low-precision"}),
+    lossy.BF16: ("low-precision:bf16", {"low-precision"}),
+    f"{HERE}per_tensor": ("quantised:8", {"unexplained"}),
+    f"{HERE}PowerSGD": ("low-rank:2", {"unexplained"}),
+    f"{HERE}PostLocalSGD": ("local-sgd:2", {"no-sync"}),
+}
+MORE = {
+    f"{HERE}symmetric_4": ("quantised:4", {"unexplained"}),
+    f"{HERE}PowerSGDWithoutFeedback": ("low-rank:5:no-feedback", {"unexplained"}),
+    f"{HERE}averages_by_hand": ("local-sgd:3", {"no-sync"}),
+}
+
+
+def verify(specs: list[str], steps: int, accept: str | None = None) -> distcheck.Report:
+    return distcheck.verify(
+        specs,
+        world=2,
+        workload=f"{HERE}Small",
+        dtype="float32",
+        batch=64,
+        steps=steps,
+        accept=accept,
+    )
+
+
+@functools.cache
+def without_a_word(specs: tuple[str, ...]) -> dict[str, CaseReport]:
+    """All of them in one run: it is looked at once."""
+    return dict(zip(specs, verify(list(specs), 3).cases, strict=True))
+
+
+@pytest.mark.parametrize("spec", ACCEPTED, ids=lambda spec: spec.rpartition(":")[2])
+def test_fails_without_a_word_and_passes_with_it(spec: str) -> None:
+    accepts_as_said(spec, ACCEPTED)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("spec", MORE, ids=lambda spec: spec.rpartition(":")[2])
+def test_so_do_more_of_them(spec: str) -> None:
+    accepts_as_said(spec, MORE)
+
+
+def accepts_as_said(spec: str, among: dict[str, tuple[str, set[str]]]) -> None:
+    accept, causes = among[spec]
+    case = without_a_word(tuple(among))[spec]
+    assert case.verdict == "fail"
+    assert {found.cause for found in case.diagnosis} == causes
+    report = verify([spec], 6 if accept == "local-sgd:3" else 4, accept)
+    assert_everything_compared(report)
+    (case,) = report.cases
+    assert case.accepted is not None
+    assert case.accepted.kind == accept
+    assert case.accepted.not_owed
+    (document,) = as_document(report)["cases"]
+    assert document["accept"] == accept
+    assert document["accepted"]["not_owed"] == list(case.accepted.not_owed)
+    said = {r.reason for r in case.checks if r.check == "gradients" and r.layer == "R"}
+    assert any("tensors were compressed" in reason for reason in said) == ("low-rank" in accept)
+
+
+def test_a_promise_is_owed_whatever_is_accepted() -> None:
+    with pytest.raises(UsageError, match="ddp_bf16_hook promises an order, which is owed"):
+        verify(["ddp_bf16_hook"], 1, "low-precision:bf16")
+    with pytest.raises(UsageError, match="for ranks that hold everything, and fsdp divides it"):
+        verify(["fsdp"], 4, "local-sgd:2")
+
+
+def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
+    spec = ["--strategy", lossy.FP16, "--world", "2", "--workload", f"{HERE}Small", "--steps", "1"]
+    words = [*spec, "--batch", "64", "--accept", "low-precision:float16"]
+    save = ["--save", str(tmp_path / "kept"), "--dtype", "float32"]
+    ran = subprocess.run([*COMMAND, "verify", *words, *save], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    assert "accepted: low-precision:fp16 widens R to 4 roundings to float16" in ran.stdout
+    assert "not owed: smaller errors than that" in " ".join(ran.stdout.split())
+    (case,) = (tmp_path / "kept" / "cases").glob("*.json")
+    assert json.loads(case.read_text())["accept"] == "low-precision:fp16"
+    for again in (["replay", str(case)], ["recheck", str(tmp_path / "kept")]):
+        report = tmp_path / "again.json"
+        ran = subprocess.run([*COMMAND, *again, "--json", str(report)], capture_output=True)
+        assert ran.returncode == 0
+        (found,) = json.loads(report.read_text())["cases"]
+        assert found["accept"] == "low-precision:fp16"
+        assert found["accepted"]["widened"].startswith("widens R to 4 roundings")

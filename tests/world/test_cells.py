@@ -1,0 +1,138 @@
+"""Cells: correct strategies pass, what cannot do one says so, and nothing passes for nothing."""
+
+import pytest
+
+import distcheck
+from distcheck.cells import CELLS
+from distcheck.contract import Training
+from distcheck.errors import UsageError
+from distcheck.records import Report
+from tests.mutants.workloads import Normalised
+from tests.world.test_verify import assert_everything_compared
+
+# What each of the built-in strategies does not take part in.
+LEFT_OUT = {
+    "allreduce": set[str](),
+    "gather_scatter": {"complex", "sparse"},
+    "ring": {"sparse"},
+    "zero1": {"mixed_dtypes", "complex"},
+    "ddp": {"unused_parameters", "unused_later", "frozen_later"},
+}
+# Cells in which strategies of one kind differ from one another; the others are run by `allreduce`.
+TELLING = {
+    "ring": {"indivisible_sizes", "zero_size", "transposed"},
+    "gather_scatter": {"channels_last"},
+    "zero1": {"unused_parameters", "loss_scaling", "resume"},
+    "ddp": {"bucket_boundaries", "mixed_dtypes", "accumulation", "resume"},
+}
+
+
+def assert_cells(report: Report, left_out: set[str], cells: set[str]) -> None:
+    assert_everything_compared(report)
+    assert {case.case.workload for case in report.cases} == cells - left_out
+    said = {note.split()[1] for case in report.cases for note in case.notes if "left out" in note}
+    assert said == left_out
+
+
+def test_every_cell() -> None:
+    report = distcheck.verify("allreduce", world=3, workload="tied_weights", thorough=True)
+    assert_cells(report, set(), set(CELLS))
+    by_name = {case.case.workload: case for case in report.cases}
+    for name, cell in CELLS.items():
+        layers = {r.layer for r in by_name[name].checks if r.check == "gradients"}
+        expected = {"X", "R"} if name == "dropout" else {"X", "R", "S32"} - set(cell.without)
+        assert layers == expected, name
+    assert by_name["resume"].case.steps == 4
+
+
+@pytest.mark.parametrize("strategy", TELLING)
+def test_the_cells_that_tell_strategies_apart(strategy: str) -> None:
+    cells = TELLING[strategy]
+    report = distcheck.verify(strategy, world=2, workload=sorted(cells), steps=3)
+    assert_cells(report, set(), cells)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("strategy", LEFT_OUT)
+def test_no_cell_raises_a_false_alarm(strategy: str, world: int) -> None:
+    report = distcheck.verify(strategy, world=world, workload="tied_weights", thorough=True)
+    assert_cells(report, LEFT_OUT[strategy], set(CELLS))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp_find_unused", "ddp_static_graph", "ddp_small_buckets",
+                                      "ddp_bucket_view", "ddp_no_sync", "ddp_bf16_hook",
+                                      "reduce_broadcast", "parameter_server", "fsdp"])  # fmt: skip
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_no_cell_raises_a_false_alarm_elsewhere(strategy: str, world: int) -> None:
+    report = distcheck.verify(strategy, world=world, workload="tied_weights", thorough=True)
+    assert_everything_compared(report)
+
+
+def test_a_cell_that_is_declined_is_left_out() -> None:
+    with pytest.raises(UsageError, match="sparse cannot be run by ring at world 2: its contract"):
+        distcheck.verify("ring", world=2, workload="sparse")
+    with pytest.raises(UsageError, match="'tied' is no cell of --thorough; those are tied_weights"):
+        distcheck.verify("ring", world=2, thorough=True, without="tied")
+
+
+class Accumulating(Normalised):
+    """A person's own workload, which holds what a cell does."""
+
+    training = Training(accumulate=2)
+
+
+def test_a_workload_of_ones_own_accumulates_as_the_cell_does() -> None:
+    own = f"{__name__}:Accumulating"
+    asked = {"world": 3, "workload": own, "batch": 29, "steps": 2}
+    report = distcheck.verify("allreduce", **asked)
+    assert_everything_compared(report)
+    found = {(result.check, result.layer): result for result in report.cases[0].checks}
+    assert "its own micro-batches (5, 5, 5, 5, 5, 4)" in found["gradients", "S32"].reason
+    with pytest.raises(UsageError, match="ddp_no_sync at world 3: it runs backward itself"):
+        distcheck.verify("ddp_no_sync", **asked)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_who_exchanges_in_every_backward_is_right_and_judged(dtype: str) -> None:
+    report = distcheck.verify(
+        "tests/explored.py:MeansInEveryBackward", world=3, workload="accumulation", batch=29,
+        steps=2, dtype=dtype,
+    )  # fmt: skip
+    assert_everything_compared(report)
+    layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
+    assert layers == ({"R", "S32"} if dtype == "float32" else {"R"})
+
+
+def plain(model):  # type: ignore[no-untyped-def]
+    """What people write: every parameter has a gradient."""
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def test_code_that_takes_every_gradient_for_granted_is_told_what_the_cell_is_about() -> None:
+    report = distcheck.verify(plain, world=2, workload="unused_parameters", steps=1)
+    assert int(report.exit_code) == 4
+    (case,) = report.cases
+    assert {d.cause for d in case.diagnosis} == {"crash"}
+    assert "p.grad is None, on every rank; if this need not work, give --without" in str(case.notes)
+
+
+def zeros(model):  # type: ignore[no-untyped-def]
+    """Every rank has the same list, because what is absent is zero."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    plain(model)
+
+
+def test_a_gradient_of_zero_is_none_as_long_as_nothing_moves() -> None:
+    report = distcheck.verify(zeros, world=2, workload="unused_parameters", steps=2)
+    assert_everything_compared(report)
+    assert "has a gradient of zero where one machine has none" in str(report.cases[0].checks)

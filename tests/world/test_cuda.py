@@ -1,0 +1,95 @@
+"""On a GPU: gloo with several ranks on one, NCCL with one each, CPU against GPU; and refusals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distcheck import devices
+from tests.world.command import QUICK, Run, distcheck
+
+__all__ = ["distcheck"]
+
+on_gpu = pytest.mark.skipif(devices.gpu_count() == 0, reason="this machine shows no NVIDIA GPU")
+no_gpu = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")
+CUDA = ("--device", "cuda", "--json", "r.json")
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["gather_scatter", "allreduce", "ddp"])
+@pytest.mark.parametrize(("backend", "world"), [("gloo", "4"), ("nccl", "1")])
+def test_strategies(
+    distcheck: Run, tmp_path: Path, strategy: str, backend: str, world: str
+) -> None:
+    words = ("--strategy", strategy, "--backend", backend, "--world", world, *CUDA)
+    ran = distcheck("verify", *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["environment"]["gpu"]
+    assert report["environment"]["tf32"] is False
+    assert [case["device"] for case in report["cases"]] == ["cuda"] * 4
+    assert report["cases"][-1]["id"].endswith("against-cpu")
+
+
+@on_gpu
+def test_a_wrong_gradient_is_seen_there(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, "--device", "cuda")
+    assert ran.returncode == 1, ran.stdout
+
+
+@on_gpu
+@pytest.mark.world(4, device="cuda")
+def test_the_marker(world) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    import torch.distributed as dist
+
+    total = torch.full((3,), float(world.rank), device=world.device)
+    dist.all_reduce(total)
+    assert total.device.type == "cuda"
+    assert total.tolist() == [6.0] * 3
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--device", "cuda"), "device 'cuda' is not available: this machine shows no NVIDIA GPU"),
+        (("--backend", "nccl"), "backend nccl needs an NVIDIA GPU for each rank"),
+        (("--backend", "nccl", "--device", "cuda"), "this machine shows none"),
+    ],
+)
+def test_without_one(distcheck: Run, words: tuple[str, ...], said: str) -> None:
+    ran = distcheck("verify", "--strategy", "allreduce", *words)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert said in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_a_strategy_for_gpus_is_refused_without(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "data_parallel", *QUICK)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert "strategy data_parallel works on device cuda only, not on cpu" in ran.stderr
+
+
+@on_gpu
+def test_data_parallel(distcheck: Run) -> None:
+    words = ("--strategy", "data_parallel", "--world", "1", "--workload", "mlp", *CUDA)
+    ran = distcheck("verify", *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@no_gpu
+def test_the_marker_skips_without_one(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.world(2, device='cuda')\n"
+        "def test_there(world): raise AssertionError\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "1 skipped" in ran.stdout, ran.stdout
+    assert "this machine shows no NVIDIA GPU" in ran.stdout

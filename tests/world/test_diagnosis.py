@@ -1,0 +1,43 @@
+"""A closer look at code that is right finds nothing, whatever made someone look."""
+
+from collections.abc import Sequence
+
+import pytest
+
+import distcheck
+from distcheck import diagnosis
+from distcheck.diagnosis import gradients
+from distcheck.diagnosis.facts import Facts
+from distcheck.records import CheckResult, Diagnosis, Outcome
+
+RIGHT = ["allreduce", "ring", "ddp_bf16_hook", "ddp_no_sync", "fsdp"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", RIGHT)
+def test_right_code_has_no_cause(
+    strategy: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Facts | None] = []
+
+    def note(
+        ends: Sequence[Outcome], results: Sequence[CheckResult], facts: Facts | None
+    ) -> list[Diagnosis]:
+        looked.append(facts)
+        return []
+
+    monkeypatch.setattr(diagnosis, "worth_a_look", lambda results: True)
+    monkeypatch.setattr(diagnosis, "steps_to_look_at", lambda results: (0, 1, 2))
+    monkeypatch.setattr(diagnosis, "diagnose", note)
+    report = distcheck.verify(strategy, world=world, workload="mlp", steps=3)
+    report.raise_for_verdict()
+    assert len(looked) == len(report.cases)
+    for facts in looked:
+        assert facts is not None
+        assert not facts.trouble
+        assert [step.step for step in facts.steps] == [0, 1, 2]
+        assert all(step.total == 6 and not step.parameters for step in facts.steps)
+        assert not any(step.missing or step.unchanged for step in facts.steps)
+        assert not gradients.explain(facts)
+        assert not facts.batch_weights
+        assert not facts.other_order

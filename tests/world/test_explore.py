@@ -1,0 +1,283 @@
+"""`distcheck explore`: planted bugs are found and shrunk, right code is left alone."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from distcheck import verify
+from distcheck.errors import UsageError
+from distcheck.exploring import verify_case
+from distcheck.exploring.running import Runner
+from distcheck.exploring.search import Search
+from distcheck.exploring.strategies import cases
+from distcheck.exploring.words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
+from distcheck.records import Case, Delay
+from distcheck.worlds.pool import Pool
+from tests.world.command import Run, distcheck
+
+__all__ = ["distcheck"]
+PLANTED = str(Path(__file__).parents[1] / "explored.py")
+
+
+def search(pool: Pool, name: str, most: int, **space: object) -> Search:
+    strategy = name if name in ("allreduce", "ddp") else f"{PLANTED}:{name}"
+    return search_in(pool, cases(strategy, deadline_s=1.0, **space), most)  # type: ignore[arg-type]
+
+
+def search_in(pool: Pool, space: SearchStrategy[Case], most: int) -> Search:
+    runner = Runner(pool)
+    found = Search(
+        runner=runner,
+        space=space,
+        seed=1,
+        until=time.monotonic() + 200,
+        most_cases=most,
+    )
+    try:
+        found.run()
+    finally:
+        runner.close()
+    return found
+
+
+def least(found: Search) -> tuple[Case, ModelWords]:
+    assert found.finding is not None, f"nothing found in {len(found.cases)} cases"
+    case = found.finding.report.case
+    return case, parse(case.workload.removeprefix(PREFIX))
+
+
+TWICE = Case(
+    id="twice", strategy="allreduce", world=2, batch=4, steps=1,
+    workload="generated:scale;accumulate=2",
+)  # fmt: skip
+# (world, number of layers, their marks), of one step of one sample per rank in float32, unless
+# the bug needs something else.
+LEAST = {
+    "only_at_three": (3, 1, set()),
+    "strided_left_out": (2, 1, {"strided"}),
+    "frozen_forgotten": (1, 2, {"frozen"}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "only_at_three",
+        pytest.param("strided_left_out", marks=pytest.mark.sweep),
+        pytest.param("frozen_forgotten", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_planted_bug_is_shrunk_to_its_least_case(pool: Pool, name: str) -> None:
+    world, layers, marks = LEAST[name]
+    found = search(pool, name, 100)
+    case, model = least(found)
+    assert (case.world, case.steps, case.batch) == (world, 1, world)
+    assert (case.dtype, case.delays) == ("float32", ())
+    assert len(model.layers) == layers
+    assert {mark for layer in model.layers for mark in layer.marks} == marks
+    assert found.finding is not None
+    assert (found.finding.failed, found.finding.replays) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SyncedInTheFirstBackward", pytest.param("SummedInEveryBackward", marks=pytest.mark.sweep)],
+)
+def test_two_backward_passes_are_what_a_sync_for_one_fails_on(pool: Pool, name: str) -> None:
+    found = search(pool, name, 100)
+    case, model = least(found)
+    assert (case.world, case.steps, case.batch, model.accumulate) == (2, 1, 4, 2)
+    assert (case.dtype, len(model.layers), case.delays) == ("float32", 1, ())
+    assert found.finding is not None
+    assert (found.finding.failed, found.finding.replays) == (3, 3)
+
+
+@pytest.mark.sweep
+def test_what_is_averaged_again_in_every_backward_is_right(pool: Pool) -> None:
+    found = search(pool, "MeansInEveryBackward", 300)
+    assert found.finding is None
+    assert (len(found.passed), found.unknown, found.once) == (300, [], [])
+    several = [case.dtype for case in found.cases if "accumulate" in case.workload]
+    assert set(several) == set(EXPLORED_DTYPES)
+
+
+def test_who_cannot_accumulate_is_not_asked_to(pool: Pool) -> None:
+    def runner(strategy: str) -> Runner:
+        made = Runner(pool)
+        made.look_at([msgspec.structs.replace(TWICE, strategy=strategy)])
+        return made
+
+    assert "runs backward itself" in runner("ddp_no_sync").single_pass
+    assert "declines accumulation" in runner("ddp_static_graph").single_pass
+    taking = runner("allreduce")
+    assert (taking.single_pass, taking.why_left_out(TWICE)) == ("", "")
+    earlier = msgspec.structs.replace(TWICE, strategy="ddp_static_graph")
+    found = Search(runner=runner("ddp_static_graph"), space=cases("allreduce"), seed=0, until=0.0)
+    found.again([earlier])
+    assert found.cases == []
+
+
+# Right, and to be wrapped once in a process, as whatever opens connections of its own is.
+ONCE = """
+import torch.distributed as dist
+
+class Once:
+    used = False
+
+    def wrap(self, model):
+        assert not Once.used, "a second time"
+        Once.used = True
+        return model
+
+    def sync(self, model, step):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= step.world_size
+"""
+
+
+def test_what_cannot_be_used_twice_in_a_process_is_given_fresh_ones(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Also where the first case to fail is one that is run twice by itself."""
+    (tmp_path / "once.py").write_text(ONCE)
+    strategy = f"{tmp_path}/once.py:Once"
+    about = {"id": "rerun", "strategy": strategy, "workload": "generated:scale", "rerun": True}
+    case = msgspec.structs.replace(TWICE, **about)
+    found = search_in(pool, st.just(case), 3)
+    assert found.finding is None
+    assert "twice in one process" in found.runner.distrusts_kept
+
+
+@pytest.mark.sweep
+def test_unequal_shards_are_what_a_mean_of_means_fails_on(pool: Pool) -> None:
+    case, model = least(search(pool, "mean_of_means", 100))
+    assert (case.world, case.steps, case.batch) == (2, 1, 3)
+    assert len(model.layers) == 1
+
+
+@pytest.mark.sweep
+def test_a_hang_is_a_failure_that_shrinks_too(pool: Pool) -> None:
+    found = search(pool, "hangs_at_odd_worlds", 60, without=["late"])
+    case, model = least(found)
+    assert (case.world, case.steps, len(model.layers)) == (3, 1, 1)
+    assert found.finding is not None
+    assert found.finding.report.ranks_failed
+
+
+def test_a_late_rank_brings_out_a_race() -> None:
+    """A crowded machine is late by itself, so that only who is late by far is sure to show."""
+    asked = {"world": 2, "workload": "generated:scale", "dtype": "float32", "batch": 2, "steps": 1}
+    report = verify(f"{PLANTED}:patience_of_20_ms", delays=[(1, 0, 300)], **asked)
+    assert report.verdict == "fail"
+    verify("allreduce", delays=[(1, 0, 300)], **asked).raise_for_verdict()
+
+
+@pytest.mark.sweep
+def test_a_race_is_found_by_making_ranks_late(pool: Pool) -> None:
+    case, model = least(search(pool, "patience_of_20_ms", 150))
+    assert case.world <= 3  # when two ranks suffice is a matter of luck
+    assert len(model.layers) == 1
+    late = msgspec.structs.replace(case, rerun=True, delays=(Delay(rank=1, ms=300),))
+    assert verify_case(late).verdict == "fail"
+
+
+def test_nothing_is_found_in_right_code(pool: Pool) -> None:
+    found = search(pool, "ddp", 30)
+    assert found.finding is None
+    assert (len(found.passed), found.unknown, found.once) == (30, [], [])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "name",
+    sorted(set(re.findall(r"^(?:def|class) ([a-zA-Z]\w+)", Path(PLANTED).read_text(), re.MULTILINE))
+           - {"right", "trained", "mean", "MeansInEveryBackward"}),
+)  # fmt: skip
+def test_what_the_default_run_misses_is_found(pool: Pool, name: str) -> None:
+    verify(f"{PLANTED}:{name}").raise_for_verdict()
+    case, model = least(search(pool, name, 600))
+    assert case.world <= (4 if name == "in_order_of_arrival" else 3)  # needs luck as well
+    assert len(model.layers) <= 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gather_scatter", "parameter_server", "reduce_broadcast", "ring", "zero1", "fsdp",
+        "ddp_small_buckets", "ddp_bucket_view", "ddp_static_graph", "ddp_find_unused",
+        "ddp_no_sync", "ddp_allreduce_hook", "ddp_fp16_hook", "ddp_bf16_hook",
+    ],
+)  # fmt: skip
+def test_nothing_is_found_in_the_strategies_that_come_along(distcheck: Run, name: str) -> None:
+    without = ["--without", "strided"] if name == "fsdp" else []  # it says that it takes none
+    ran = distcheck("explore", "--strategy", name, "--max-cases", "300", *without)
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_what_was_found_is_kept_replayed_and_printed(tmp_path: Path, distcheck: Run) -> None:
+    """Found, kept, run first the next time, replayed, and run as the Python that is printed."""
+    strategy = ("--strategy", "bad.py:no_sync")
+    ran = distcheck("explore", *strategy, "--max-cases", "30", "--json", "found.json")
+    assert not (tmp_path / ".hypothesis").exists()
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["schema"] == "distcheck.explore/1"
+    assert document["finding"]["report"]["case"]["world"] == 2
+    (line,) = re.findall(r"^  replay    distcheck (replay .*)$", ran.stdout, re.MULTILINE)
+    assert distcheck(*line.split()).returncode == 1
+    program = ran.stdout[ran.stdout.index("import distcheck") :]
+    (tmp_path / "printed.py").write_text(program)
+    printed = subprocess.run(
+        [sys.executable, "printed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert printed.returncode == 1
+    assert "VerdictError" in printed.stderr
+    again = distcheck("explore", *strategy, "--json", "-")
+    assert (again.returncode, json.loads(again.stdout)["cases"]) == (1, 1)
+
+
+def test_a_case_runs_by_itself_in_peoples_own_tests() -> None:
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+
+    seen = []
+
+    @seed(0)
+    @settings(
+        max_examples=2, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(cases("allreduce", most_world=2))
+    def property_holds(case: Case) -> None:
+        seen.append(case)
+        verify_case(case).raise_for_verdict()
+
+    property_holds()
+    assert len(seen) == 2
+
+
+def test_a_case_that_cannot_be_asked_for_is_rejected_in_peoples_own_tests() -> None:
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Unsatisfiable
+
+    declined = msgspec.structs.replace(TWICE, strategy="ddp_no_sync", rerun=False)
+    with pytest.raises(UsageError, match="it runs backward itself"):
+        verify_case(declined)
+
+    @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
+    @given(st.just(declined))
+    def property_holds(case: Case) -> None:
+        verify_case(case)
+
+    with pytest.raises(Unsatisfiable):
+        property_holds()

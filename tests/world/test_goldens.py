@@ -1,0 +1,357 @@
+"""Runs compared with later ones, bundled, and replayed where something has changed."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import distcheck
+from distcheck.bundle import make_bundle, read_replay
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.goldens.command import compare_command
+from distcheck.store import Store
+from tests.world.command import COMMAND, Run
+from tests.world.command import distcheck as command
+
+__all__ = ["command"]
+
+MEAN = """
+import torch.distributed as dist
+
+def mean(p):
+    dist.all_reduce(p.grad)
+    p.grad {scale}
+"""
+
+SYNC = """
+from my_lib import mean
+
+def sync(model):
+    for p in model.parameters():
+        mean(p)
+"""
+
+WORKLOAD = """
+from distcheck.workloads.mlp import MLP
+
+class Own(MLP):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * {factor}
+"""
+
+WAITS = """
+import time
+
+def sync(model):
+    open({asleep!r}, "w").close()
+    time.sleep(1000)
+"""
+
+SECRET = "hunter2-of-the-colleague"
+
+
+def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, **asked: int) -> str:
+    """A run of three ranks with equal shards, in which only the given code differs."""
+    (folder / "my_lib.py").write_text(MEAN.format(scale=scale))
+    (folder / "my_sync.py").write_text(SYNC)
+    (folder / "my_load.py").write_text(WORKLOAD.format(factor=factor))
+    distcheck.verify(
+        f"{folder}/my_sync.py:sync",
+        world=3,
+        workload=f"{folder}/my_load.py:Own",
+        dtype="float32",
+        batch=asked.get("batch", 96),
+        seed=asked.get("seed", 0),
+        steps=2,
+        save=folder / to,
+    )
+    return str(folder / to)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `golden` in it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    record(folder, "golden")
+    return folder
+
+
+def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]
+    """The comparison as JSON, with the exit code in it."""
+    file = tmp_path / "comparison.json"
+    code = compare_command(str(then), now, bits=bits, json_file=str(file), quiet=False)
+    document = json.loads(file.read_text())
+    assert document["schema"] == "distcheck.comparison/1"
+    return {**document, "code": code}
+
+
+def test_the_same_code_gives_the_same_bits(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(golden, str(tmp_path / "unused"))  # the files as they were
+    found = compare(golden / "golden", None, tmp_path, bits=True)
+    (case,) = found["cases"]
+    assert (found["code"], case["verdict"], case["bits"]) == (0, "pass", "same")
+    kinds = {moment["kind"]: moment["tensors"] for moment in case["found"]["moments"]}
+    assert kinds["gradients"] == kinds["local gradients"] == 6 * 3 * 2
+    assert kinds["initial state"] == 2 * 6 * 3
+    assert kinds["loss"] == 3 * 2
+    assert "every bit is the same" in capsys.readouterr().out
+
+
+def test_another_order_of_rounding_is_within(golden: Path, tmp_path: Path) -> None:
+    later = record(golden, str(tmp_path / "later"), scale="*= 1 / 3")
+    found = compare(golden / "golden", later, tmp_path)
+    (case,) = found["cases"]
+    assert (found["code"], case["bits"]) == (0, "changed")
+    assert case["found"]["kind"] == "gradients"
+    assert case["found"]["first"]["step"] == 0
+    assert case["found"]["judged"] > 0
+    assert case["found"]["beyond"] is None
+    assert 0 < case["found"]["drift"][1] < 1e-6
+    (change,) = case["changes"]
+    assert change["kind"] == "code", "a module beside the strategy's counts as its code"
+    assert compare(golden / "golden", later, tmp_path, bits=True)["code"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"scale": "/= 3.0001"}, "gradients"), ({"factor": 1.0001}, "loss")],
+    ids=["exchange", "backward"],
+)
+def test_a_ten_thousandth_is_beyond(
+    golden: Path, tmp_path: Path, changed: dict[str, object], kind: str
+) -> None:
+    """In the exchange, and in the backward pass, which alone can bring it to the bounds of local
+    gradients and of loss: the later run trains correctly, on another loss.
+    """
+    later = record(golden, str(tmp_path / "later"), **changed)  # type: ignore[arg-type]
+    found = compare(golden / "golden", later, tmp_path)
+    (case,) = found["cases"]
+    assert (found["code"], case["verdict"], case["found"]["kind"]) == (1, "fail", kind)
+    assert "beyond what two right results may differ by" in case["reason"]
+    assert case["found"]["beyond"]["error"] > case["found"]["beyond"]["bound"] > 0
+    if kind == "loss":
+        assert {m["kind"] for m in case["found"]["moments"] if m["changed"]} > {"local gradients"}
+        report = json.loads((Path(later) / "report.json").read_text())
+        assert report["verdict"] == "pass", "nothing else tells"
+
+
+def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> None:
+    later = record(golden, str(tmp_path / "later"), seed=1)
+    found = compare(golden / "golden", later, tmp_path)
+    assert found["code"] == 5
+    assert "it is not the same case: seed was 0 and is 1" in found["cases"][0]["reason"]
+
+    shutil.copytree(golden / "golden", tmp_path / "fewer")
+    traces = tmp_path / "fewer" / "traces"
+    (name,) = (place.name for place in traces.iterdir())
+    (traces / name).rename(traces / "other")
+    about = json.loads((traces / "other" / "about.json").read_text())
+    about["case"]["id"] = "other"
+    (traces / "other" / "about.json").write_text(json.dumps(about))
+    found = compare(golden / "golden", str(tmp_path / "fewer"), tmp_path)
+    assert found["code"] == 5
+    assert sorted(case["verdict"] for case in found["cases"]) == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("report", "case", "sentence"),
+    [
+        ('{"schema": "distcheck.report/1"}', {}, "is damaged: Object missing .* `cases`"),
+        ('{"schema": "distcheck.report/1", "cases": [{}]}', {}, "is damaged: Object missing"),
+        ("[" * 10_000, {}, "is no report that --json wrote"),
+        ('{"schema": ' + "[" * 10_000, {}, "is no report that --json wrote"),
+        ("", {"id": "../x"}, "holds a case that cannot run: id '../x' is no name for a file"),
+        ("", {"world": -1}, "holds a case that cannot run: --world -1 is no world"),
+    ],
+)
+def test_a_damaged_run_is_told_before_anything_runs(
+    golden: Path, tmp_path: Path, report: str, case: dict[str, object], sentence: str
+) -> None:
+    shutil.copytree(golden / "golden", tmp_path / "run")
+    if report:
+        (tmp_path / "run" / "report.json").write_text(report)
+        with pytest.raises(UsageError, match=sentence):
+            make_bundle(tmp_path / "run", tmp_path / "run.zip", traces=False)
+    (about,) = tmp_path.glob("run/traces/*/about.json")
+    told = json.loads(about.read_text())
+    about.write_text(json.dumps({**told, "case": {**told["case"], **case}}))
+    with pytest.raises(UsageError, match=sentence):
+        compare_command(str(tmp_path / "run"), None, bits=False, json_file=None, quiet=False)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_bits_of_another_machine_are_not_held_against_it(golden: Path, tmp_path: Path) -> None:
+    later = record(golden, str(tmp_path / "later"), scale="*= 1 / 3")
+    (file,) = (Path(later) / "traces").glob("*/about.json")
+    about = json.loads(file.read_text())
+    about["environment"]["cpu"] = "Another CPU"
+    file.write_text(json.dumps(about))
+    found = compare(golden / "golden", later, tmp_path, bits=True)
+    assert found["code"] == 5
+    assert "bits of other machines need not be equal: cpu was" in found["cases"][0]["reason"]
+    assert compare(golden / "golden", later, tmp_path)["code"] == 0, "bounds hold anywhere"
+
+
+def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
+    quick = ("--workload", "mlp", "--dtype", "float32", "--world", "2", "--steps", "1")
+    ran = command("record", "golden", "--strategy", "bad.py:good", *quick)
+    assert ran.returncode == 0, ran.stderr
+    again = command("compare", "golden")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "bits same" in again.stdout
+    saved = again.stdout.rpartition("saved: ")[2].strip()
+    assert list((tmp_path / saved).glob("traces/*/run-1")), "the second run is kept whole"
+    for words, sentence in (
+        (("compare", "nowhere"), "nowhere is no folder; give one that distcheck record"),
+        (("compare", "."), "holds no traces"),
+        (("record", "--strategy", "ddp"), "record takes the folder first"),
+        (("record", "other", "--strategy", "ddp", "--save", "x"), "leave --save away"),
+        (("bundle", "nowhere"), "nowhere holds no cases"),
+        (("replay", "fake.zip"), "fake.zip is no bundle of distcheck"),
+    ):
+        with zipfile.ZipFile(tmp_path / "fake.zip", "w") as archive:
+            archive.writestr("bundle.json", "{}")
+        refused = command(*words)
+        assert refused.returncode == 2, words
+        assert sentence in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_comparison_that_is_killed_leaves_no_folder(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the second run trains: what there is of it is where every run is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    try:
+        (golden / "my_sync.py").write_text(WAITS.format(asleep=str(tmp_path / "asleep")))
+        front = subprocess.Popen(
+            [*COMMAND, "compare", str(golden / "golden")],
+            env={**os.environ, "TMPDIR": str(tmp_path / "scratch")},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        until = time.monotonic() + 60
+        while not (tmp_path / "asleep").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        family = psutil.Process(front.pid).children(recursive=True)
+        front.kill()
+        front.wait()
+    finally:
+        (golden / "my_sync.py").write_text(SYNC)
+    assert len(family) >= 4, "the helper and three ranks"
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert not [name for name in os.listdir(tmp_path / "scratch") if "distcheck" in name]
+    assert len(list(tmp_path.glob(".distcheck/runs/*/cases/*.json"))) == 1
+
+
+def test_where_the_second_run_is_kept(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among the last ten, of which it pushes out none that it is to be compared with."""
+    monkeypatch.chdir(tmp_path)
+    runs = Path(".distcheck/runs")
+    for number in range(12):
+        (runs / f"0000-{number:02}-0" / "traces").mkdir(parents=True)
+    store = Store.of_own(keep_everything=True, spare=runs / "0000-00-0" / "traces")
+    kept = sorted(path.name for path in runs.iterdir())
+    assert kept == ["0000-00-0", *(f"0000-{n:02}-0" for n in range(3, 12)), store.folder.name]
+
+    shutil.rmtree(".distcheck")
+    Path(".distcheck").touch()
+    with pytest.raises(CannotRunError, match=r"cannot be written: .*; save elsewhere, or run in"):
+        compare_command(str(golden / "golden"), None, bits=False, json_file=None, quiet=False)
+
+
+def test_a_bundle_is_there_whole_or_not_at_all(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os, pathlib, sys, zipfile; from distcheck.bundle import make_bundle\n"
+        "zipfile.ZipFile.write = lambda *given: os.kill(os.getpid(), 9)\n"
+        "make_bundle(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), traces=True)"
+    )
+    words = [sys.executable, "-c", program, str(golden / "golden"), str(tmp_path / "run.zip")]
+    assert subprocess.run(words, check=False).returncode == -9
+    assert os.listdir(tmp_path) == []
+
+    # Where a file system has no files without a name, as NFS, the name is always the same.
+    def without_nameless(path: str, flags: int, *mode: int) -> int:
+        assert flags & os.O_TMPFILE == os.O_TMPFILE
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    whole = tmp_path / "run.zip"
+    make_bundle(golden / "golden", whole, traces=True)
+    (tmp_path / ".run.zip.draft").write_text("of one that was killed")
+    make_bundle(golden / "golden", whole, traces=True)
+    (tmp_path / ".run.zip.draft").write_text("of one that was killed")
+    monkeypatch.setattr(os, "open", without_nameless)
+    make_bundle(golden / "golden", whole, traces=True)
+    assert os.listdir(tmp_path) == ["run.zip"]
+    assert zipfile.ZipFile(whole).testzip() is None
+
+
+def test_a_bundle_is_replayed_elsewhere(
+    golden: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(golden, str(tmp_path / "unused"))
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    zipped = tmp_path / "run.zip"
+    manifest, remarks = make_bundle(golden / "golden", zipped, traces=False)
+    assert remarks == []
+    assert manifest.variables["NCCL_ALGO"] == "Ring"
+    with zipfile.ZipFile(zipped) as archive:
+        names = archive.namelist()
+        text = b"".join(archive.read(name) for name in names)
+    assert sum(name.endswith("/my_lib.py") for name in names) == 1
+    assert SECRET.encode() not in text
+    assert b"executable" not in text
+    assert not set(os.environ) & {"MY_TOKEN"} & set(manifest.variables)
+
+    ran = command("replay", "run.zip", "--json", "report.json")
+    assert ran.returncode == 0, ran.stderr
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert case["strategy_file"].startswith(str(tmp_path / ".distcheck"))
+    assert not [note for note in case["notes"] if "since this case was saved" in note]
+
+
+def test_a_replay_says_what_has_changed(tmp_path: Path, command: Run) -> None:
+    run = Path(record(tmp_path, "run"))
+    (file,) = (run / "cases").iterdir()
+    (tmp_path / "my_lib.py").write_text(MEAN.format(scale="/= 2"))
+    saved = json.loads(file.read_text())
+    saved["made"]["environment"]["torch"] = "1.0"
+    file.write_text(json.dumps(saved))
+    ran = command("replay", str(run), "--json", "report.json")  # all its cases: one
+    assert ran.returncode == 1, ran.stderr
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    (note,) = (note for note in case["notes"] if "since this case was saved" in note)
+    assert f"the code of strategy {tmp_path}/my_sync.py:sync has changed" in note
+    assert "torch was 1.0 and is " in note
+    _, remarks = make_bundle(run, tmp_path / "late.zip", traces=True)
+    assert "has changed since the run; it is as now" in remarks[0]
+
+
+def test_a_bundle_writes_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manifest = {"schema": "distcheck.bundle/1", "distcheck": "0", "cases": [], "sources": [],
+                "variables": {}}  # fmt: skip
+    for name, sentence in (("../evil.py", "has a member ../evil.py"), ("", "the schema")):
+        with zipfile.ZipFile("bad.zip", "w") as archive:
+            archive.writestr("bundle.json", msgspec.json.encode({**manifest, "schema": "x"}))
+            if name:
+                archive.writestr(name, "evil")
+        with pytest.raises(UsageError, match=sentence):
+            read_replay("bad.zip")
+    assert not (tmp_path.parent / "evil.py").exists()

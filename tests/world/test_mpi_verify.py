@@ -1,0 +1,139 @@
+"""`distcheck verify --backend mpi`: what is owed, what is refused, and what is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distcheck import backends
+from distcheck.worlds import mpirun
+from tests.world.command import BAD, COMMAND, QUICK, Run, distcheck, hear_interrupts
+
+__all__ = ["distcheck"]
+
+MISSING = backends.missing("mpi")
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
+STRATEGIES = ("allreduce", "ddp", "gather_scatter", "mpi_allreduce")
+MPI = ("--backend", "mpi")
+
+
+@needs_mpi
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_strategies_pass_and_owe_no_bits_of_mpis(
+    distcheck: Run, tmp_path: Path, world: int
+) -> None:
+    words = [word for name in STRATEGIES for word in ("--strategy", name)]
+    ran = distcheck(
+        "verify", *words, "--world", str(world), *MPI, "--workload", "mlp", "--dtype", "float32",
+        "--json", "report.json",
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ", mpi on cpu," in ran.stdout
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert len(document["cases"]) == len(STRATEGIES)
+    for case in document["cases"]:
+        assert (case["verdict"], case["backend"]) == ("pass", "mpi")
+        layers = {c["layer"] for c in case["checks"] if c["check"] == "gradients"}
+        # Rank 0 adds up what it gathered, in an order that is the strategy's own, not MPI's.
+        own_order = case["strategy"] == "gather_scatter"
+        assert layers == ({"X", "R", "S32"} if own_order else {"R", "S32"})
+        falls_back = "X falls back to R: the order in which all_reduce adds on mpi is not known"
+        notes = [c["reason"] for c in case["checks"] if c["check"] == "gradients"]
+        assert (falls_back in notes) == (case["strategy"] in ("allreduce", "ddp"))
+
+
+@needs_mpi
+def test_a_missing_sync_is_found(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, *MPI)
+    assert ran.returncode == 1
+    assert "first   gradients" in ran.stdout
+
+
+@needs_mpi
+def test_a_rank_that_raises_ends_the_world(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "bad.py:crash", *QUICK, *MPI)
+    assert ran.returncode == 4
+    assert "RuntimeError: the reason" in ran.stdout
+
+
+def test_what_is_not_there_is_said(distcheck: Run, tmp_path: Path) -> None:
+    """mpi4py that cannot be found, as far as this process can tell."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; f = u.find_spec\n"
+        "u.find_spec = lambda n, p=None: None if n == 'mpi4py' else f(n, p)\n"
+    )
+    ran = distcheck("verify", "--strategy", "ddp", *QUICK, *MPI, env={"PYTHONPATH": str(tmp_path)})
+    assert ran.returncode == 3
+    assert ran.stderr.strip() == (
+        "distcheck: backend mpi needs mpi4py, which is not installed; pip install 'distcheck[mpi]'"
+    )
+
+
+def test_mpi_allreduce_on_another_backend(distcheck: Run) -> None:
+    ran = distcheck("verify", "--strategy", "mpi_allreduce", *QUICK)
+    assert ran.returncode == 3
+    assert ran.stderr.strip() == (
+        "distcheck: strategy mpi_allreduce works on backend mpi only, not on gloo; give "
+        "--backend mpi"
+    )
+
+
+@needs_mpi
+def test_a_launcher_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = tmp_path / "mpirun"
+    bad.write_text("#!/bin/sh\necho 'HYDRA, no slots today'\n")
+    bad.chmod(0o755)
+    launcher = mpirun.library.Launcher(str(bad), "MPICH", "")
+    monkeypatch.setattr(mpirun.library, "find_launcher", lambda: launcher)
+    with pytest.raises(mpirun.CannotRunError, match="could not start 2 processes: HYDRA, no slots"):
+        mpirun.MPIJob(2)
+
+
+def marked(mark: str) -> Iterator[psutil.Process]:
+    """Processes that have the mark in their environment, or inherited what has."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("DISTCHECK_MARK") == mark and process.status() != "zombie":
+                yield process
+
+
+@needs_mpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    mark = uuid.uuid4().hex
+    front = subprocess.Popen(
+        [*COMMAND, "verify", "--strategy", "bad.py:hang", *QUICK, *MPI],
+        cwd=tmp_path,
+        env={**os.environ, "DISTCHECK_MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=hear_interrupts,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    family = list(marked(mark))
+    told = [" ".join(p.cmdline()) for p in family]
+    assert sum("mpi_stand_in" in words for words in told) >= 2
+    (keeper,) = [p for p, words in zip(family, told, strict=True) if "mpi_keeper.py" in words]
+    folder = Path(keeper.environ()["TMPDIR"])
+    assert folder.is_dir()
+    shared = {line.path for p in family for line in p.memory_maps() if "/dev/shm/" in line.path}
+
+    front.send_signal(number)
+    front.wait(30)
+    deadline = time.monotonic() + 10
+    while any(marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [p.cmdline() for p in marked(mark)]
+    assert not folder.exists()
+    assert not [name for name in shared if Path(name).exists()]

@@ -1,0 +1,74 @@
+"""The command `distcheck selftest`, on little of the zoo."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.world.command import COMMAND, Run, distcheck, hear_interrupts
+
+__all__ = ["distcheck"]
+
+
+def test_catches_names_and_accuses_nobody(distcheck: Run, tmp_path: Path) -> None:
+    words = ("-k", "missing_division", "-k", "correct.allreduce", "--quick")
+    ran = distcheck("selftest", *words, "--json", "table.json")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "missing_division  caught  gradients R S32  missing-division  right" in ran.stdout
+    assert "mutants   1 planted: 1 caught, 0 missed; 1 named right" in ran.stdout
+    assert "correct   4 cases: 4 passed, 0 false alarms" in ran.stdout
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert (document["exit_code"], document["counts"]["caught"]) == (0, 1)
+    assert [row["verdict"] for row in document["rows"]] == ["caught", *["passed"] * 4]
+
+
+def test_a_strategy_that_cannot_run_one_of_its_cases_is_not_unknown(distcheck: Run) -> None:
+    """The lattice's integers do not fit into float16 at world 3."""
+    ran = distcheck("selftest", "-k", "correct.ddp_fp16_hook")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "correct   6 cases: 5 passed, 0 false alarms" in ran.stdout
+    assert "ddp_fp16_hook-w3-lattice-float32 is left out: its gradients may reach" in ran.stdout
+
+
+def test_ctrl_c_shows_the_table_so_far(tmp_path: Path) -> None:
+    """The mutant is long done, and some of the strategies, when it comes."""
+    front = subprocess.Popen(
+        [*COMMAND, "selftest", "-k", "leaves_quietly", "-k", "correct.", "--json", "table.json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
+    family = psutil.Process(front.pid)
+    deadline = time.monotonic() + 100
+    seen: set[int] = set()
+    while len(seen) < 40 and time.monotonic() < deadline:  # the mutant takes a dozen processes
+        seen |= {process.pid for process in family.children(recursive=True)}
+        time.sleep(0.02)
+    left = family.children(recursive=True)
+    front.send_signal(signal.SIGINT)
+    out, err = front.communicate(timeout=60)
+    assert front.returncode == 130, err
+    assert err.strip().endswith("nothing is left running")
+    assert "leaves_quietly  caught  outcome" in out
+    assert not [process for process in left if process.is_running()]
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert (document["exit_code"], document["interrupted"]) == (130, True)
+
+
+def test_says_that_the_zoo_is_not_installed(tmp_path: Path) -> None:
+    program = (
+        "import importlib.util as u, sys; from distcheck.cli import main\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if 'mutants' in name else find(name, *rest)\n"
+        "sys.argv = ['distcheck', 'selftest']\n"
+        "main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("distcheck: the mutants are not installed")
