@@ -1,8 +1,9 @@
-"""Installs `strategies/` as the import package `distcheck_strategies`.
+"""Installs `strategies/` as the import package `distcheck_strategies`, and `tests/mutants/` without
+its tests as `distcheck_mutants`.
 
-In a wheel that is a plain rename (pyproject.toml, force-include). An editable
-install would get a *copy* that way, and edits to `strategies/` would go unseen,
-so it gets a package of one line that points back at the folder.
+In a wheel that is a plain rename (pyproject.toml, force-include, for a whole folder; here for
+single files). An editable install would get a *copy* that way, and edits would go unseen, so it
+gets a package of a few lines that points back at the folder.
 """
 
 from pathlib import Path
@@ -10,18 +11,38 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+POINTERS = {"distcheck_strategies": "strategies", "distcheck_mutants": "tests/mutants"}
 
-class StrategiesHook(BuildHookInterface):  # type: ignore[misc]
-    """Adds the pointer to an editable install; leaves every other build alone."""
+# A package found through this has the folder's own `__init__.py` as its own.
+POINTER = '''"""Points at a checkout."""
+
+from pathlib import Path
+
+__path__ = [{folder!r}]
+__file__ = {folder!r} + "/__init__.py"
+exec(compile(Path(__file__).read_text(), __file__, "exec"))
+'''
+
+
+class RenamedPackages(BuildHookInterface):  # type: ignore[misc]
+    """Adds what pyproject.toml cannot say; an sdist is left alone."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before each build; `version` is "standard" or "editable"."""
-        if version != "editable":
+        if self.target_name != "wheel":
             return
-        folder = Path(self.root) / "strategies"
-        pointer = Path(self.directory) / "distcheck_strategies.py.in"
-        pointer.parent.mkdir(parents=True, exist_ok=True)
-        pointer.write_text(f'"""Points at a checkout."""\n\n__path__ = [{str(folder)!r}]\n')
-        build_data["force_include_editable"] = {
-            str(pointer): "distcheck_strategies/__init__.py",
-        }
+        if version == "editable":
+            build_data["force_include_editable"] = self._pointers()
+            return
+        for file in sorted(Path(self.root, "tests/mutants").glob("*.py")):
+            if not file.name.startswith("test_"):
+                build_data["force_include"][str(file)] = f"distcheck_mutants/{file.name}"
+
+    def _pointers(self) -> dict[str, str]:
+        given = {}
+        for package, folder in POINTERS.items():
+            pointer = Path(self.directory) / f"{package}.py.in"
+            pointer.parent.mkdir(parents=True, exist_ok=True)
+            pointer.write_text(POINTER.format(folder=str(Path(self.root, folder))))
+            given[str(pointer)] = f"{package}/__init__.py"
+        return given

@@ -1,0 +1,94 @@
+"""all_reduce on backend mpi over mpi4py's own Allreduce, and over gloo's, in one world of four.
+
+All three in turns, in the same ranks, on the same memory; a round's figure is the slowest rank's.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from distcheck.worlds.child import Reporter
+from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous, join
+
+WORLD = 4
+ROUNDS = 15
+SIZES = {"4 KiB": (4 << 10, 200), "1 MiB": (1 << 20, 20), "37 MiB": (37 << 20, 2)}  # bytes, calls
+AIM = 1.15
+
+
+def rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Seconds per call: by size, by way, one for each round."""
+    import torch
+    import torch.distributed as dist
+
+    from distcheck.backends.mpi.runtime import mpi
+
+    torch.set_num_threads(1)
+    join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0])
+    gloo = dist.new_group(backend="gloo")
+    module: Any = mpi()
+    raw = module.COMM_WORLD.Dup()
+    found = {}
+    for size, (count, calls) in SIZES.items():
+        reporter.progress(0, size)
+        data = torch.zeros(count // 4)
+        ways: dict[str, Callable[[], Any]] = {
+            "backend mpi": partial(dist.all_reduce, data),
+            "mpi4py": partial(raw.Allreduce, module.IN_PLACE, data.numpy()),
+            "gloo": partial(dist.all_reduce, data, group=gloo),
+        }
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(ROUNDS + 1):
+            for way, call in ways.items():
+                raw.Barrier()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                spent = raw.allreduce(time.perf_counter() - begun, module.MAX)
+                if number:  # the first one warms up
+                    taken[way].append(spent / calls)
+        found[size] = taken
+    return msgspec.msgpack.encode(found)
+
+
+def main() -> None:
+    """Prints a ratio with its spread for each size and peer."""
+    pool = Pool()
+    try:
+        world = start_world(
+            pool,
+            target="mpi_allreduce:rank",
+            backend="mpi",
+            size=WORLD,
+            payload=msgspec.msgpack.encode,
+            fds=[],
+            deadline_s=60,
+        )
+        run_until_over(pool, world)
+        if not world.succeeded:
+            raise SystemExit(f"the world failed: {[c.raised for c in world.children]}")
+        found = msgspec.msgpack.decode(world.results[0])
+        world.close()
+    finally:
+        pool.close()
+    for size, taken in found.items():
+        for peer in ("mpi4py", "gloo"):
+            pairs = list(zip(taken["backend mpi"], taken[peer], strict=True))
+            ratios = sorted(a / b for a, b in pairs)
+            ours, theirs = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+            aim = f"; aim: at most {AIM}" if peer == "mpi4py" else ""
+            print(
+                f"all_reduce of {size}, backend mpi / {peer}: {statistics.median(ratios):.2f} "
+                f"(from {ratios[0]:.2f} to {ratios[-1]:.2f} over {ROUNDS} rounds{aim}); medians "
+                f"{ours:.3f} ms over {theirs:.3f} ms"
+            )
+
+
+if __name__ == "__main__":
+    main()
