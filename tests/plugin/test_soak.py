@@ -7,17 +7,32 @@ from pathlib import Path
 
 import pytest
 
-MANY = """
-import os, psutil, pytest, torch, torch.distributed as dist
+HELD = """
+import os, psutil, time
 
 def held():
     me = psutil.Process()
-    return me.num_fds(), len(me.children(recursive=True)), len(os.listdir("/dev/shm"))
+    return me.num_fds(), len(me.children(recursive=True))
+
+def shared_memory(): return set(os.listdir("/dev/shm"))
+
+def stays(names):  # the whole machine shares /dev/shm: what others made is theirs to remove
+    end = time.monotonic() + 60
+    while names and time.monotonic() < end:
+        time.sleep(0.2)
+        names &= shared_memory()
+    return names
+"""
+
+MANY = (
+    HELD
+    + """
+import os, psutil, pytest, torch, torch.distributed as dist
 
 @pytest.mark.world(2)
 def test_warm_up(world): dist.all_reduce(torch.ones(1))
 
-def test_before(record): record.append(held())
+def test_before(record): record += [*held(), shared_memory()]
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("number", range(500))
@@ -26,25 +41,26 @@ def test_world(world, number):
     dist.all_reduce(total)
     assert total == 2
 
-def test_after(record): assert [held()] == record
+def test_after(record):
+    assert [*held()] == record[:2]
+    assert not stays(shared_memory() - record[2])
 
 @pytest.fixture(scope="session")
 def record(): return []
 """
+)
 
-ROUGH = """
+ROUGH = (
+    HELD
+    + """
 import os, psutil, pytest, random, signal, time, torch, torch.distributed as dist
 
 ENDS = ("pass", "kill", "exit", "raise", "hang", "segfault", "kill the helper")
 
-def held():
-    me = psutil.Process()
-    return me.num_fds(), len(me.children(recursive=True)), len(os.listdir("/dev/shm"))
-
 @pytest.mark.world(2)
 def test_warm_up(world): dist.all_reduce(torch.ones(1))
 
-def test_before(record): record.append(held())
+def test_before(record): record += [*held(), shared_memory()]
 
 @pytest.mark.parametrize("number", range({count}))
 @pytest.mark.world(3, deadline_s=1)
@@ -62,11 +78,14 @@ def test_world(world, number):
         assert end != "raise"
     dist.barrier()
 
-def test_after(record): assert [held()] == record
+def test_after(record):
+    assert [*held()] == record[:2]
+    assert not stays(shared_memory() - record[2])
 
 @pytest.fixture(scope="session")
 def record(): return []
 """
+)
 
 
 def run(folder: Path, text: str, *, timeout_s: float) -> str:
