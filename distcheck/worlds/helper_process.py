@@ -136,11 +136,11 @@ class ForkedHelper:
         from distcheck.worlds import helper  # here, so that the fork does not have to
 
         front = os.getpid()
+        _forks.about_to()
         with warnings.catch_warnings():
             # Python 3.12 warns of forking where threads are. The fork has none of them, and
             # whatever lock one of them held is what `deadline_s` is for.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pass
             self._pid = os.fork()
         if self._pid:
             return
