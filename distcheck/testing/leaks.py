@@ -8,7 +8,7 @@ from typing import Any
 
 from distcheck.worlds import flight
 
-_LOOKS = 100
+_LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
 _LOOK_EVERY_S = 0.001
 
 

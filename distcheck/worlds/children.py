@@ -41,6 +41,11 @@ class Child:
     _stacks_fd: int = -1
 
     @property
+    def starting(self) -> bool:
+        """Whether it is still to be forked: its helper may have others to fork first."""
+        return not (self.pid or self.spawn_error or self.gone)
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds for which it ran or waited for a core; see `stalls.py`."""
         return linux.busy_seconds(self.pid) if self.pid else 0.0

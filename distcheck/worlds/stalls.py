@@ -14,6 +14,7 @@ from distcheck.worlds.children import Child
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0
+MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
 
 
 class StallWatch:
@@ -35,15 +36,16 @@ class StallWatch:
         """
         if any(child.known_at <= self._last_look for child in children):
             return False
-        elapsed, self._last_look = now - self._last_look, now
+        elapsed, self._last_look = min(now - self._last_look, MOST_UNSEEN_S), now
         count = sum(child.progress_count for child in children)
         busy = sum(child.busy_seconds for child in children)
         worked, self._last_busy = busy - self._last_busy, busy
         if count != self._last_count:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False
+        starting = any(child.starting for child in children)
         fetching = any(child.waits_for_disk for child in children)
-        if fetching or worked > _BUSY_SHARE * elapsed:
+        if starting or fetching or worked > _BUSY_SHARE * elapsed:
             self._busy_s += elapsed
         else:
             self._idle_s += elapsed

@@ -17,7 +17,7 @@ from distcheck.worlds import blame, messages
 from distcheck.worlds.children import Child
 from distcheck.worlds.mpirun import MPIJob
 from distcheck.worlds.shares import Share
-from distcheck.worlds.stalls import StallWatch
+from distcheck.worlds.stalls import MOST_UNSEEN_S, StallWatch
 
 _GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
 _ASK_S = 2.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
@@ -52,7 +52,8 @@ class World:
         self._failed_at: float | None = None
         self._last_look = 0.0
         self.hung = False
-        self.begun = self._phase_since = time.monotonic()
+        self._phase_since = self._now = 0.0
+        self.begun = self._last_tick = time.monotonic()
         self._share_of = {rank: share for share in shares for rank in share.children}
         self.children = [self._share_of[rank].children[rank] for rank in sorted(self._share_of)]
         if on_progress is not None:
@@ -77,7 +78,7 @@ class World:
 
     def tick(self) -> None:
         """Takes the next step, if it is time; call it after every pump."""
-        now = time.monotonic()
+        now = self._advance()
         if self._phase is Phase.RUNNING:
             self._tick_running(now)
         elif self._phase is Phase.ASKING:
@@ -100,7 +101,7 @@ class World:
         """Ends the world as if it had hung now: ranks are asked for their stacks first."""
         if self._phase is Phase.RUNNING:
             self.hung = True
-            self._ask(time.monotonic())
+            self._ask(self._now)
 
     def close(self) -> None:
         """Closes descriptors; the world is over, or was ended as far as it can be."""
@@ -113,6 +114,13 @@ class World:
         if self._job is not None:
             self._job.close()
             self._job = None
+
+    def _advance(self) -> float:
+        """Seconds of the world's life for which somebody looked at it."""
+        at = time.monotonic()
+        self._now += min(at - self._last_tick, MOST_UNSEEN_S)
+        self._last_tick = at
+        return self._now
 
     def _tick_running(self, now: float) -> None:
         children = self.children
@@ -129,7 +137,8 @@ class World:
             return
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
-            if self._watch.look([c for c in children if c.done is None], now):
+            waited_for = [c for c in children if c.done is None]
+            if self._watch.look(waited_for, time.monotonic()):
                 self.hung = True
                 self._ask(now)
 
@@ -163,7 +172,7 @@ class World:
     def _kill(self) -> None:
         self._signal(self._unreported(), signal.SIGKILL)
         self._release_all()
-        self._enter(Phase.ENDING, time.monotonic())
+        self._enter(Phase.ENDING, self._now)
 
     def _unreported(self) -> list[Child]:
         return [c for c in self.children if not c.gone and c.done is None and c.raised is None]

@@ -72,7 +72,7 @@ def run(folder: Path, text: str, *options: str) -> str:
         env={**os.environ, "COLUMNS": "150"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     return ran.stdout + ran.stderr
 

@@ -32,6 +32,9 @@ ENDS = {
 }  # fmt: skip
 
 
+LEFT_S = f"7772.{os.getpid()}"  # on this machine the sleep of this process's examples alone
+
+
 @pytest.fixture(scope="module", params=["alone", "xdist"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """All examples, once without and once under xdist: what pytest printed."""
@@ -42,7 +45,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--tb=short", *options],
         cwd=folder,
-        env={**os.environ, "TEARDOWNS": str(teardowns), "COLUMNS": "120"},
+        env={**os.environ, "TEARDOWNS": str(teardowns), "LEFT_S": LEFT_S, "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -129,4 +132,4 @@ def test_warnings_are_pytests_own(ran: str) -> None:
 
 
 def test_nothing_survives(ran: str) -> None:
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "7772" in (p.info["cmdline"] or ())]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_S in (p.info["cmdline"] or ())]

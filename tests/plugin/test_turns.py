@@ -90,6 +90,6 @@ def test_kept_worlds_in_more_processes_than_turns(tmp_path: Path) -> None:
     many = ["-n", str(turns_here() + 2)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *many],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert "32 passed" in ran.stdout, ran.stdout

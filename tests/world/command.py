@@ -102,7 +102,7 @@ def distcheck(tmp_path: Path) -> Run:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             **options,  # type: ignore[call-overload]
         )
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,8 +50,11 @@ def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes
 def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     reporter.progress(1, "sync")
+    store = dist.distributed_c10d._get_default_store()
     if rank == about["culprit"]:
+        store.wait([f"{peer} is there" for peer in range(dist.get_world_size()) if peer != rank])
         raise ValueError("rank's own error")
+    store.set(f"{rank} is there", "")
     dist.all_reduce(torch.ones(1))
     return b""
 
@@ -126,22 +130,26 @@ def leaves_a_grandchild(payload: bytes, fds: list[int], reporter: Reporter) -> b
 
 def leaves_a_chain(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Processes within processes: each becomes an orphan when the one above it is ended."""
-    rank, _ = _join(payload, fds)
+    rank, about = _join(payload, fds)
     if rank == 1:
+        sleep = f"sleep {about['seconds']}"
         subprocess.Popen(
-            ["sh", "-c", "sh -c 'sh -c \"sleep 7771; true\"; true'; true"], start_new_session=True
+            ["sh", "-c", f"sh -c 'sh -c \"{sleep}; true\"; true'; true"], start_new_session=True
         )
-        time.sleep(0.3)
+        time.sleep(1000 if about["stays"] else 0.3)
     return b""
 
 
 def leaves_early(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Returns as if all were well, and is gone a moment later."""
     rank, _ = _join(payload, fds)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
     if rank == 1:
-        threading.Timer(0.05, lambda: os._exit(0)).start()
+        threading.Timer(0.5, lambda: os._exit(0)).start()
     else:
-        time.sleep(0.4)
+        left = os.pidfd_open(int(pids[1]))
+        select.select([left], [], [])
     return b""
 
 

@@ -36,6 +36,25 @@ def start(
     )
 
 
+def hang(
+    pool: Pool, job: str, world: int, *, backend: str = "gloo", **about: Any
+) -> tuple[World, list[Outcome]]:
+    """A world whose ranks all say how far they are and then hang, and the outcomes, causes first.
+
+    The second that this takes counts from what the last of them said: on a crowded machine they
+    may be that long in meeting each other.
+    """
+    ranks = start(pool, job, world, backend=backend, deadline_s=60.0, **about)
+    while not all(child.progress or child.gone for child in ranks.children):
+        pool.pump(0.05)
+        ranks.tick()
+    ranks.begin_again(1.0)
+    run_until_over(pool, ranks)
+    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    ranks.close()
+    return ranks, outcomes
+
+
 def run(
     pool: Pool,
     job: str,

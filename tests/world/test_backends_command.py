@@ -23,7 +23,7 @@ QUICK = ("--op", "broadcast", "--dtype", "float32", "--form", "plain")
 
 def run(*words: str, cwd: Path = ROOT) -> Finished:
     return subprocess.run(
-        [*COMMAND, "backends", *words], cwd=cwd, capture_output=True, text=True, timeout=250
+        [*COMMAND, "backends", *words], cwd=cwd, capture_output=True, text=True, timeout=550
     )
 
 

@@ -70,7 +70,7 @@ class Service:
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", lines],
             cwd=job, env={**environment, "PATH": path, "COLUMNS": "100", **more},
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=400,
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def sync(model, step):
 
 def test_a_green_run_and_then_a_hang(distcheck: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TURNS_BAD)
-    verify = ("verify", "--strategy", "mine.py:sync", *QUICK, "--deadline-s", "2")
+    verify = ("verify", "--strategy", "mine.py:sync", *QUICK)
     green = distcheck(*verify, "--json", "green.json", "--html", "green.html")
     assert green.returncode == 0, green.stderr
     document = json.loads((tmp_path / "green.json").read_text())
@@ -44,7 +44,9 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, tmp_path: Path) -> None:
 
     (tmp_path / "broken").touch()
     (tmp_path / "mine.py").write_text(TURNS_BAD + "# edited since\n")
-    hung = distcheck(*verify, "--json", "hung.json", env={"OMP_PROC_BIND": "true"})
+    hung = distcheck(
+        *verify, "--deadline-s", "2", "--json", "hung.json", env={"OMP_PROC_BIND": "true"}
+    )
     assert hung.returncode == 4, hung.stdout
     document = json.loads((tmp_path / "hung.json").read_text())
     earlier = re.search(r"saved: \S+/(\S+)", green.stdout)

@@ -35,7 +35,7 @@ def test_the_pytest_process_gathers_before_its_fourth_world(tmp_path: Path) -> N
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *chosen,
              "test_worlds.py::test_after"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            cwd=tmp_path, capture_output=True, text=True, timeout=400,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert "passed" in ran.stdout, ran.stdout + ran.stderr

@@ -12,7 +12,7 @@ from distcheck import backends
 from distcheck.backends.mpi import library
 from distcheck.testing.view import WorldView
 from distcheck.worlds.pool import Pool
-from tests.world.launching import run
+from tests.world.launching import hang, run
 from tests.world.mpi_jobs import FLOATS, INTEGERS, SIZES, reducible
 
 MISSING = backends.missing("mpi")
@@ -108,7 +108,7 @@ def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
 
 
 def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> None:
-    outcomes, _ = run(pool, "hangs", 3, backend="mpi", deadline_s=1.0, culprit=1)
+    outcomes = hang(pool, "hangs", 3, backend="mpi", culprit=1)[1]
     assert [o.outcome for o in outcomes] == ["hung"] * 3
     assert outcomes[0].rank == 1
     for waiting in outcomes[1:]:

@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
 
     front.send_signal(number)
     front.wait(30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [p.cmdline() for p in marked(mark)]

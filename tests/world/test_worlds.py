@@ -1,5 +1,6 @@
 """Ranks come to exist, are watched, and end; nothing is left behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,11 +13,11 @@ import psutil
 import pytest
 
 from distcheck.worlds import blame, messages
-from distcheck.worlds.launch import run_until_over, start_job
+from distcheck.worlds.launch import start_job
 from distcheck.worlds.links import RemoteChild
 from distcheck.worlds.pool import Pool
 from tests.world.command import hear_interrupts
-from tests.world.launching import run, start
+from tests.world.launching import hang, run, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +70,7 @@ def test_signals_are_named(pool: Pool, number: signal.Signals, said: str) -> Non
 
 
 def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> None:
-    outcomes, _ = run(pool, "hangs", 3, deadline_s=1.0, culprit=1)
+    outcomes = hang(pool, "hangs", 3, culprit=1)[1]
     assert [o.outcome for o in outcomes] == ["hung"] * 3
     assert outcomes[0].rank == 1, "the rank that is in no collective comes first"
     assert "time.sleep(1000)" in outcomes[0].detail
@@ -83,23 +84,18 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
 
 def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
     """What faulthandler reads while Python runs can be a segmentation fault."""
-    ranks = start(pool, "holds_the_lock", 2, deadline_s=1.0)
-    run_until_over(pool, ranks)
+    ranks, outcomes = hang(pool, "holds_the_lock", 2)
     assert [child.shaken for child in ranks.children] == [False, True]
-    there, stuck = sorted(blame.outcomes(ranks.children, hung=ranks.hung), key=lambda o: o.rank)
-    ranks.close()
+    there, stuck = sorted(outcomes, key=lambda o: o.rank)
     assert (there.outcome, stuck.outcome) == ("hung", "hung")
     assert "dist.barrier()" in there.detail
     assert "in holds_the_lock" in stuck.detail
 
 
 def test_a_hang_that_ends_because_it_was_looked_at_was_one(pool: Pool) -> None:
-    ranks = start(pool, "wakes_when_shaken", 2, deadline_s=1.0)
-    run_until_over(pool, ranks)
-    outcomes = {o.rank: o for o in blame.outcomes(ranks.children, hung=ranks.hung)}
-    ranks.close()
+    ranks, outcomes = hang(pool, "wakes_when_shaken", 2)
     assert not ranks.succeeded
-    assert {rank: o.outcome for rank, o in outcomes.items()} == {0: "finished", 1: "hung"}
+    assert {o.rank: o.outcome for o in outcomes} == {0: "finished", 1: "hung"}
 
 
 _SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in sync\n'
@@ -128,7 +124,7 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
 
 
 def test_a_world_that_computes_has_not_hung(pool: Pool) -> None:
-    outcomes, _ = run(pool, "works_hard", 2, deadline_s=0.5)
+    outcomes, _ = run(pool, "works_hard", 2, deadline_s=2.0)
     assert {o.outcome for o in outcomes} == {"finished"}
 
 
@@ -144,22 +140,27 @@ def test_a_grandchild_does_not_survive(pool: Pool) -> None:
     _wait_until(lambda: not psutil.pid_exists(int(said[0])) or _is_zombie(int(said[0])))
 
 
-def _sleepers() -> list[psutil.Process]:
+def _sleepers(seconds: str) -> list[psutil.Process]:
     every = psutil.process_iter(["cmdline"])
-    return [p for p in every if "sleep 7771" in " ".join(p.info["cmdline"] or ())]
+    return [p for p in every if f"sleep {seconds}" in " ".join(p.info["cmdline"] or ())]
 
 
 def test_a_chain_of_processes_does_not_survive() -> None:
     """Killing one makes orphans of those below it, again and again."""
+    seconds = f"7771.{os.getpid()}"  # on this machine this test's alone
     own = Pool()
-    run(own, "leaves_a_chain", 2)
-    _wait_until(lambda: not _sleepers())
-    ranks = start(own, "leaves_a_chain", 2)
-    while not _sleepers():
+    run(own, "leaves_a_chain", 2, seconds=seconds, stays=False)
+    _wait_until(lambda: not _sleepers(seconds))
+    ranks = start(own, "leaves_a_chain", 2, seconds=seconds, stays=True)
+
+    def seen() -> bool:
         own.pump(0.05)
         ranks.tick()
+        return bool(_sleepers(seconds))
+
+    _wait_until(seen, 60)
     own.close()
-    assert not _sleepers()
+    assert not _sleepers(seconds)
 
 
 def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool) -> None:
@@ -178,6 +179,7 @@ def test_output_is_kept_to_its_end(pool: Pool) -> None:
 
 def test_many_worlds_leave_nothing_open(pool: Pool) -> None:
     run(pool, "everything_fine", 3)
+    gc.collect()  # what earlier tests left in cycles, files among it
     me = psutil.Process()
     before, shared = (me.num_fds(), len(me.children(recursive=True))), _shared_memory()
     for _ in range(25):

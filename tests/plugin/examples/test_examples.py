@@ -66,7 +66,7 @@ def test_each_fails_its_own_way(world):
     raise KeyError("from one")
 
 
-@pytest.mark.world(3, deadline_s=1)
+@pytest.mark.world(3, deadline_s=3)
 def test_deadlock(world):
     if world.rank != 0:
         dist.barrier()
@@ -173,7 +173,7 @@ def test_leaks(world):
 @pytest.mark.world(2)
 def test_a_process_left_behind(world):
     if world.rank == 1:
-        subprocess.Popen(["sleep", "7772"], start_new_session=True)
+        subprocess.Popen(["sleep", os.environ["LEFT_S"]], start_new_session=True)
 
 
 @pytest.mark.world(2)

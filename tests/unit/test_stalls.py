@@ -1,0 +1,112 @@
+"""A hang is told from a slow machine by what the ranks did meanwhile."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from distcheck.worlds.children import Child
+from distcheck.worlds.stalls import StallWatch
+from distcheck.worlds.world import World
+
+
+@dataclass(eq=False)
+class Rank(Child):
+    """A rank whose signs of life are said here."""
+
+    busy: float = 0.0
+    fetching: bool = False
+    news: float = float("inf")
+
+    @property
+    def busy_seconds(self) -> float:
+        return self.busy
+
+    @property
+    def waits_for_disk(self) -> bool:
+        return self.fetching
+
+    @property
+    def known_at(self) -> float:
+        return self.news
+
+
+def hung_at(watch: StallWatch, ranks: list[Rank], *, works: float = 0.0, until: float) -> float:
+    """When it was said to have hung, looked at every tenth of a second from 0; else infinity."""
+    for tick in range(1, round(until * 10) + 1):
+        for rank in ranks:
+            rank.busy += works * 0.1
+        if watch.look(ranks, tick / 10):
+            return tick / 10
+    return float("inf")
+
+
+def test_ranks_that_do_nothing_have_hung_at_the_deadline() -> None:
+    assert hung_at(StallWatch(2.0, 0.0), [Rank(pid=1), Rank(pid=2)], until=3) == pytest.approx(
+        2.1, abs=0.11
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "works"),
+    [(Rank(pid=1), 0.5), (Rank(pid=1, fetching=True), 0.0), (Rank(), 0.0)],
+    ids=["runs", "waits for a disk", "is not forked yet"],
+)
+def test_ranks_that_are_kept_busy_have_ten_times_as_long(rank: Rank, works: float) -> None:
+    """The one that is there waits for the other."""
+    found = hung_at(StallWatch(1.0, 0.0), [Rank(pid=2), rank], works=works, until=12)
+    assert found == pytest.approx(10.1, abs=0.11)
+
+
+def test_a_rank_that_could_not_be_forked_is_not_waited_for() -> None:
+    ranks = [Rank(pid=2), Rank(spawn_error="no more processes", gone=True)]
+    assert hung_at(StallWatch(1.0, 0.0), ranks, until=12) < 1.3
+
+
+def test_progress_starts_the_clock_anew() -> None:
+    watch, rank = StallWatch(1.0, 0.0), Rank(pid=1)
+    assert not watch.look([rank], 0.1)
+    assert hung_at(watch, [rank], until=0.8) == float("inf")
+    rank.progress_count += 1
+    assert not watch.look([rank], 0.9)
+    assert not any(watch.look([rank], at) for at in (1.1, 1.3, 1.5, 1.7))
+    assert any(watch.look([rank], at) for at in (1.8, 1.9, 2.0))
+
+
+def test_time_in_which_nobody_looked_counts_for_half_a_second() -> None:
+    watch, rank = StallWatch(1.0, 0.0), Rank(pid=1)
+    assert not watch.look([rank], 0.1)
+    assert not watch.look([rank], 60.0)
+    assert watch.look([rank], 120.0)
+
+
+def test_nothing_is_concluded_without_news() -> None:
+    watch, rank = StallWatch(1.0, 0.0), Rank(pid=1)
+    assert not watch.look([rank], 0.1)
+    rank.news = 0.1
+    assert hung_at(watch, [rank], until=30) == float("inf")
+
+
+class Share:
+    """Ranks of a world, of which nothing is asked but to note what they were told."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.children = dict(enumerate(ranks))
+        self.told: list[str] = []
+
+    def ask(self) -> None:
+        self.told.append("ask")
+
+
+def test_what_a_failure_leaves_its_peers_is_time_that_somebody_saw() -> None:
+    """0.7 s to notice it and say so themselves, of which a front that stood still takes none."""
+    share = Share([Rank(pid=1), Rank(pid=2)])
+    world = World([share], deadline_s=60)  # type: ignore[list-item]
+    share.children[0].gone = True
+    world.tick()
+    time.sleep(0.8)
+    world.tick()
+    assert share.told == []
+    time.sleep(0.3)
+    world.tick()
+    assert share.told == ["ask"]
