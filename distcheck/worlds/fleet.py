@@ -22,10 +22,11 @@ from distcheck.worlds import meeting, wire
 from distcheck.worlds.links import Link
 from distcheck.worlds.pool import LocalShare, Pool
 from distcheck.worlds.shares import RankStart, Share, Shared
+from distcheck.worlds.stalls import MOST_UNSEEN_S
 
 LEAST_SILENCE_S = 5.0
 _IMPORT_S = 300.0  # torch, from a cold network disk
-_GREETING_S = 2.0  # from a connection to its first words
+_GREETING_S = 5.0  # from a connection to its first words
 _BYE_S = 2.0  # for hosts to leave, before the front does
 
 
@@ -132,16 +133,16 @@ class Fleet(Pool):
     def pump(self, timeout_s: float) -> None:
         """As any pool; shows signs of life, and looks for those of the others."""
         super().pump(min(timeout_s, wire.SIGN_EVERY_S) if self._links else timeout_s)
-        now = time.monotonic()
-        if now - self._last_beat < wire.SIGN_EVERY_S:
+        unseen_s = time.monotonic() - self._last_beat
+        if unseen_s < wire.SIGN_EVERY_S:
             return
-        self._last_beat = now
+        self._last_beat += unseen_s
         for link in self._links:
-            silent_s = now - link.last_heard
+            link.silent_s += min(unseen_s, MOST_UNSEEN_S)
             # A process that imports torch says nothing.
             allowed_s = max(self._deadline_s, LEAST_SILENCE_S) if link.hello else _IMPORT_S
-            if not link.lost and silent_s > allowed_s:
-                link.lose(f"nothing was heard of it for {silent_s:.0f} s")
+            if not link.lost and link.silent_s > allowed_s:
+                link.lose(f"nothing was heard of it for {allowed_s:g} s")
             link.send(wire.Beat())
             if link.lost:
                 self.unwatch(link.line)

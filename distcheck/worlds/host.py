@@ -22,12 +22,14 @@ from distcheck.worlds.fleet import LEAST_SILENCE_S, ask_store, placed
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.pool import LocalShare, Pool
 from distcheck.worlds.shares import RankStart, Region
+from distcheck.worlds.stalls import MOST_UNSEEN_S
 from distcheck.worlds.world import World
 
 _CHUNK_BYTES = 1 << 20
 _TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
-_ERROR_PATIENCE_S = 5.0
+_ERROR_PATIENCE_S = 15.0
 _ASK_AGAIN_S = 2.0
+_FRONT_ENDED = "rank 0 has ended without a verdict"
 _READ_DEADLINE_S = 600.0  # idle seconds; downloads take their time
 
 
@@ -76,7 +78,7 @@ class Host:
         self._data_fd = -1
         self._over: wire.Over | None = None
         self._preparing: World | None = None
-        self._last_heard = self._last_signs = time.monotonic()
+        self._silent_s, self._last_signs = 0.0, time.monotonic()
 
     def serve(self, identity: Mapping[str, str]) -> wire.Over:
         """Until the front says that it is over. Raises CannotRunError, or RankLostError."""
@@ -87,13 +89,16 @@ class Host:
         except CannotRunError as failure:
             version, error = "none", str(failure)
         self.send(wire.Hello({**identity, "torch": version}, error))
+        looked = time.monotonic()
         while self._over is None:
+            unseen_s = time.monotonic() - looked
+            looked += unseen_s
+            self._silent_s += min(unseen_s, MOST_UNSEEN_S)
             self._pool.pump(0.1)
             self._pass_on()
             self._tick_preparing()
-            silent_s = time.monotonic() - self._last_heard
-            if silent_s > self._silence_s:
-                raise RankLostError(f"nothing was heard of rank 0 for {silent_s:.0f} s")
+            if self._silent_s > self._silence_s:
+                raise RankLostError(f"nothing was heard of rank 0 for {self._silence_s:g} s")
         return self._over
 
     def decline(self, error: DistcheckError) -> None:
@@ -120,6 +125,8 @@ class Host:
         assert self._line is not None
         try:
             self._line.send(message)
+        except ConnectionError:
+            raise RankLostError(_FRONT_ENDED) from None
         except OSError as error:
             raise RankLostError(
                 f"rank 0 can no longer be reached: {error.strerror or error}"
@@ -128,7 +135,6 @@ class Host:
     def _meet(self, *, error: str, patience_s: float) -> None:
         connection = meeting.connect(self._finder(patience_s), deadline_s=patience_s)
         self._line = wire.Wire(connection, wire.FromFront, patience_s=patience_s)
-        self._last_heard = time.monotonic()
         self.send(
             wire.Coming(
                 wire.PROTOCOL,
@@ -157,12 +163,12 @@ class Host:
         try:
             arrived = self._line.receive()
         except (EOFError, OSError):
-            raise RankLostError("rank 0 has ended without a verdict") from None
+            raise RankLostError(_FRONT_ENDED) from None
         except msgspec.MsgspecError:
             raise CannotRunError(
                 f"what answers at {self._launch.meeting} is not distcheck, or another version of it"
             ) from None
-        self._last_heard = time.monotonic()
+        self._silent_s = 0.0
         for message in arrived:
             self._take(message)
 

@@ -11,6 +11,8 @@ from distcheck.worlds import messages, wire
 from distcheck.worlds.children import Child
 from distcheck.worlds.shares import RankStart, Region, Share, Shared
 
+_ENDED = "its process has ended"
+
 
 @dataclass(eq=False)
 class RemoteChild(Child):
@@ -53,7 +55,7 @@ class Link:
         self.hello: wire.Hello | None = None
         self.prepared: wire.Prepared | None = None
         self.lost = ""
-        self.last_heard = time.monotonic()
+        self.silent_s = 0.0  # for which somebody listened to it
         self._shares: dict[int, RemoteShare] = {}
 
     @property
@@ -68,6 +70,8 @@ class Link:
             return
         try:
             self.line.send(message)
+        except ConnectionError:
+            self.lose(_ENDED)
         except OSError as error:
             self.lose(error.strerror or "the connection broke")
 
@@ -86,10 +90,13 @@ class Link:
         except msgspec.MsgspecError as error:
             self.lose(f"what it says makes no sense ({error})")
             return
-        except (EOFError, OSError) as error:
-            self.lose(getattr(error, "strerror", None) or "its process has ended")
+        except (EOFError, ConnectionError):  # a reset, where something of ours was still unread
+            self.lose(_ENDED)
             return
-        self.last_heard = time.monotonic()
+        except OSError as error:
+            self.lose(error.strerror or str(error))
+            return
+        self.silent_s = 0.0
         for message in arrived:
             self.take(message)
 

@@ -222,7 +222,7 @@ def command(file: str, name: str, *words: str) -> subprocess.CompletedProcess[st
     quick = ["--workload", "mlp", "--dtype", "float32", "--batch", "48", "--steps", "1"]
     spec = ["--strategy", f"{HERE / file}:{name}", "--world", "2", *quick]
     return subprocess.run(
-        [*COMMAND, "verify", *spec, *words], capture_output=True, text=True, timeout=120
+        [*COMMAND, "verify", *spec, *words], capture_output=True, text=True, timeout=400
     )
 
 

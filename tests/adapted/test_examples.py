@@ -149,7 +149,7 @@ def of_console(promise: Promise, tmp_path: Path) -> tuple[int, str, set[str], st
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
     )
     causes = set()
     if file.exists():

@@ -1,5 +1,6 @@
 """Starting the command several times, as a launcher or a person on several machines would."""
 
+import itertools
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -50,7 +52,7 @@ def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]
 
 
 def finish(
-    processes: "list[subprocess.Popen[str]]", *, timeout_s: float = 90.0
+    processes: "list[subprocess.Popen[str]]", *, timeout_s: float = 300.0
 ) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each. Kills what is left when time runs out."""
     deadline = time.monotonic() + timeout_s
@@ -69,12 +71,18 @@ def finish(
     return ends
 
 
+# Ports below those that the kernel gives to whoever asks for any, a range for each worker of xdist.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.cycle(range(10_000 + 500 * (_WORKER % 20), 10_500 + 500 * (_WORKER % 20)))
+
+
 def free_port() -> int:
-    """A port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody uses at the moment, nor takes in the next one."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable")
 
 
 def mpirun() -> list[str]:
@@ -92,7 +100,8 @@ def mpirun() -> list[str]:
 
 def left_over(folder: Path) -> list[str]:
     """Processes that still work in a folder of a test's, given a moment to leave."""
-    for _ in range(50):
+    deadline = time.monotonic() + 30
+    while True:
         found = []
         for process in psutil.process_iter():
             try:
@@ -100,7 +109,6 @@ def left_over(folder: Path) -> list[str]:
                     found.append(" ".join(process.cmdline())[:100])
             except (psutil.Error, OSError):
                 continue
-        if not found:
-            return []
+        if not found or time.monotonic() > deadline:
+            return found
         time.sleep(0.1)
-    return found

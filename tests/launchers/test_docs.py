@@ -52,7 +52,7 @@ def test_example(tmp_path: Path, example: str) -> None:
         mpirun()
     command = ["bash", "-c", f"exec {example}" if "=$NODE" not in example else example]
     if "$NODE" not in example:
-        ends = finish([start(command, tmp_path, **more)], timeout_s=150)
+        ends = finish([start(command, tmp_path, **more)], timeout_s=400)
     else:
         with hosts(2) as network:
             ends = finish(
@@ -66,7 +66,7 @@ def test_example(tmp_path: Path, example: str) -> None:
                     )
                     for n in range(2)
                 ],
-                timeout_s=150,
+                timeout_s=400,
             )
     assert {code for code, _, _ in ends} == {0}, ends
     assert left_over(tmp_path) == []

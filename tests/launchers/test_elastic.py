@@ -73,7 +73,7 @@ def test_a_run_that_loses_a_machine_goes_on_and_verifies_nothing(tmp_path: Path)
     meet += ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1"]
     job = [*MODULE, "--strategy", "mine.py:falls_asleep", *QUICK[2:], "--json", "r.json"]
     # The seconds for which one alone waits for another, and after which a silent one is given up.
-    about = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=2,is_host="
+    about = "last_call_timeout=20,keep_alive_interval=2,keep_alive_max_attempt=5,is_host="
     agents = [
         start([*meet, "--rdzv-conf", about + is_host, *job], tmp_path) for is_host in ("1", "0")
     ]

@@ -95,7 +95,7 @@ def test_a_crash_elsewhere_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 
 def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
-    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "4")
+    quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "10")
     ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [4, 4], ends
     assert "time.sleep(1000)" in ends[0][1], ends[0][1]
@@ -218,11 +218,11 @@ def test_other_versions(tmp_path: Path) -> None:
 
 def test_a_bad_option_is_said_once_by_each_and_waits_for_nobody(tmp_path: Path) -> None:
     words = [*TORCHRUN, "2", *MODULE, *QUICK, "--world", "3"]
-    begun = time.monotonic()
     ((code, _, err),) = finish([start(words, tmp_path)])
     assert code == 1, "torchrun's own"
     assert "--world 3 was given, and torchrun has started 2 ranks" in err, err
-    assert time.monotonic() - begun < 60
+    assert "did not come" not in err, err
+    assert "could not be reached" not in err, err
 
 
 def test_a_stranger_at_the_door(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
             )
             for n in range(2)
         ]
-        ends = finish([start(command, tmp_path) for command in commands], timeout_s=150)
+        ends = finish([start(command, tmp_path) for command in commands])
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert "PASS    allreduce, world 4" in ends[0][1], ends[0][1]
     assert ends[1][1] == ""
@@ -51,7 +51,7 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
 def test_four_hosts_with_latency(tmp_path: Path) -> None:
     with hosts(4, delay_ms=5) as network:
         commands = by_hand(network, *QUICK, "--world", "4")
-        ends = finish([start(command, tmp_path) for command in commands], timeout_s=150)
+        ends = finish([start(command, tmp_path) for command in commands])
     assert [code for code, _, _ in ends] == [0] * 4, ends
     assert "PASS    allreduce, world 4" in ends[0][1], ends[0][1]
     assert all((out, err) == ("", "") for _, out, err in ends[1:])

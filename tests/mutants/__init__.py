@@ -23,7 +23,7 @@ class Mutant:
     step of the first divergence. With `kind="workload"` the mutant is the workload and the
     strategy is the built-in allreduce. A workload is given as ".file:name" where it is one of
     this package. `seldom` says that another mutant shows the same in the same way, so that the
-    default test run can do without this one.
+    default test run can do without this one; `hangs`, that it is caught by its deadline.
     """
 
     spec: str
@@ -38,6 +38,7 @@ class Mutant:
     accept: str | None = None
     seldom: bool = False
     without_data: tuple[int, ...] = ()
+    hangs: bool = False
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ class Mutant:
             "dtype": self.dtype,
             "accept": self.accept,
             "without_data": self.without_data,
-            "deadline_s": 3.0,
+            "deadline_s": 3.0 if self.hangs else 10.0,
         }
 
 
@@ -78,6 +79,7 @@ def mutant(
     accept: str | None = None,
     seldom: bool = False,
     without_data: tuple[int, ...] = (),
+    hangs: bool = False,
 ) -> Callable[[T], T]:
     """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
 
@@ -88,7 +90,7 @@ def mutant(
         package = named.__module__.rpartition(".")[0]
         place = package + workload if workload.startswith(".") else workload
         asked = (place, world, steps, dtype, step, kind, exit_code, accept, seldom, without_data)
-        ALL.append(Mutant(spec, pairs, *asked))
+        ALL.append(Mutant(spec, pairs, *asked, hangs))
         return target
 
     return register

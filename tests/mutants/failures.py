@@ -42,7 +42,7 @@ def raises_on_one_rank(model: nn.Module, step: Step) -> None:
     _mean(model, step)
 
 
-@mutant(caught="outcome", exit_code=4, world=3)
+@mutant(caught="outcome", exit_code=4, world=3, hangs=True)
 def ring_with_a_fixed_peer(model: nn.Module, step: Step) -> None:
     """`rank ^ 1` is everybody's peer at 2 and 4 ranks; at 3 rank 2 waits for a rank 3."""
     for parameter in model.parameters():
@@ -57,7 +57,7 @@ def ring_with_a_fixed_peer(model: nn.Module, step: Step) -> None:
         parameter.grad.add_(other).div_(2)
 
 
-@mutant(caught="outcome", exit_code=4)
+@mutant(caught="outcome", exit_code=4, hangs=True)
 def one_rank_skips_a_collective(model: nn.Module, step: Step) -> None:
     """A collective inside a condition that one rank does not meet (Megatron-LM !3918)."""
     if step.rank == 1 and step.index == 2:
@@ -65,7 +65,7 @@ def one_rank_skips_a_collective(model: nn.Module, step: Step) -> None:
     _mean(model, step)
 
 
-@mutant(caught="outcome", exit_code=4, workload=".small:Small", world=2, steps=1)
+@mutant(caught="outcome", exit_code=4, workload=".small:Small", world=2, steps=1, hangs=True)
 def other_way_round_on_one_rank(model: nn.Module, step: Step) -> None:
     """Collectives in the order of a hash: rank 1 begins with the last parameter."""
     parameters = list(model.parameters())
