@@ -15,7 +15,7 @@ from distcheck.testing import fixtures, rank
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import KeptTest
 from distcheck.testing.rank import Prepared
-from distcheck.worlds import messages
+from distcheck.worlds import flight, messages
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -46,6 +46,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             rank.seed_everything(options.seed)
             rank.look_from(options)
             _make_room(item)
+            flight.forget()
             report, error = rank.execute(prepared)
         sys.stdout.flush()
         sys.stderr.flush()

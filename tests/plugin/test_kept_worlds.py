@@ -1,10 +1,19 @@
 """Kept worlds: the same processes, nothing carried over, a new world after a failure."""
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distcheck.testing.view import WorldView
+from distcheck.worlds import flight
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_kept.py"
 
@@ -70,3 +79,16 @@ def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None
     assert "last collective: barrier" in done.stdout, "ranks were asked, and answered"
     assert "if world.rank" in done.stdout or "time.sleep(1000)" in done.stdout
     assert done.stdout.index("rank 1 of 2 hung:") < done.stdout.index("rank 0 of 2 hung:")
+
+
+@pytest.mark.world(2, reuse=True)
+@pytest.mark.parametrize("number", range(3))
+def test_a_test_knows_its_own_collectives_alone(world: WorldView, number: int) -> None:
+    """Reading out those of all tests before would take longer than the test."""
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    if not hasattr(c10d, "_reset_fr_trace"):
+        pytest.skip("this torch forgets no collectives; 2.15 does")
+    assert flight.latest() == ()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(number + 1))
+    assert [entry.shapes for entry in flight.latest()] == [str(number + 1)] * 3
