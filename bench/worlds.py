@@ -1,10 +1,11 @@
 """A trivial test in a world of ranks: ours beside the field's own ways, in one run.
 
 Every test is one all_reduce of one number over gloo. The peers are torch's own test harnesses
-(MultiProcessTestCase, MultiProcContinuousTest), `mp.spawn` per test, a pool of spawned processes
+(MultiProcessTestCase, MultiProcContinuousTest; under unittest, and the cheaper one under pytest as
+well, as torch's CI runs it and as ours run), `mp.spawn` per test, a pool of spawned processes
 as DeepSpeed's tests use it (kept, or new for every test), and an MPI program per test where
-mpi4py and mpiexec are installed. Ours run under pytest with the plugin; what it spends once on
-making its forks cheap (docs/decisions/testing.md) is spread over the 100 tests that are timed.
+mpi4py and mpiexec are installed. What the plugin spends once on making its forks cheap
+(docs/decisions/testing.md) is spread over the 100 tests that are timed.
 
     python bench/worlds.py [RANKS ...]
 """
@@ -52,13 +53,17 @@ def ours(size: int, tests: int, *, reuse: bool, processes: int = 0) -> float:
 
 
 def peer(name: str, size: int, tests: int) -> float:
-    """Seconds of a peer's run of so many tests."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    """Seconds of a peer's run of so many tests; "NAME pytest": under pytest, not our plugin."""
+    name, _, under = name.partition(" ")
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "SIZE": str(size), "TESTS": str(tests),
+    }  # fmt: skip
+    words = [str(PEERS / f"{name}.py"), str(size), str(tests)]
+    if under == "pytest":
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:distcheck", words[0]]
     begun = time.perf_counter()
-    ran = subprocess.run(
-        [sys.executable, str(PEERS / f"{name}.py"), str(size), str(tests)],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    ran = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
     spent = time.perf_counter() - begun
     if ran.returncode:
         sys.exit(f"{name} failed:\n{ran.stdout}{ran.stderr}")
@@ -72,7 +77,8 @@ def per_test(measure: Callable[[int], float], few: int, many: int) -> tuple[floa
 
 
 PEERS_AT_4 = (
-    ("torch_continuous", 2, 102),
+    ("torch_continuous", 2, 202),
+    ("torch_continuous pytest", 2, 202),
     ("pool_reuse", 2, 102),
     ("pool_no_reuse", 1, 3),
     ("spawn_per_test", 1, 3),
@@ -92,7 +98,7 @@ def compare_worlds(size: int) -> None:
     print(f"world {size}: seconds per test (least to most of {ROUNDS})")
     for name, (median, least, most) in rows.items():
         print(
-            f"  {name:<24} {median:8.4f} ({least:.4f} to {most:.4f})"
+            f"  {name:<25} {median:8.4f} ({least:.4f} to {most:.4f})"
             f"   over fresh {median / fresh[0]:7.1f}   over kept {median / kept[0]:7.1f}",
             flush=True,
         )

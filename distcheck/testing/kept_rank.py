@@ -29,20 +29,18 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     channel = _own_channel(fds[1:], rendezvous.rank)
     items = {item.nodeid: item for item in first.item.session.items}
     rank.enter(rendezvous, fds[0], first.options, reporter)
-    number = 0
+    before = _Before()
     while True:
         try:
             test, _ = messages.receive_with_fds(channel, KeptTest)
         except EOFError:
             return b""
-        number += 1
-        reporter.progress(number, "test")
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
         args, kwargs = pickle.loads(test.arguments)
         prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
-        with _put_back():
+        with before.put_back():
             rank.seed_everything(options.seed)
             rank.look_from(options)
             _make_room(item)
@@ -81,29 +79,43 @@ def _make_room(item: pytest.Function) -> None:
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 
-@contextmanager
-def _put_back() -> Iterator[None]:
-    """Environment, folder, import path, and what torch keeps globally."""
-    import torch
-    import torch.distributed as dist
+class _Before:
+    """How the process was before any test: environment, folder, import path, and what torch keeps
+    globally. Noted once: reading an environment takes as long as a small collective.
+    """
 
-    environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    grad, deterministic = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    groups = set(dist.distributed_c10d._world.pg_map)
-    try:
-        yield
-    finally:
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
-        os.chdir(folder)
-        sys.path[:] = path
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
-        if torch.are_deterministic_algorithms_enabled() != deterministic:
-            torch.use_deterministic_algorithms(deterministic)  # imports much; only if it must
-        left: list[Any] = [g for g in dist.distributed_c10d._world.pg_map if g not in groups]
-        for group in left:
-            dist.destroy_process_group(group)
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._environment, self._folder = dict(os.environ), os.getcwd()
+        self._path = list(sys.path)
+        self._dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
+        self._grad = torch.is_grad_enabled()
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._groups = set(dist.distributed_c10d._world.pg_map)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Puts all of it back after the block."""
+        import torch
+        import torch.distributed as dist
+
+        try:
+            yield
+        finally:
+            if dict(os.environ) != self._environment:
+                os.environ.clear()
+                os.environ.update(self._environment)
+            os.chdir(self._folder)
+            sys.path[:] = self._path
+            torch.set_default_dtype(self._dtype)
+            torch.set_num_threads(self._threads)
+            torch.set_grad_enabled(self._grad)
+            if torch.are_deterministic_algorithms_enabled() != self._deterministic:
+                # It imports much; only if it must.
+                torch.use_deterministic_algorithms(self._deterministic)
+            groups = dist.distributed_c10d._world.pg_map
+            left: list[Any] = [group for group in groups if group not in self._groups]
+            for group in left:
+                dist.destroy_process_group(group)

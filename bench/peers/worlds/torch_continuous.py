@@ -1,5 +1,9 @@
-"""torch's MultiProcContinuousTest: processes and group are kept for a class of tests."""
+"""torch's MultiProcContinuousTest: processes and group are kept for a class of tests.
 
+As a program, under unittest; or under pytest, as torch's own CI runs it.
+"""
+
+import os
 import sys
 import unittest
 
@@ -7,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-SIZE, TESTS = int(sys.argv[1]), int(sys.argv[2])
+SIZE, TESTS = int(os.environ["SIZE"]), int(os.environ["TESTS"])
 
 
 class Trivial(MultiProcContinuousTest):
