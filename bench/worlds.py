@@ -77,8 +77,8 @@ def per_test(measure: Callable[[int], float], few: int, many: int) -> tuple[floa
 
 
 PEERS_AT_4 = (
-    ("torch_continuous", 2, 202),
-    ("torch_continuous pytest", 2, 202),
+    ("torch_continuous", 2, 1002),
+    ("torch_continuous pytest", 2, 1002),
     ("pool_reuse", 2, 102),
     ("pool_no_reuse", 1, 3),
     ("spawn_per_test", 1, 3),
@@ -90,7 +90,7 @@ PEERS_AT_4 = (
 def compare_worlds(size: int) -> None:
     """Prints a table of seconds per test, and the ratio to ours."""
     fresh = per_test(partial(ours, size, reuse=False), 2, 102)
-    kept = per_test(partial(ours, size, reuse=True), 2, 202)
+    kept = per_test(partial(ours, size, reuse=True), 2, 1002)
     rows = {"distcheck, fresh world": fresh, "distcheck, kept world": kept}
     for name, few, many in PEERS_AT_4 if size == 4 else ():
         if name != "mpiexec_per_test" or shutil.which("mpiexec"):
