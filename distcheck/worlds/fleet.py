@@ -22,7 +22,7 @@ from distcheck.worlds import meeting, wire
 from distcheck.worlds.links import Link
 from distcheck.worlds.pool import LocalShare, Pool
 from distcheck.worlds.shares import RankStart, Share, Shared
-from distcheck.worlds.stalls import MOST_UNSEEN_S
+from distcheck.worlds.stalls import Looks
 
 LEAST_SILENCE_S = 5.0
 _IMPORT_S = 300.0  # torch, from a cold network disk
@@ -40,7 +40,7 @@ class Fleet(Pool):
         self._links: list[Link] = []
         self._worlds = 0
         self._gathered = self._all_alike = False
-        self._last_beat = 0.0
+        self._beats = Looks(0.0)
 
     @property
     def address(self) -> str:
@@ -133,12 +133,12 @@ class Fleet(Pool):
     def pump(self, timeout_s: float) -> None:
         """As any pool; shows signs of life, and looks for those of the others."""
         super().pump(min(timeout_s, wire.SIGN_EVERY_S) if self._links else timeout_s)
-        unseen_s = time.monotonic() - self._last_beat
-        if unseen_s < wire.SIGN_EVERY_S:
+        now = time.monotonic()
+        if now - self._beats.last < wire.SIGN_EVERY_S:
             return
-        self._last_beat += unseen_s
+        seen_s = self._beats.since_last(now)
         for link in self._links:
-            link.silent_s += min(unseen_s, MOST_UNSEEN_S)
+            link.silent_s += seen_s
             # A process that imports torch says nothing.
             allowed_s = max(self._deadline_s, LEAST_SILENCE_S) if link.hello else _IMPORT_S
             if not link.lost and link.silent_s > allowed_s:

@@ -22,7 +22,7 @@ from distcheck.worlds.fleet import LEAST_SILENCE_S, ask_store, placed
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.pool import LocalShare, Pool
 from distcheck.worlds.shares import RankStart, Region
-from distcheck.worlds.stalls import MOST_UNSEEN_S
+from distcheck.worlds.stalls import Looks
 from distcheck.worlds.world import World
 
 _CHUNK_BYTES = 1 << 20
@@ -89,11 +89,9 @@ class Host:
         except CannotRunError as failure:
             version, error = "none", str(failure)
         self.send(wire.Hello({**identity, "torch": version}, error))
-        looked = time.monotonic()
+        looks = Looks(time.monotonic())
         while self._over is None:
-            unseen_s = time.monotonic() - looked
-            looked += unseen_s
-            self._silent_s += min(unseen_s, MOST_UNSEEN_S)
+            self._silent_s += looks.since_last(time.monotonic())
             self._pool.pump(0.1)
             self._pass_on()
             self._tick_preparing()

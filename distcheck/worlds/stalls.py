@@ -14,7 +14,19 @@ from distcheck.worlds.children import Child
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0
-MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
+_MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
+
+
+class Looks:
+    """The time between looks at something, as far as somebody was there to look."""
+
+    def __init__(self, now: float) -> None:
+        self.last = now
+
+    def since_last(self, now: float) -> float:
+        """Seconds since the last look, which is now another one; half a second at most."""
+        gap_s, self.last = now - self.last, now
+        return min(gap_s, _MOST_UNSEEN_S)
 
 
 class StallWatch:
@@ -24,7 +36,7 @@ class StallWatch:
         self._deadline_s = deadline_s
         self._idle_s = 0.0
         self._busy_s = 0.0
-        self._last_look = now
+        self._looks = Looks(now)
         self._last_count = -1
         self._last_busy = 0.0
 
@@ -34,9 +46,9 @@ class StallWatch:
         Nothing is concluded while one has not been heard of since the last look: without news a
         rank on another machine would seem to have done nothing.
         """
-        if any(child.known_at <= self._last_look for child in children):
+        if any(child.known_at <= self._looks.last for child in children):
             return False
-        elapsed, self._last_look = min(now - self._last_look, MOST_UNSEEN_S), now
+        elapsed = self._looks.since_last(now)
         count = sum(child.progress_count for child in children)
         busy = sum(child.busy_seconds for child in children)
         worked, self._last_busy = busy - self._last_busy, busy

@@ -17,7 +17,7 @@ from distcheck.worlds import blame, messages
 from distcheck.worlds.children import Child
 from distcheck.worlds.mpirun import MPIJob
 from distcheck.worlds.shares import Share
-from distcheck.worlds.stalls import MOST_UNSEEN_S, StallWatch
+from distcheck.worlds.stalls import Looks, StallWatch
 
 _GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
 _ASK_S = 2.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
@@ -53,7 +53,8 @@ class World:
         self._last_look = 0.0
         self.hung = False
         self._phase_since = self._now = 0.0
-        self.begun = self._last_tick = time.monotonic()
+        self.begun = time.monotonic()
+        self._ticks = Looks(self.begun)
         self._share_of = {rank: share for share in shares for rank in share.children}
         self.children = [self._share_of[rank].children[rank] for rank in sorted(self._share_of)]
         if on_progress is not None:
@@ -117,9 +118,7 @@ class World:
 
     def _advance(self) -> float:
         """Seconds of the world's life for which somebody looked at it."""
-        at = time.monotonic()
-        self._now += min(at - self._last_tick, MOST_UNSEEN_S)
-        self._last_tick = at
+        self._now += self._ticks.since_last(time.monotonic())
         return self._now
 
     def _tick_running(self, now: float) -> None:
