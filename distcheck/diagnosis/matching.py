@@ -7,7 +7,7 @@ import torch
 from distcheck.diagnosis.facts import Match
 from distcheck.diagnosis.measured import Measured
 from distcheck.oracles.expectation import StepExpectation
-from distcheck.oracles.rounding import real_parts
+from distcheck.oracles.rounding import gamma, real_parts, unit_roundoff
 from distcheck.traces.layout import Kind
 
 _MOST_SORTED = 1 << 20
@@ -130,20 +130,29 @@ def _mixed(
 
 
 def permuted(measured: list[Measured]) -> Iterator[Match]:
-    """All elements of all parameters, sorted. Sorting both brings no two vectors further apart."""
+    """All elements of all parameters, sorted. Sorting both brings no two vectors further apart, and
+    what is then within a bound has norms within it: the norms, which any order leaves alike, rule
+    most out without sorting anything.
+    """
     elements = sum(m.elements for m in measured)
     wrong = sorted({rank for m in measured for rank in m.wrong})
     if elements > _MOST_SORTED or not wrong:
         return
     in_place = torch.cat([m.interval.mean.reshape(-1) for m in measured])
-    means = in_place.sort().values
     bound = float(torch.cat([m.interval.bound.reshape(-1) for m in measured]).norm())
-    if bound > _SHARPEST * float(means.norm()):
+    norm = float(in_place.norm())
+    if bound > _SHARPEST * norm:
         return
+    # The two norms are themselves off by their roundings, in float64 and in any order.
+    reach = bound + gamma(2 * elements, unit_roundoff(torch.float64)) * norm
+    means: torch.Tensor | None = None
     for rank in wrong:
         results = torch.cat([m.result(rank).reshape(-1) for m in measured])
         if float((results - in_place).norm()) <= bound:
             continue  # only single elements are off, and they have not changed places
+        if abs(float(results.norm()) - norm) > reach:
+            continue
+        means = in_place.sort().values if means is None else means
         distance = float((results.sort().values - means).norm())
         if distance <= bound:
             for m in measured:

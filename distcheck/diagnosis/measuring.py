@@ -166,10 +166,7 @@ class StepMeasuring:
         taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
         projected = [q.T @ y for y in taken]
         of_mean, of_own, of_either = self._mixture(measured, unit)
-        shorter = tuple(
-            self._shorter(measured, rank, unit) if rank in measured.wrong else ""
-            for rank in self._ranks
-        )
+        shorter = self._shorter(measured, unit)
         return ParameterFacts(
             name=measured.name,
             elements=elements,
@@ -217,24 +214,28 @@ class StepMeasuring:
         means, owns, eithers = zip(*counts, strict=True)
         return means, owns, eithers
 
-    def _shorter(self, measured: Measured, rank: int, unit: float) -> str:
-        """The least short dtype whose roundings are of the size of a result's errors."""
-        result, mean = measured.result(rank), measured.interval.mean
+    def _shorter(self, measured: Measured, unit: float) -> tuple[str, ...]:
+        """Per rank, the least short dtype whose roundings are of the size of its errors; empty
+        where there is none, or nothing is wrong.
+        """
+        mean = measured.interval.mean
+        errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
         size = sum(
             share * float(measured.shard(r).norm())
             for r, share in zip(self._ranks, self.shares, strict=True)
         )
+        found: dict[int, str] = {}
         for dtype in _SHORTER:
             coarse = unit_roundoff(getattr(torch, dtype))
-            if coarse <= unit:
+            if coarse <= unit or not errors:
                 continue
             wide = self._expectation.interval(measured.index, wire=dtype)
             assert wide is not None
-            error = (result - mean).abs()
             least = _LEAST_ROUNDING * coarse * size / sqrt(len(self._ranks))
-            if bool((error <= wide.bound).all()):
-                return dtype if float(error.norm()) >= least else ""
-        return ""
+            for rank in [r for r, e in errors.items() if bool((e <= wide.bound).all())]:
+                error = errors.pop(rank)
+                found[rank] = dtype if float(error.norm()) >= least else ""
+        return tuple(found.get(rank, "") for rank in self._ranks)
 
     def _on_grid(self, result: torch.Tensor, dtype: str, own: float) -> bool:
         """Whether these are numbers of a shorter dtype, up to a rounding of their own: of so many

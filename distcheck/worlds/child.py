@@ -55,13 +55,15 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     reporter = Reporter(fds[EVENTS])
     threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
     code = 0
+    inherited = set(sys.modules)
     try:
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
         own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
         result = target(request.payload, own, reporter)
         _flush()
-        reporter.send(messages.Done(result))
+        imported = [name for name in sys.modules if is_own(name) and name not in inherited]
+        reporter.send(messages.Done(result, imported))
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
         _flush()
@@ -70,6 +72,11 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     finally:
         _flush()
         os._exit(code)
+
+
+def is_own(module: str) -> bool:
+    """Whether a module is distcheck's."""
+    return module.startswith("distcheck.")
 
 
 def _settle(request: messages.Spawn, fds: list[int]) -> None:

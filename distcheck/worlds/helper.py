@@ -13,6 +13,7 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 from distcheck.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import child, linux, messages, scratch
@@ -80,6 +81,7 @@ class Helper:
                     os.kill(pid, request.signal)
             return
         helper_pid = os.getpid()
+        _import_own([request.target.partition(":")[0], *request.imports])
         if self._forks is not None:
             self._forks.about_to()
         try:
@@ -170,6 +172,18 @@ def serve_forked(control: socket.socket, front_pid: int) -> None:
     helper = Helper(control, front_pid)
     helper.say(messages.Ready(""))
     helper.run()
+
+
+def _import_own(modules: Sequence[str]) -> None:
+    """Imports modules of distcheck that every child would otherwise import for itself, for longer
+    than many of them work. Nobody else's are imported here.
+    """
+    missing = [name for name in modules if child.is_own(name) and name not in sys.modules]
+    for name in missing:
+        with contextlib.suppress(Exception):  # the child meets it too, and says so
+            importlib.import_module(name)
+    if missing:
+        gc.freeze()
 
 
 def _preload() -> str:

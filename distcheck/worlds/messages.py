@@ -23,7 +23,8 @@ class Spawn(msgspec.Struct, tag=True):
 
     The message carries file descriptors: events, output, stacks, release, dump, then the job's
     own, then those whose numbers go into the variables `fd_names`. `path`, `cwd` and `env` are the
-    front's.
+    front's. `imports` are distcheck's own modules that other children needed: the helper imports
+    them first, once for all.
     """
 
     key: int
@@ -33,6 +34,7 @@ class Spawn(msgspec.Struct, tag=True):
     path: list[str]
     env: dict[str, str]
     fd_names: list[str] = []
+    imports: list[str] = []
 
 
 class Signal(msgspec.Struct, tag=True):
@@ -79,9 +81,10 @@ class Said(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A child's job returned."""
+    """A child's job returned. `imported` are the modules of distcheck that it had to import."""
 
     payload: bytes
+    imported: list[str] = []
 
 
 class Raised(msgspec.Struct, tag=True):

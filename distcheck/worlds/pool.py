@@ -41,6 +41,7 @@ class Pool:
         self._closed = False
         self._children: dict[int, Child] = {}
         self._next_key = 0
+        self._imports: dict[str, None] = {}  # of distcheck, that children needed
         self._selector = selectors.DefaultSelector()
         self._connection: socket.socket | None = None
         self._notices = messages.Frames(messages.Notice)
@@ -174,6 +175,7 @@ class Pool:
             path=self._helper.import_path(),
             env={**child_environment(), **env},
             fd_names=list(named_fds or {}),
+            imports=list(self._imports),
         )
         assert self._connection is not None
         try:
@@ -269,6 +271,8 @@ class Pool:
         for data in self._read(child, "_events_fd"):
             for event in frames.feed(data):
                 child.take(event)
+                if isinstance(event, messages.Done):
+                    self._imports.update(dict.fromkeys(event.imported))
 
     def _on_output(self, child: Child) -> None:
         for data in self._read(child, "_output_fd"):

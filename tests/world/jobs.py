@@ -1,6 +1,7 @@
 """Small jobs for ranks; named by "tests.world.jobs:NAME"."""
 
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -45,6 +46,15 @@ def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes
         "torch_random": float(torch.rand(())),
     }
     return msgspec.msgpack.encode(facts)
+
+
+def imports(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Which of the modules it inherited; then it imports them all."""
+    names = msgspec.msgpack.decode(payload, type=list[str])
+    there = [name for name in names if name in sys.modules]
+    for name in names:
+        importlib.import_module(name)
+    return msgspec.msgpack.encode(there)
 
 
 def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:

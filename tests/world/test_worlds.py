@@ -35,6 +35,25 @@ def test_ranks_meet(pool: Pool, world: int) -> None:
     assert len({f["parent"] for f in facts}) == 1, "all forked from the helper"
 
 
+def test_what_children_needed_of_distcheck_is_inherited_and_nothing_of_anybody_elses() -> None:
+    pool = Pool()
+    names = ["distcheck.workloads.mlp", "tests.correct", "turtledemo"]
+    inherited = []
+    try:
+        for _ in range(2):
+            job = "tests.world.jobs:imports"
+            payload = msgspec.msgpack.encode(names)
+            world = start_job(pool, target=job, payload=payload, fds=[], deadline_s=120.0)
+            while not world.over:
+                pool.pump(0.5)
+                world.tick()
+            inherited.append(msgspec.msgpack.decode(world.results[0]))
+            world.close()
+    finally:
+        pool.close()
+    assert inherited == [[], ["distcheck.workloads.mlp"]]
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_who_raised_comes_first_and_victims_after(pool: Pool, culprit: int) -> None:
     outcomes, _ = run(pool, "raises", 4, culprit=culprit)
