@@ -14,7 +14,7 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport
 from distcheck.reports.json_report import as_document
-from tests.world.command import COMMAND
+from tests.world import warm
 
 HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
@@ -212,8 +212,8 @@ def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
     assert command("functions.py", "needs_a_word", *words).returncode == 1
     (case,) = (tmp_path / "kept" / "cases").glob("*.json")
     report = tmp_path / "again.json"
-    again = [*COMMAND, "replay", str(case), "--json", str(report)]
-    assert subprocess.run(again, cwd=tmp_path, capture_output=True).returncode == 1
+    again = warm.run("replay", str(case), "--json", str(report), cwd=tmp_path)
+    assert again.returncode == 1
     (found,) = json.loads(report.read_text())["cases"]
     assert (found["arguments"], found["loss"]) == ({"divisor": "3"}, "mean/world")
 
@@ -221,9 +221,7 @@ def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
 def command(file: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     quick = ["--workload", "mlp", "--dtype", "float32", "--batch", "48", "--steps", "1"]
     spec = ["--strategy", f"{HERE / file}:{name}", "--world", "2", *quick]
-    return subprocess.run(
-        [*COMMAND, "verify", *spec, *words], capture_output=True, text=True, timeout=400
-    )
+    return warm.run("verify", *spec, *words, cwd=HERE)
 
 
 def verify(specs: list[str], **options: Any) -> distcheck.Report:

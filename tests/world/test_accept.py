@@ -2,7 +2,6 @@
 
 import functools
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import distcheck
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport
 from distcheck.reports.json_report import as_document
-from tests.world import lossy
-from tests.world.command import COMMAND
+from tests.world import lossy, warm
 from tests.world.test_verify import assert_everything_compared
 
 HERE = "tests.world.lossy:"
@@ -88,7 +86,7 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
     spec = ["--strategy", lossy.FP16, "--world", "2", "--workload", f"{HERE}Small", "--steps", "1"]
     words = [*spec, "--batch", "64", "--accept", "low-precision:float16"]
     save = ["--save", str(tmp_path / "kept"), "--dtype", "float32"]
-    ran = subprocess.run([*COMMAND, "verify", *words, *save], capture_output=True, text=True)
+    ran = warm.run("verify", *words, *save, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout
     assert "accepted: low-precision:fp16 widens R to 4 roundings to float16" in ran.stdout
     assert "not owed: smaller errors than that" in " ".join(ran.stdout.split())
@@ -96,7 +94,7 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
     assert json.loads(case.read_text())["accept"] == "low-precision:fp16"
     for again in (["replay", str(case)], ["recheck", str(tmp_path / "kept")]):
         report = tmp_path / "again.json"
-        ran = subprocess.run([*COMMAND, *again, "--json", str(report)], capture_output=True)
+        ran = warm.run(*again, "--json", str(report), cwd=tmp_path)
         assert ran.returncode == 0
         (found,) = json.loads(report.read_text())["cases"]
         assert found["accept"] == "low-precision:fp16"

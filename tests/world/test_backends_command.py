@@ -15,16 +15,15 @@ from distcheck.probes.document import read_sweeps
 from distcheck.probes.sweep import look_at
 from distcheck.probes.table import render_text
 from distcheck.worlds.pool import Pool
-from tests.world.command import COMMAND, ROOT
+from tests.world import warm
+from tests.world.command import ROOT
 
 Finished = subprocess.CompletedProcess[str]
 QUICK = ("--op", "broadcast", "--dtype", "float32", "--form", "plain")
 
 
 def run(*words: str, cwd: Path = ROOT) -> Finished:
-    return subprocess.run(
-        [*COMMAND, "backends", *words], cwd=cwd, capture_output=True, text=True, timeout=550
-    )
+    return warm.run("backends", *words, cwd=cwd, timeout=550)
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.world.command import COMMAND, MOODY, QUICK, Run, distcheck
+from tests.world.command import COMMAND, MOODY, QUICK, Run
+from tests.world.command import distcheck as console
+from tests.world.warm import distcheck
 
-__all__ = ["distcheck"]
+__all__ = ["console", "distcheck"]
 
 
 def sentences(ran: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in ran.stderr.splitlines() if line]
 
 
-def test_exit_0_and_a_screen_that_says_what_was_compared(distcheck: Run, tmp_path: Path) -> None:
-    ran = distcheck("verify", "--strategy", "allreduce", "--world", "3")
+def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path: Path) -> None:
+    ran = console("verify", "--strategy", "allreduce", "--world", "3")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[1].startswith("PASS    allreduce, world 3: lattice float32, cnn float32")
@@ -128,10 +130,10 @@ def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, mes
     assert not list(tmp_path.glob(".distcheck/runs/*"))
 
 
-def test_modules_of_the_folder_shadow_nothing(distcheck: Run, tmp_path: Path) -> None:
+def test_modules_of_the_folder_shadow_nothing(console: Run, tmp_path: Path) -> None:
     for name in ("random", "typing", "torch", "strategies"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')\n")
-    ran = distcheck("verify", "--strategy", "allreduce", *QUICK, "-q")
+    ran = console("verify", "--strategy", "allreduce", *QUICK, "-q")
     assert ran.returncode == 0, ran.stderr
 
 
@@ -297,15 +299,15 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
     assert ("\x1b[1;32m" in text) is not no_color
 
 
-def test_list_names_everything_in_one_line_each(distcheck: Run) -> None:
-    ran = distcheck("list")
+def test_list_names_everything_in_one_line_each(console: Run) -> None:
+    ran = console("list")
     assert ran.returncode == 0
     for name in ("allreduce", "gather_scatter", "vgg11", "cifar10", "local gradients", "rerun"):
         assert re.search(rf"^  {name}\s+\S", ran.stdout, re.M)
 
 
-def test_doctor_is_paste_ready(distcheck: Run) -> None:
-    ran = distcheck("doctor")
+def test_doctor_is_paste_ready(console: Run) -> None:
+    ran = console("doctor")
     assert ran.returncode == 0
     for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
         assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)

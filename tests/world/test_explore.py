@@ -21,7 +21,8 @@ from distcheck.exploring.strategies import cases
 from distcheck.exploring.words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
 from distcheck.records import Case, Delay
 from distcheck.worlds.pool import Pool
-from tests.world.command import Run, distcheck
+from tests.world.command import Run
+from tests.world.warm import distcheck
 
 __all__ = ["distcheck"]
 PLANTED = str(Path(__file__).parents[1] / "explored.py")

@@ -20,7 +20,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.goldens.command import compare_command
 from distcheck.store import Store
 from tests.world.command import COMMAND, Run
-from tests.world.command import distcheck as command
+from tests.world.warm import distcheck as command
 
 __all__ = ["command"]
 

@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.world.command import QUICK, Run, distcheck
+from tests.world.command import QUICK, Run
+from tests.world.warm import distcheck
 
 __all__ = ["distcheck"]
 

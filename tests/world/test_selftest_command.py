@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.world.command import COMMAND, Run, distcheck, hear_interrupts
+from tests.world.command import COMMAND, Run, hear_interrupts
+from tests.world.warm import distcheck
 
 __all__ = ["distcheck"]
 

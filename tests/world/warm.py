@@ -1,0 +1,98 @@
+"""The command in a process that has imported torch already: for tests of what a command says.
+
+Half of a short command's time is the import, and there are hundreds of them. A server, one for each
+process of tests, imports torch once and forks the processes that run a command: its words, folder,
+environment and exit code are those of the console script, and so is everything behind it, but that
+the helper is a fork as well and no new interpreter. What is about that start, or about how a
+command ends, runs the console script itself (`command.py`).
+"""
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.world.command import BAD, Run
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.world.preloaded"])
+
+
+def run(
+    *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of the console script, with what it printed as text."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
+        given = (words, str(cwd), dict(os.environ if env is None else env), files)
+        process = _context.Process(target=_console, args=given)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(words, timeout)
+        said = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+@pytest.fixture
+def distcheck(tmp_path: Path) -> Run:
+    """Runs a command in a folder that holds bad.py and nothing else."""
+    (tmp_path / "bad.py").write_text(BAD)
+
+    def command(*words: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+        return run(*words, cwd=tmp_path, env={**os.environ, "COLUMNS": "100", **env})
+
+    return command
+
+
+def _console(
+    words: tuple[str, ...], folder: str, environment: dict[str, str], files: list[str]
+) -> NoReturn:
+    """In the forked process: the console script from its first line to its last."""
+    code = 70
+    try:
+        _settle(folder, environment, files)
+        sys.argv = ["distcheck", *words]
+        importlib.import_module("distcheck.cli").main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 70
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _settle(folder: str, environment: dict[str, str], files: list[str]) -> None:
+    from distcheck.worlds import pool
+    from distcheck.worlds.helper_process import CleanHelper, ForkedHelper
+
+    class Helper(ForkedHelper):
+        import_path = CleanHelper.import_path
+
+    pool.CleanHelper = Helper  # type: ignore[attr-defined, assignment, misc]
+    for number, file in enumerate([os.devnull, *files]):
+        opened = os.open(file, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", ".")]
