@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.world.command import BAD
+from tests.world.warm import Command
 
 QUICK = ("--strategy", "allreduce", "--workload", "mlp", "--dtype", "float32", "--steps", "2")
 PYTHON = [sys.executable, "-m", "distcheck", "verify"]
@@ -37,10 +39,22 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**own, "COLUMNS": "100", **more}
 
 
-def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]":
-    """One process, with its output in pipes."""
+def start_warm(words: list[str], folder: Path, **more: str) -> Command:
+    """One `distcheck` of `words` in a process that has imported torch already, for what does not
+    look at how machines come to exist.
+    """
+    _prepare(folder)
+    return Command(words, folder, clean_environment(**more))
+
+
+def _prepare(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bad.py").exists() or (folder / "bad.py").write_text(BAD)
+
+
+def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]":
+    """One process, with its output in pipes."""
+    _prepare(folder)
     return subprocess.Popen(
         words,
         cwd=folder,
@@ -52,7 +66,7 @@ def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]
 
 
 def finish(
-    processes: "list[subprocess.Popen[str]]", *, timeout_s: float = 300.0
+    processes: "Sequence[subprocess.Popen[str] | Command]", *, timeout_s: float = 300.0
 ) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each. Kills what is left when time runs out."""
     deadline = time.monotonic() + timeout_s

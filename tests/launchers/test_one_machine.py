@@ -18,16 +18,19 @@ from tests.launchers.processes import (
     free_port,
     left_over,
     start,
+    start_warm,
 )
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 MODULE = ["-m", "distcheck", "verify"]
+CONSOLE = [sys.executable, "-m", "distcheck"]
 
 
 def by_hand(nodes: int, *words: str, quick: tuple[str, ...] = QUICK) -> list[list[str]]:
+    """The words of a command for each machine."""
     master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     return [
-        [*PYTHON, *quick, "--nnodes", str(nodes), "--node-rank", str(n), *master, *words]
+        ["verify", *quick, "--nnodes", str(nodes), "--node-rank", str(n), *master, *words]
         for n in range(nodes)
     ]
 
@@ -81,14 +84,15 @@ def test_a_meeting_in_a_file(tmp_path: Path) -> None:
 
 def test_every_process_leaves_with_the_verdict(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:no_sync", *QUICK[2:])
-    ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
+    commands = by_hand(2, "--world", "2", quick=quick)
+    ends = finish([start([*CONSOLE, *c], tmp_path) for c in commands])
     assert [code for code, _, _ in ends] == [1, 1], ends
     assert "step 0, rank 1" in ends[0][1] or "rank 0" in ends[0][1]
 
 
 def test_a_crash_elsewhere_is_told_with_its_traceback(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:crash", *QUICK[2:])
-    ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
+    ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [4, 4], ends
     assert "rank 1 raised" in ends[0][1], ends[0][1]
     assert "RuntimeError: the reason" in ends[0][1], ends[0][1]
@@ -96,7 +100,7 @@ def test_a_crash_elsewhere_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "10")
-    ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
+    ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [4, 4], ends
     assert "time.sleep(1000)" in ends[0][1], ends[0][1]
     assert "rank 1 in no collective" in ends[0][1], ends[0][1]
@@ -105,7 +109,7 @@ def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
-    front, other = [start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
+    front, other = [start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
     while not (tmp_path / "asleep").exists():
         assert front.poll() is None, front.communicate()
         time.sleep(0.05)
@@ -120,7 +124,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 
 def test_a_front_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
-    front, other = [start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
+    front, other = [start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)]
     while not (tmp_path / "asleep").exists():
         assert front.poll() is None, front.communicate()
         time.sleep(0.05)
@@ -133,14 +137,14 @@ def test_a_front_that_is_killed_ends_the_others(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     command = by_hand(3, "--world", "3", "--deadline-s", "5")[0]
-    ((code, _, err),) = finish([start(command, tmp_path)])
+    ((code, _, err),) = finish([start_warm(command, tmp_path)])
     assert code == 3
     assert "ranks 1, 2 of 3 did not come within 5 s" in err, err
 
 
 def test_a_master_that_is_not_there(tmp_path: Path) -> None:
     command = by_hand(2, "--world", "2", "--deadline-s", "5")[1]
-    ((code, _, err),) = finish([start(command, tmp_path)])
+    ((code, _, err),) = finish([start_warm(command, tmp_path)])
     assert code == 3
     assert "rank 1: rank 0 at 127.0.0.1:" in err, err
     assert "could not be reached within 5 s (Connection refused)" in err, err
@@ -165,7 +169,7 @@ def test_another_file_on_one_of_the_machines(tmp_path: Path) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
     places[1].mkdir()
     (places[1] / "bad.py").write_text("def good(model): pass\n")
-    ends = finish([start(c, p) for c, p in zip(commands, places, strict=True)])
+    ends = finish([start_warm(c, p) for c, p in zip(commands, places, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "the file of strategy bad.py:good differs" in ends[0][2], ends[0][2]
     assert "for rank 1 on" in ends[0][2], ends[0][2]
@@ -177,7 +181,7 @@ def test_another_matrix_on_one_of_the_machines(tmp_path: Path) -> None:
     for place, steps in zip(places, (2, 3), strict=True):
         place.mkdir()
         (place / "pyproject.toml").write_text(MATRIX.replace("steps = 2", f"steps = {steps}"))
-    ends = finish([start(c, p) for c, p in zip(commands, places, strict=True)])
+    ends = finish([start_warm(c, p) for c, p in zip(commands, places, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "what was asked for differs: " in ends[0][2], ends[0][2]
 
@@ -187,7 +191,7 @@ def test_no_file_on_one_of_the_machines(tmp_path: Path) -> None:
     commands = by_hand(2, "--world", "2", quick=quick)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine.py").write_text("def good(model): pass\n")
-    ends = finish([start(c, tmp_path / p) for c, p in zip(commands, ("a", "b"), strict=True)])
+    ends = finish([start_warm(c, tmp_path / p) for c, p in zip(commands, ("a", "b"), strict=True)])
     assert [code for code, _, _ in ends] == [3, 2], ends
     assert "cannot take part: strategy file mine.py does not exist" in ends[0][2], ends[0][2]
 
@@ -210,8 +214,8 @@ def test_other_versions(tmp_path: Path) -> None:
         "import sys, distcheck; distcheck.__version__ = '9.9'; "
         "from distcheck.cli import main; main()"
     )
-    commands[1][1:3] = ["-c", other]
-    ends = finish([start(c, tmp_path) for c in commands])
+    starts = [CONSOLE, [sys.executable, "-c", other]]
+    ends = finish([start([*s, *c], tmp_path) for s, c in zip(starts, commands, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "the version of distcheck differs: 9.9 for rank 1 on" in ends[0][2], ends[0][2]
 
@@ -231,7 +235,7 @@ def test_a_stranger_at_the_door(tmp_path: Path) -> None:
 
     commands = by_hand(2, "--world", "2")
     port = int(commands[0][commands[0].index("--master-port") + 1])
-    front = start(commands[0], tmp_path)
+    front = start_warm(commands[0], tmp_path)
     for _ in range(200):
         try:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -239,7 +243,7 @@ def test_a_stranger_at_the_door(tmp_path: Path) -> None:
             break
         except OSError:
             time.sleep(0.05)
-    ends = finish([front, start(commands[1], tmp_path)])
+    ends = finish([front, start_warm(commands[1], tmp_path)])
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
@@ -308,7 +312,7 @@ def test_a_replay_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
-    front, other = [start(c, tmp_path) for c in by_hand(2, "--world", "2")]
+    front, other = [start([*CONSOLE, *c], tmp_path) for c in by_hand(2, "--world", "2")]
     time.sleep(0.7)  # while torch is imported
     other.send_signal(signal.SIGKILL)
     (code, _, err), _ = finish([front, other])

@@ -12,11 +12,12 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,21 +29,60 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.world.preloaded"])
 
 
+class Command:
+    """A running one, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+        self._words = words
+        self._said = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
+        given = (tuple(words), str(cwd), dict(env), files)
+        self._process = _context.Process(target=_console, args=given)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """Of a process that has ended; what killed it, negative."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To a process that runs."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """At once."""
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(list(self._words), timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed, when it has ended. Raises subprocess.TimeoutExpired."""
+        self.wait(timeout)
+        out, err = [(file.seek(0), file.read().decode())[1] for file in self._said]
+        return out, err
+
+
 def run(
     *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` of the console script, with what it printed as text."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
-        given = (words, str(cwd), dict(os.environ if env is None else env), files)
-        process = _context.Process(target=_console, args=given)
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(words, timeout)
-        said = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
-    return subprocess.CompletedProcess(words, process.exitcode, *said)
+    command = Command(words, cwd, os.environ if env is None else env)
+    try:
+        said = command.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        raise
+    return subprocess.CompletedProcess(words, command.wait(), *said)
 
 
 @pytest.fixture
