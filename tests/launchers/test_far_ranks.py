@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests import real_files
-from tests.launchers.processes import QUICK, finish, start
+from tests.launchers.processes import QUICK, finish, start_warm
 from tests.launchers.test_one_machine import by_hand
 from tests.unit.test_datasets import needs_torchvision
 
@@ -25,7 +25,7 @@ def slow(model, step):
 def test_a_far_rank_that_computes_has_not_hung(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     quick = ("--strategy", "slow.py:slow", *QUICK[2:], "--deadline-s", "4")
-    ends = finish([start(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
+    ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
@@ -37,7 +37,7 @@ def test_data_is_compared_by_its_bytes(tmp_path: Path) -> None:
     for folder in folders:
         real_files.write_mnist(folder / "files", packed=False)
     commands = by_hand(2, "--world", "2", quick=quick)
-    ends = finish([start(c, f) for c, f in zip(commands, folders, strict=True)])
+    ends = finish([start_warm(c, f) for c, f in zip(commands, folders, strict=True)])
     assert [code for code, _, _ in ends] == [0, 0], ends
 
     (labels,) = (folders[1] / "files").rglob("train-labels-idx1-ubyte")
@@ -45,7 +45,7 @@ def test_data_is_compared_by_its_bytes(tmp_path: Path) -> None:
     changed[-1] ^= 1
     labels.write_bytes(changed)
     commands = by_hand(2, "--world", "2", quick=quick)
-    ends = finish([start(c, f) for c, f in zip(commands, folders, strict=True)])
+    ends = finish([start_warm(c, f) for c, f in zip(commands, folders, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "rank 1 on" in ends[0][2], ends[0][2]
     assert "has other files of mnist than rank 0" in ends[0][2], ends[0][2]
