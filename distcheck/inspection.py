@@ -56,6 +56,7 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         )
     first = job.cases[0]
     devices.enter(first.device, 0)
+    seeds.pin_determinism()  # files of theirs have been loaded
     found = Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
     return msgspec.msgpack.encode(found)
 

@@ -46,7 +46,8 @@ def seed_everything(seed: int) -> None:
 
 
 def pin_determinism() -> None:
-    """Fixes the settings that change bits; call it in every rank and every reference.
+    """Fixes the settings that change bits; call it in every rank and every reference, and again
+    when somebody else's file has been loaded: training scripts change them at their top.
 
     Deterministic algorithms are asked for with `warn_only`, because code under test may use
     an operation that has none, and the rerun check will say whether that matters.
@@ -57,9 +58,25 @@ def pin_determinism() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    # TensorFloat-32 keeps 10 bits of every factor: no bound of float32's holds with it.
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    _compute_float32_in_float32()
+
+
+def _compute_float32_in_float32() -> None:
+    """TensorFloat-32 keeps 10 bits of every factor, bfloat16 7: no bound of float32's holds then.
+
+    torch has two interfaces for it, and reading the older one raises where the two disagree; set in
+    this order they agree, whatever was set before.
+    """
+    import torch
+
+    backends: Any = torch.backends
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    kinds = (cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    for kind in (backends, backends.cuda.matmul, cudnn, *kinds):
+        kind.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    backends.cuda.matmul.allow_tf32 = False
 
 
 def describe_settings() -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Loop:
 
     def _build(self) -> None:
         ingredients = self._ingredients
+        seeds.pin_determinism()  # files of theirs have been loaded
         self.model = ingredients.model()
         self._observer.attach(self.model)
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))

@@ -1,5 +1,7 @@
 """The library's front door: correct strategies pass, everything planned is compared."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -125,6 +127,47 @@ def test_an_update_is_judged_by_its_own_rank_alone() -> None:
 def test_too_many_ranks_for_this_machine() -> None:
     with pytest.raises(CannotRunError, match=r"needs about .* (GiB of memory|open files)"):
         distcheck.verify("allreduce", world=4_000, batch=4_000, workload="cnn")
+
+
+SETTINGS = """
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(2)
+torch.use_deterministic_algorithms(False)
+torch.set_float32_matmul_precision("medium")
+torch.backends.cudnn.benchmark = True
+{newer}
+
+def average(model, step):
+    assert torch.get_num_threads() == 1, torch.get_num_threads()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
+    assert {{kind.fp32_precision for kind in kinds}} == {{"ieee"}}
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= step.world_size
+"""
+
+
+@pytest.mark.parametrize(
+    "newer", ["", "torch.backends.fp32_precision = 'tf32'",
+              "torch.backends.cudnn.conv.fp32_precision = 'tf32'"],
+)  # fmt: skip
+def test_what_a_training_script_sets_at_its_top_is_pinned_all_the_same(
+    tmp_path: Path, newer: str
+) -> None:
+    """Of the two interfaces to TF32 the older cannot be read where the newer was used."""
+    file = tmp_path / "script.py"
+    file.write_text(SETTINGS.format(newer=newer))
+    report = distcheck.verify(f"{file}:average", world=2, workload="mlp", dtype="float32")
+    assert report.verdict == "pass", report.cases[0].outcomes
+    assert report.environment["float32_matmul_precision"] == "highest"
+    assert report.environment["threads"] == 1
 
 
 def test_the_hosts_process_is_left_alone() -> None:
