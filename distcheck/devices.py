@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -107,17 +107,30 @@ def describe(device: str) -> dict[str, object]:
         return {}
     import torch
 
+    backends: Any = torch.backends
+    float32 = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn_version(),
         "nccl": nccl,
         "driver": _driver_version(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+        "tf32": "tf32" in float32,
         "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
+
+
+def _cudnn_version() -> int | None:
+    """None where the library that is found is not of torch's build, or too new for this GPU."""
+    import torch
+
+    try:
+        found: int | None = torch.backends.cudnn.version()
+        return found
+    except RuntimeError:
+        return None
 
 
 def _driver_version() -> str:

@@ -223,14 +223,7 @@ def plan_cases(request: Request) -> list[Case]:
             *_cells(request, strategy, world, besides=workloads),
         ]
     ]
-    cases += [
-        _against_cpu(case)
-        for case in cases
-        if case.device != "cpu"
-        and case.dtype == "float32"
-        and case.workload != "lattice"
-        and acceptance.owes_full_batch(request.accept)
-    ]
+    cases += [_against_cpu(case) for case in cases if case.device != "cpu" and "S32" in case.layers]
     return name_apart(cases)
 
 

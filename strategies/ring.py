@@ -29,6 +29,11 @@ def ring(model: nn.Module, step: Step) -> None:
 
 def all_reduce(vector: torch.Tensor, step: Step) -> None:
     """Sums `vector` [n] over the ranks, in place; n may be smaller than the world, or 0."""
+    if vector.is_cuda and dist.get_backend(step.group) == "gloo":
+        on_host = vector.cpu()  # gloo sends and receives what is in the host's memory
+        all_reduce(on_host, step)
+        vector.copy_(on_host)
+        return
     world, rank = step.world_size, step.rank
     chunks = vector.tensor_split(world)  # views; where W does not divide n the first are longer
     arriving = torch.empty_like(chunks[0])
@@ -43,14 +48,16 @@ def all_reduce(vector: torch.Tensor, step: Step) -> None:
 
 
 def _exchange(leaves: torch.Tensor, arrives: torch.Tensor, step: Step) -> None:
-    """Sends to the next rank and receives from the one before, at once: nobody waits to send."""
+    """Sends to the next rank and receives from the one before, at once: nobody waits to send.
+
+    As one batch, without which NCCL would finish each sending before the next call.
+    """
     group = step.group
     after, before = (step.rank + 1) % step.world_size, (step.rank - 1) % step.world_size
-    works = []
+    calls = []
     if leaves.numel() > 0:  # both neighbours know the chunk's size, so both leave it out
-        works.append(dist.isend(leaves, group=group, group_dst=after))
+        calls.append(dist.P2POp(dist.isend, leaves, group=group, group_peer=after))
     if arrives.numel() > 0:
-        works.append(dist.irecv(arrives, group=group, group_src=before))
-    for work in works:
-        if work is not None:
-            work.wait()
+        calls.append(dist.P2POp(dist.irecv, arrives, group=group, group_peer=before))
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()

@@ -27,8 +27,12 @@ def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStr
     def reduce(gradient: torch.Tensor) -> torch.Tensor:
         sent = gradient.contiguous()
         received = torch.zeros_like(sent)
-        handed = [sent, received][: len(supplied)]
+        given = [sent, received][: len(supplied)]
+        handed = [t.cpu() for t in given] if as_arrays else given  # arrays know no other device
         answer = wait_for(filling.call(*(t.numpy() if as_arrays else t for t in handed)))
+        for tensor, seen in zip(given, handed, strict=True):
+            if seen is not tensor:
+                tensor.copy_(seen)
         if into:
             return received
         return sent if answer is None else torch.as_tensor(answer)

@@ -44,7 +44,7 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
             break
         assert parameter.grad is not None
         if tensor is not parameter.grad:
-            parameter.grad = tensor.detach().to(parameter.grad.dtype).clone()
+            parameter.grad = tensor.detach().to(parameter.grad).clone()
     if not fits:
         shown = [
             tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors

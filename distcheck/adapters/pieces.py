@@ -150,7 +150,8 @@ class Pieces:
         for value, places, owned in zip(values, self._places, self._owned, strict=True):
             if value is None:
                 continue
-            bits = value.detach().flatten().double().view(torch.long)
+            # Adam counts its steps on the CPU, wherever the parameters are.
+            bits = value.detach().to(self._device).flatten().double().view(torch.long)
             whole[places[owned]] = bits[owned]
             filled[places[owned]] = 1
             own.append((places[places >= 0], bits[places >= 0]))

@@ -120,7 +120,7 @@ class Scene:
     def _arguments(self) -> SimpleNamespace:
         """What a parsed command line usually holds, and what `--arg args.name=value` adds."""
         rank, size = self.value("rank"), self.value("world_size")
-        facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": rank}
+        facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": _gpu(rank)}
         facts |= {"world_size": size, "size": size, "nprocs": size, "num_nodes": size}
         facts |= {"distributed": True, "backend": self.value("backend")}
         facts |= {"device": self.value("device"), "process_group": self.value("group")}
@@ -217,3 +217,8 @@ def _communicator() -> Any:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def _gpu(rank: int) -> int:
+    """The number of this rank's GPU: its own where each rank has one, shared in turn where not."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else rank

@@ -17,7 +17,8 @@ def look(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     job = msgspec.msgpack.decode(payload, type=LookJob)
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
-    environment = {**inspection.environment(), "backend": job.backend, "device": device}
+    seen = inspection.environment(job.backend, "cpu" if missing else device)
+    environment = {**seen, "device": device}
     return msgspec.msgpack.encode(Look(device=device, missing=missing, environment=environment))
 
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from distcheck import seeds
+from distcheck import devices, seeds
 from distcheck.loading import load_backend
 from distcheck.probes import judging
 from distcheck.probes.jobs import ProbeJob
@@ -37,10 +37,11 @@ def probe(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     seeds.pin_determinism()
     reporter.progress(-1, "load the backend")
     name = load_backend(job.rendezvous.backend)
+    device = devices.enter(job.device, job.rendezvous.rank)
     reporter.progress(-1, "init_process_group")
     store = join(job.rendezvous, fds[0], registered=name)
     own = dist.PrefixStore("probes", store)  # type: ignore[attr-defined]
-    prober = _Prober(job, own, reporter)
+    prober = _Prober(job, device, own, reporter)
     for index, one in enumerate(job.probes, job.first):
         reporter.progress(index, one.name)
         if not prober.run(index, one) and not prober.renew_groups():
@@ -51,12 +52,9 @@ def probe(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
 class _Prober:
     """What a rank keeps from probe to probe."""
 
-    def __init__(self, job: ProbeJob, store: Any, reporter: Reporter) -> None:
+    def __init__(self, job: ProbeJob, device: torch.device, store: Any, reporter: Reporter) -> None:
         self._rank, self._world = job.rendezvous.rank, job.rendezvous.world
-        self._device = torch.device(job.device)
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", self._rank % torch.cuda.device_count())
-            torch.cuda.set_device(self._device)
+        self._device = device
         self._store, self._reporter = store, reporter
         self._group: Any = None  # the default one
         self._sub_group: Any = None

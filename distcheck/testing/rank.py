@@ -116,6 +116,8 @@ def seed_everything(seed: int) -> None:
 
     # Not torch.manual_seed: it would import torch._dynamo, in every rank.
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     numpy_random = sys.modules.get("numpy.random")  # numpy itself imports it on first use
     if numpy_random is not None:

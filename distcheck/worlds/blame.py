@@ -9,10 +9,11 @@ from itertools import takewhile
 from distcheck.records import Outcome, OutcomeName
 from distcheck.worlds.children import Child
 
-# What gloo says on the ranks that are left when another one has gone.
+# What gloo and NCCL say on the ranks that are left when another one has gone.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|peer closed|"
-    r"connectFullMesh|Connection was likely closed|timed out",
+    r"connectFullMesh|Connection was likely closed|timed out|"
+    r"remote process exited|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
 

@@ -1,6 +1,7 @@
 """torch's flight recorder: the collectives that this process has entered.
 
 It works for gloo on CPU as well, where TORCH_FR_BUFFER_SIZE is set; empty where torch has none.
+NCCL's are in a recorder of their own, which is asked where the process has used a GPU.
 """
 
 import contextlib
@@ -18,10 +19,19 @@ _LATEST = 40  # of a rank's collectives: what a picture has room for
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
     """What was recorded, oldest first; with the Python frames of each call, which take longer."""
+    found = _recorded("_dump_fr_trace", stacks=stacks)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found += _recorded("_dump_nccl_trace", stacks=stacks)
+        found.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return found
+
+
+def _recorded(dump: str, *, stacks: bool) -> list[dict[str, Any]]:
     try:
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         with _without_inductor():
-            dumped = c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=stacks)
+            dumped = getattr(c10d, dump)(includeCollectives=True, includeStackTraces=stacks)
             found: dict[str, Any] = pickle.loads(dumped)
     except (ImportError, AttributeError, RuntimeError, TypeError):
         return []

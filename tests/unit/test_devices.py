@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from distcheck import devices
+from distcheck.cells import CELLS
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError
 from distcheck.plan import check_case
@@ -67,6 +68,18 @@ def test_what_is_not_there_cannot_run(
     monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "")
     with pytest.raises(CannotRunError, match=said):
         cases(**options)
+
+
+def test_cells_without_a_whole_batch_have_none_on_the_cpu_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    held = [
+        case.workload for case in cases(device="cuda", thorough=True) if case.judged_on == "cpu"
+    ]
+    owed = {name for name, cell in CELLS.items() if "S32" not in cell.without}
+    assert {"loss_scaling", "mixed_dtypes"}.isdisjoint(owed)
+    assert set(held) == {"cnn"} | owed
 
 
 def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

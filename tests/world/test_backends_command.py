@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from distcheck import devices
 from distcheck.errors import UsageError
 from distcheck.probes.document import read_sweeps
 from distcheck.probes.sweep import look_at
@@ -170,7 +171,7 @@ def test_backends_that_cannot_be_loaded(pool: Pool, backend: str, said: str) -> 
 def test_a_backend_that_this_machine_has_not_is_said_and_exits_3_where_it_was_asked_for(
     pool: Pool,
 ) -> None:
-    if torch.cuda.device_count() >= 3:
+    if devices.gpu_count() >= 3:
         pytest.skip("here it can run")
     asked = run("--backend", "nccl", *QUICK)
     assert asked.returncode == 3
@@ -181,7 +182,7 @@ def test_a_backend_that_this_machine_has_not_is_said_and_exits_3_where_it_was_as
     assert [cell["verdict"] for cell in found["gloo"]["cells"]] == ["right"]
     assert found["nccl"]["missing"]
     assert not found["nccl"]["cells"]
-    if not torch.cuda.is_available():
+    if not devices.gpu_count():
         look = look_at(pool, backend="gloo", device="cuda", world=3)
         assert look.missing == "torch sees no CUDA device"
 
