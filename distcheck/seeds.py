@@ -70,12 +70,12 @@ def _compute_float32_in_float32() -> None:
     import torch
 
     backends: Any = torch.backends
-    cudnn, mkldnn = backends.cudnn, backends.mkldnn
-    kinds = (cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    for kind in (backends, backends.cuda.matmul, cudnn, *kinds):
+    libraries = (backends.cudnn, backends.mkldnn)
+    kinds = [getattr(x, name, None) for x in libraries for name in ("matmul", "conv", "rnn")]
+    for kind in (backends, backends.cuda.matmul, *libraries, *filter(None, kinds)):
         kind.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
-    cudnn.allow_tf32 = False
+    backends.cudnn.allow_tf32 = False
     backends.cuda.matmul.allow_tf32 = False
 
 

@@ -1,0 +1,73 @@
+"""The code for GPUs, run on one that is pretended; and that the pretence refuses what it should."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distcheck import devices
+from tests.world.command import BAD, COMMAND, QUICK, ROOT
+
+pytestmark = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")
+CUDA = ("--device", "cuda", "--json", "r.json")
+SITE = Path(__file__).parent / "site"
+
+MORE = """
+import numpy, torch
+import torch.distributed as dist
+
+def mixes(model, step):
+    for p in model.parameters():
+        p.grad += torch.ones(p.shape)
+
+def average_array(array: numpy.ndarray) -> numpy.ndarray:
+    total = torch.from_numpy(array).clone()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).numpy()
+"""
+
+
+def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "more.py").write_text(MORE)
+    path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*COMMAND, "verify", *words, *CUDA], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}, timeout=400,
+    )  # fmt: skip
+
+
+def test_everything_that_a_verification_does(tmp_path: Path) -> None:
+    """Ranks, traces, judges of every layer, rerun, and the whole batch on the CPU."""
+    ran = run(tmp_path, "--strategy", "allreduce", "--world", "2")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["environment"]["gpu"] == "pretended"
+    assert report["environment"]["tf32"] is False
+    assert [case["device"] for case in report["cases"]] == ["cuda"] * 4
+    assert report["cases"][-1]["id"].endswith("against-cpu")
+
+
+def test_strategies(tmp_path: Path) -> None:
+    """By root and leaves, from neighbour to neighbour, with a divided optimizer, through arrays."""
+    names = ("gather_scatter", "ring", "zero1", "more.py:average_array")
+    strategies = [word for name in names for word in ("--strategy", name)]
+    quick = ("--workload", "mlp", "--dtype", "float32", "--steps", "2", "--batch", "255")
+    ran = run(tmp_path, *strategies, "--world", "3", *quick)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    cases = json.loads((tmp_path / "r.json").read_text())["cases"]
+    assert [case["verdict"] for case in cases] == ["pass"] * 8
+
+
+def test_a_wrong_gradient_is_seen_and_explained(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--strategy", "bad.py:no_sync", *QUICK)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "cause   no-sync" in ran.stdout
+
+
+def test_the_pretence_refuses_what_a_gpu_does(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--strategy", "more.py:mixes", *QUICK)
+    assert ran.returncode == 4, ran.stdout + ran.stderr
+    assert "Expected all tensors to be on the same device" in ran.stdout
