@@ -1,6 +1,8 @@
 """all_reduce on backend mpi over mpi4py's own Allreduce, and over gloo's, in one world of four.
 
-All three in turns, in the same ranks, on the same memory; a round's figure is the slowest rank's.
+All in turns, in the same ranks, on the same memory; a round's figure is the slowest rank's. "fake"
+is torch's own backend that exchanges nothing: what a call through torch.distributed costs whatever
+is behind it, which no backend can go below.
 """
 
 import statistics
@@ -26,12 +28,13 @@ def rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Seconds per call: by size, by way, one for each round."""
     import torch
     import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg
 
     from distcheck.backends.mpi.runtime import mpi
 
     torch.set_num_threads(1)
     join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0])
-    gloo = dist.new_group(backend="gloo")
+    gloo, fake = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
     module: Any = mpi()
     raw = module.COMM_WORLD.Dup()
     found = {}
@@ -42,6 +45,7 @@ def rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             "backend mpi": partial(dist.all_reduce, data),
             "mpi4py": partial(raw.Allreduce, module.IN_PLACE, data.numpy()),
             "gloo": partial(dist.all_reduce, data, group=gloo),
+            "fake": partial(dist.all_reduce, data, group=fake),
         }
         taken: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(ROUNDS + 1):
@@ -78,7 +82,9 @@ def main() -> None:
     finally:
         pool.close()
     for size, taken in found.items():
-        for peer in ("mpi4py", "gloo"):
+        pairs = zip(taken["mpi4py"], taken["fake"], strict=True)
+        taken["mpi4py and fake together"] = [bare + call for bare, call in pairs]
+        for peer in ("mpi4py", "mpi4py and fake together", "gloo"):
             pairs = list(zip(taken["backend mpi"], taken[peer], strict=True))
             ratios = sorted(a / b for a, b in pairs)
             ours, theirs = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
