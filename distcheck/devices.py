@@ -109,17 +109,26 @@ def describe(device: str) -> dict[str, object]:
 
     backends: Any = torch.backends
     float32 = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "cudnn": _cudnn_version(),
-        "nccl": nccl,
+        "nccl": _nccl_version(),
         "driver": _driver_version(),
         "tf32": "tf32" in float32,
         "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
+
+
+def _nccl_version() -> str:
+    """Empty where torch was built without NCCL."""
+    import torch
+
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except AttributeError:
+        return ""
 
 
 def _cudnn_version() -> int | None:

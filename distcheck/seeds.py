@@ -56,9 +56,12 @@ def pin_determinism() -> None:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    _compute_float32_in_float32()
+    # Allowed also where somebody's file has called disable_global_flags(), as torch's own test
+    # utilities do when they are imported.
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        _compute_float32_in_float32()
 
 
 def _compute_float32_in_float32() -> None:

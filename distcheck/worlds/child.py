@@ -62,7 +62,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
         result = target(request.payload, own, reporter)
         _flush()
-        imported = [name for name in sys.modules if is_own(name) and name not in inherited]
+        imported = [n for n in list(sys.modules) if is_own(n) and n not in inherited]
         reporter.send(messages.Done(result, imported))
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:

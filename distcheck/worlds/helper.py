@@ -21,6 +21,7 @@ from distcheck.worlds.forks import ManyForks
 
 # The first optimizer in a process imports torch._dynamo, for about as long as torch itself
 # takes: here once, not in every rank.
+_tried: set[str] = set()  # modules of distcheck
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
 
 
@@ -176,9 +177,10 @@ def serve_forked(control: socket.socket, front_pid: int) -> None:
 
 def _import_own(modules: Sequence[str]) -> None:
     """Imports modules of distcheck that every child would otherwise import for itself, for longer
-    than many of them work. Nobody else's are imported here.
+    than many of them work; once, whether that succeeds or not. Code under test is none of them.
     """
-    missing = [name for name in modules if child.is_own(name) and name not in sys.modules]
+    missing = [name for name in modules if child.is_own(name) and name not in _tried]
+    _tried.update(missing)
     for name in missing:
         with contextlib.suppress(Exception):  # the child meets it too, and says so
             importlib.import_module(name)

@@ -1,7 +1,7 @@
 """What the recorders of torch say, put together."""
 
 import pickle
-import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +9,11 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from distcheck.worlds import flight
+
+
+def _dump(dumped: bytes, **options: bool) -> bytes:
+    assert set(options) == {"includeCollectives", "includeStackTraces"}
+    return dumped
 
 
 def entry(number: int, name: str, created: int) -> dict[str, Any]:
@@ -29,7 +34,8 @@ def test_nccls_recorder_is_asked_where_a_gpu_was_used(
     }
     for name, entries in recorders.items():
         dumped = pickle.dumps({"entries": entries})
-        monkeypatch.setattr(c10d, name, lambda dumped=dumped, **options: dumped)
+        dump = partial(_dump, dumped)
+        monkeypatch.setattr(c10d, name, dump, raising=False)  # a build for CPUs has no NCCL's
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
     expected = ["broadcast", "all_reduce", "all_reduce", "all_gather"]
     found = flight.latest()
@@ -38,11 +44,10 @@ def test_nccls_recorder_is_asked_where_a_gpu_was_used(
     assert found[-1].shapes == "3x4"
 
 
-def test_the_recorder_itself_is_there() -> None:
+@pytest.mark.skipif(
+    not torch.distributed.is_nccl_available(), reason="torch was built without NCCL"
+)
+def test_nccls_recorder_is_there() -> None:
     """As it is called: with the words that this torch knows."""
-    assert "torch" in sys.modules
-    assert (
-        "entries"
-        in pickle.loads(c10d._dump_nccl_trace(includeCollectives=True, includeStackTraces=False))
-        or not torch.distributed.is_nccl_available()
-    )
+    dumped = c10d._dump_nccl_trace(includeCollectives=True, includeStackTraces=False)
+    assert "entries" in pickle.loads(dumped)

@@ -1,5 +1,11 @@
 """What the server of `warm.py` imports before it forks the first command."""
 
+import os
+
+import distcheck.seeds
+
+os.environ.update(distcheck.seeds.PINNED_ENVIRONMENT)  # read when torch is imported
+
 import torch
 import torch._dynamo
 import torch.distributed

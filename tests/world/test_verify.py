@@ -156,7 +156,8 @@ def average(model, step):
 
 @pytest.mark.parametrize(
     "newer", ["", "torch.backends.fp32_precision = 'tf32'",
-              "torch.backends.cudnn.conv.fp32_precision = 'tf32'"],
+              "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+              "torch.backends.disable_global_flags()"],
 )  # fmt: skip
 def test_what_a_training_script_sets_at_its_top_is_pinned_all_the_same(
     tmp_path: Path, newer: str

@@ -37,7 +37,7 @@ def test_ranks_meet(pool: Pool, world: int) -> None:
 
 def test_what_children_needed_of_distcheck_is_inherited_and_nothing_of_anybody_elses() -> None:
     pool = Pool()
-    names = ["distcheck.workloads.mlp", "tests.correct", "turtledemo"]
+    names = ["distcheck.workloads.mlp", "tests.correct", "pyclbr"]
     inherited = []
     try:
         for _ in range(2):

@@ -2,8 +2,9 @@
 
 Half of a short command's time is the import, and there are hundreds of them. A server, one for each
 process of tests, imports torch once and forks the processes that run a command: its words, folder,
-environment and exit code are those of the console script, and so is everything behind it, but that
-the helper is a fork as well and no new interpreter. What is about that start, or about how a
+environment and exit code are those of the console script. Unlike there, front and helper are forks
+with torch in them and no new interpreters, the import path is the tests', and what libraries read
+from the environment when they are loaded is the server's. What is about that, or about how a
 command ends, runs the console script itself (`command.py`).
 """
 
@@ -27,6 +28,12 @@ from tests.world.command import BAD, Run
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.world.preloaded"])
+
+
+@atexit.register  # after multiprocessing's, which would wait for them: so before it
+def _end_forgotten_ones() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 class Command:
@@ -79,7 +86,7 @@ def run(
     command = Command(words, cwd, os.environ if env is None else env)
     try:
         said = command.communicate(timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         command.kill()
         raise
     return subprocess.CompletedProcess(words, command.wait(), *said)
@@ -132,6 +139,7 @@ def _settle(folder: str, environment: dict[str, str], files: list[str]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    multiprocessing.set_start_method(None, force=True)  # a script under test may choose it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
