@@ -21,7 +21,6 @@ from distcheck.worlds.forks import ManyForks
 
 # The first optimizer in a process imports torch._dynamo, for about as long as torch itself
 # takes: here once, not in every rank.
-_tried: set[str] = set()  # modules of distcheck
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
 
 
@@ -34,6 +33,7 @@ class Helper:
         self._connection = connection
         self._forks = forks
         self._children: dict[int, int] = {}  # pid -> key
+        self._tried: set[str] = set()  # modules of distcheck
         scratch.keep_notes()
         self._selector = selectors.DefaultSelector()
         self._front = os.pidfd_open(front_pid)
@@ -82,7 +82,7 @@ class Helper:
                     os.kill(pid, request.signal)
             return
         helper_pid = os.getpid()
-        _import_own([request.target.partition(":")[0], *request.imports])
+        self._import_own([request.target.partition(":")[0], *request.imports])
         if self._forks is not None:
             self._forks.about_to()
         try:
@@ -97,6 +97,19 @@ class Helper:
         if pid > 0:
             self._children[pid] = request.key
             self.say(messages.Spawned(request.key, pid))
+
+    def _import_own(self, modules: Sequence[str]) -> None:
+        """Imports modules of distcheck that every child would otherwise import for itself, for
+        longer than many of them work; once, whether that succeeds or not. Code under test is none
+        of them.
+        """
+        missing = [n for n in modules if child.is_own(n) and n not in self._tried]
+        self._tried.update(missing)
+        for name in missing:
+            with contextlib.suppress(Exception):  # the child meets it too, and says so
+                importlib.import_module(name)
+        if missing:
+            gc.freeze()
 
     def _become_child(self, request: messages.Spawn, fds: list[int], parent: int) -> None:
         try:
@@ -173,19 +186,6 @@ def serve_forked(control: socket.socket, front_pid: int) -> None:
     helper = Helper(control, front_pid)
     helper.say(messages.Ready(""))
     helper.run()
-
-
-def _import_own(modules: Sequence[str]) -> None:
-    """Imports modules of distcheck that every child would otherwise import for itself, for longer
-    than many of them work; once, whether that succeeds or not. Code under test is none of them.
-    """
-    missing = [name for name in modules if child.is_own(name) and name not in _tried]
-    _tried.update(missing)
-    for name in missing:
-        with contextlib.suppress(Exception):  # the child meets it too, and says so
-            importlib.import_module(name)
-    if missing:
-        gc.freeze()
 
 
 def _preload() -> str:

@@ -22,6 +22,23 @@ def mixes(model, step):
     for p in model.parameters():
         p.grad += torch.ones(p.shape)
 
+def refused(model, step):
+    there = next(model.parameters()).detach()
+    attempts = {
+        "mixed": lambda: there + torch.ones(there.shape),
+        "numpy": there.numpy,
+        "address": there.data_ptr,
+        "generator": lambda: torch.rand(3, device="cuda", generator=torch.Generator()),
+        "send": lambda: dist.isend(there, 1 - step.rank),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError(f"{name} was not refused")
+    raise SystemExit("all were refused")
+
 def average_array(array: numpy.ndarray) -> numpy.ndarray:
     total = torch.from_numpy(array).clone()
     dist.all_reduce(total)
@@ -65,6 +82,11 @@ def test_a_wrong_gradient_is_seen_and_explained(tmp_path: Path) -> None:
     ran = run(tmp_path, "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "cause   no-sync" in ran.stdout
+
+
+def test_everything_else_that_it_refuses(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--strategy", "more.py:refused", *QUICK)
+    assert "all were refused" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_the_pretence_refuses_what_a_gpu_does(tmp_path: Path) -> None:

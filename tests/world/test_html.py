@@ -1,6 +1,7 @@
 """What real ranks leave in a report for its pictures: a green run, then one that hangs."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Pat
     assert earlier is not None
     assert document["since_green"]["run"] == earlier[1]
     change, *others = document["since_green"]["changes"]
-    assert "cores" in {other["name"] for other in others}, "what OMP_PROC_BIND did"
+    if len(os.sched_getaffinity(0)) > 1:
+        assert "cores" in {other["name"] for other in others}, "what OMP_PROC_BIND did"
     assert (change["kind"], change["name"]) == ("code", "strategy mine.py:sync")
     assert change["then"] != change["now"]
     calls = {o["rank"]: o["collectives"] for o in document["cases"][0]["outcomes"]}
