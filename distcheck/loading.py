@@ -121,24 +121,6 @@ def workload_names() -> dict[str, str]:
     return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
 
 
-def summary_of(module: str, name: str = "") -> str:
-    """The first line of a module's docstring, or of a function's or class's in it.
-
-    Read from its source, without importing it.
-    """
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return "(cannot be found)"
-    if spec is None or spec.origin is None:
-        return "(cannot be found)"
-    tree = ast.parse(Path(spec.origin).read_text())
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    named = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
-    docstring = ast.get_docstring(named[0] if named else tree)
-    return docstring.splitlines()[0] if docstring else ""
-
-
 def digest_of(what: str, spec: str) -> str:
     """A digest of the file that a name leads to, found without importing it; "none" if it is not
     found. Two machines that load the same bytes have the same digest.

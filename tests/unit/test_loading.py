@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distcheck import loading
-from distcheck.catalogue import catalogue
+from distcheck.catalogue import catalogue, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.oracles.shards import stretch_sizes
@@ -181,8 +181,8 @@ def test_workloads() -> None:
 
 
 def test_summaries_import_nothing() -> None:
-    assert loading.summary_of("distcheck.workloads.mlp").startswith("A three-layer perceptron")
-    assert loading.summary_of("no.such.module") == "(cannot be found)"
+    assert summary_of("distcheck.workloads.mlp").startswith("A three-layer perceptron")
+    assert summary_of("no.such.module") == "(cannot be found)"
 
 
 def test_every_strategy_has_a_line_of_its_own() -> None:
