@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,7 +111,26 @@ class LoadedWorkload:
 @cache
 def strategy_names() -> dict[str, EntryPoint]:
     """The installed strategies by name. Imports none of them."""
-    return {point.name: point for point in entry_points(group=STRATEGY_GROUP)}
+    everywhere = {point.name: point for point in entry_points(group=STRATEGY_GROUP)}
+    return everywhere | _own_strategies()
+
+
+def _own_strategies() -> dict[str, EntryPoint]:
+    try:
+        points = distribution("distcheck").entry_points
+    except PackageNotFoundError:  # not installed, but on the import path
+        return {}
+    return {point.name: point for point in points.select(group=STRATEGY_GROUP)}
+
+
+def _registered_for(spec: str) -> dict[str, EntryPoint]:
+    """What a strategy's name may mean. Every package that is installed is asked, for as long as a
+    small step takes, by a name only that is not distcheck's own.
+    """
+    if ":" in spec or is_path(spec):
+        return {}
+    own = _own_strategies()
+    return own if spec in own else strategy_names()
 
 
 def workload_names() -> dict[str, str]:
@@ -185,7 +204,7 @@ def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedSt
     target, owner, module = _resolve(
         "strategy",
         spec,
-        strategy_names(),
+        _registered_for(spec),
         before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
     )
     home = sys.modules.get(getattr(target, "__module__", None) or "", module)

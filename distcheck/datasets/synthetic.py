@@ -21,17 +21,26 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
-def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right; torch's own is arithmetic."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+# Samples at a time: what is worked on stays in a core's cache, and is allocated once.
+_BLOCK = 16
 
 
 def hash24(keys: torch.Tensor) -> torch.Tensor:
     """SplitMix64's output function over int64 `keys` of any shape, its top 24 bits."""
     z = keys * _GOLDEN
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27)) * _SECOND
-    return _shifted(z ^ _shifted(z, 31), 40)
+    shifted = torch.empty_like(z)
+    z ^= _shift(z, 30, out=shifted)
+    z *= _FIRST
+    z ^= _shift(z, 27, out=shifted)
+    z *= _SECOND
+    z ^= _shift(z, 31, out=shifted)
+    return _shift(z, 40, out=shifted)
+
+
+def _shift(value: torch.Tensor, bits: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Logical shift to the right; torch's own is arithmetic."""
+    torch.bitwise_right_shift(value, bits, out=out)
+    return out.bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _uniform(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -56,9 +65,14 @@ class SyntheticSamples:
         ids = ids if train else ids + _TEST_OFFSET
         labels = hash24(ids * 8191 + 1) % _CLASSES
         pixels = torch.arange(_CHANNELS * _SIZE * _SIZE)
-        noise = _uniform(ids.unsqueeze(1) * 4099 + pixels, dtype).mul_(3**0.5)
-        images = noise.view(-1, *self.shape)
-        return images.add_(self._patterns(dtype)[labels], alpha=_PATTERN_STRENGTH), labels
+        patterns = self._patterns(dtype)
+        images = torch.empty(len(ids), *self.shape, dtype=dtype)
+        blocks = zip(images.split(_BLOCK), ids.split(_BLOCK), labels.split(_BLOCK), strict=True)
+        for image, keys, of_class in blocks:
+            noise = _uniform(keys.unsqueeze(1) * 4099 + pixels, dtype).mul_(3**0.5)
+            pattern = patterns[of_class]
+            torch.add(noise.view_as(image), pattern, alpha=_PATTERN_STRENGTH, out=image)
+        return images, labels
 
     def _patterns(self, dtype: torch.dtype) -> torch.Tensor:
         cells = torch.arange(_CLASSES * _CHANNELS * _GRID * _GRID)

@@ -34,6 +34,32 @@ def test_built_in_strategies_come_in_by_entry_point() -> None:
     assert loaded.file.endswith("allreduce.py")
 
 
+def test_only_a_strange_name_is_asked_of_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Somebodys:
+        name, module, attr = "theirs", "json", "JSONEncoder.default"
+
+    class Impostor(Somebodys):
+        name = "allreduce"
+
+    asked = []
+
+    def points(*, group: str) -> list[type[Somebodys]]:
+        asked.append(group)
+        return [Somebodys, Impostor]
+
+    monkeypatch.setattr(loading, "entry_points", points)
+    loading.strategy_names.cache_clear()
+    try:
+        assert loading.load_strategy("allreduce").file.endswith("allreduce.py")
+        assert not asked
+        assert loading.load_strategy("theirs").file.endswith("encoder.py")
+        assert asked
+        assert loading.strategy_names()["allreduce"].module == "distcheck_strategies.allreduce"
+    finally:
+        monkeypatch.undo()
+        loading.strategy_names.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("signature", "takes_step"),
     [
