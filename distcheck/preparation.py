@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -26,6 +27,7 @@ from distcheck.positions import shard_sizes
 from distcheck.records import Case
 from distcheck.session import CaseRun
 from distcheck.traces.layout import TraceLayout
+from distcheck.worlds.helper_process import child_environment
 from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -33,6 +35,10 @@ from distcheck.worlds.rendezvous import Rendezvous
 _DEFAULT_DATA_DIR = "data"
 # Orders that are facts about a library; the others are of the strategy's own making.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
+# Orders that a pool has confirmed: facts about its torch, in an environment. Of torch's own
+# backends only: what others add up with may be another library the next time.
+_OF_TORCH = ("gloo", "nccl")
+_confirmed: WeakKeyDictionary[Pool, dict[bytes, Calibration]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,12 @@ def _calibrate_for(
     # `backends.missing` is able to tell.
     if case.world == 1 or (not orders and case.backend == "gloo"):
         return Calibration()
-    return calibrate(
+    what = (case.backend, case.world, tuple(orders), sorted(dtypes), case.device)
+    key = msgspec.msgpack.encode((what, child_environment()))
+    known = _confirmed.setdefault(pool, {})
+    if key in known:
+        return known[key]
+    found = calibrate(
         pool,
         backend=case.backend,
         world=case.world,
@@ -171,6 +182,9 @@ def _calibrate_for(
         device=case.device,
         deadline_s=case.deadline_s,
     )
+    if case.backend in _OF_TORCH:
+        known[key] = found
+    return found
 
 
 def _exchanged(case: Case, facts: CaseFacts) -> set[str]:

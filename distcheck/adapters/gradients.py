@@ -63,15 +63,18 @@ class Stillness:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before = [(p, p.detach().clone()) for p in model.parameters()]
+        whole = [p for p in model.parameters() if not is_distributed(p)]
+        self._before = [(p, p.detach().clone()) for p in whole]
 
     def check(self, what: str) -> None:
         """Raises UsageError where parameters have moved against the gradient: by hand-written SGD
         exactly so (a cosine of 1), by Adam's first step (the gradient's signs) still mostly.
         """
+        if all(torch.equal(parameter, before) for parameter, before in self._before):
+            return
         along = moved = slope = 0.0
         for parameter, before in self._before:
-            if parameter.grad is None or is_distributed(parameter):
+            if parameter.grad is None:
                 continue
             gradient = parameter.grad.detach().double()
             step = before.double() - parameter.detach().double()

@@ -1,13 +1,18 @@
 """The predicted reduction orders are gloo's and DDP's own, to the bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distcheck
+from distcheck import preparation
 from distcheck.backends.gloo import all_reduce_sum, reduce_sum
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
+from distcheck.jobs import Calibration
 from distcheck.preparation import calibrate
 from distcheck.testing import WorldView
 from distcheck.worlds.pool import Pool
@@ -83,3 +88,24 @@ def test_calibration_confirms_the_ring_and_ddps_buckets(pool: Pool, world: int) 
         deadline_s=30.0,
     )
     assert found.failures == tuple((order, "") for order in ORDERS)
+
+
+def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(pool: Pool, **about: Any) -> Calibration:
+        asked.append((about["world"], about["dtypes"]))
+        return calibrate(pool, **about)
+
+    def judged() -> set[str]:
+        report = distcheck.verify("allreduce", world=2, workload="mlp", dtype="float32", steps=1)
+        assert report.verdict == "pass"
+        return {r.layer for r in report.cases[0].checks if r.check == "gradients"}
+
+    monkeypatch.setattr(preparation, "calibrate", counted)
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    assert judged() == judged() == {"X", "R", "S32"}
+    assert asked == [(2, ("float32",))]
+    monkeypatch.setenv("OF_THIS_TEST", "2")  # gloo's or NCCL's own settings, say
+    judged()
+    assert len(asked) == 2
