@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from distcheck.errors import DistcheckError
@@ -55,15 +56,14 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     reporter = Reporter(fds[EVENTS])
     threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
     code = 0
-    inherited = set(sys.modules)
+    inherited = len(sys.modules)
     try:
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
         own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
         result = target(request.payload, own, reporter)
         _flush()
-        imported = [n for n in list(sys.modules) if is_own(n) and n not in inherited]
-        reporter.send(messages.Done(result, imported))
+        reporter.send(messages.Done(result, _imported_since(inherited)))
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
         _flush()
@@ -72,6 +72,14 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     finally:
         _flush()
         os._exit(code)
+
+
+def _imported_since(inherited: int) -> list[str]:
+    """The modules of distcheck among the newest. To look at a name that came with the fork is to
+    write to its page, which is then copied: thousands of them, for longer than many jobs take.
+    """
+    newest = list(islice(reversed(sys.modules), max(0, len(sys.modules) - inherited)))
+    return [name for name in reversed(newest) if is_own(name)]
 
 
 def is_own(module: str) -> bool:
