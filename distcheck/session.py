@@ -37,6 +37,7 @@ from distcheck.worlds.world import World
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
+_JUDGE_PER_WORLD_S = 0.5  # a judge is done with what such a world recorded before its rerun is over
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
 
@@ -255,13 +256,16 @@ class Session:
 
     def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
         """Steps per judge. The lattice trains on from its own beginning, so it is not shared; a
-        cell is judged sooner than a judge is started.
+        cell is judged sooner than a judge is started. A short world is judged beside its rerun, in
+        time, by fewer: to start one takes the cores from those ranks.
         """
         if steps == 0:
             return []
         if "lattice" in run.case.layers or run.case.workload in CELLS:
             return [tuple(range(steps))]
         judges = min(steps, self._most_judges)
+        if "world" in run.timings_s:
+            judges = min(judges, 1 + int(run.timings_s["world"] / _JUDGE_PER_WORLD_S))
         bounds = [steps * k // judges for k in range(judges + 1)]
         return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
