@@ -24,6 +24,7 @@ from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 SIZES = (3, 1003)  # fewer elements than ranks, and an odd number
+_DRAWN = 10_007
 _STEPS = 3  # DDP rebuilds its buckets after the first, or after the second
 
 
@@ -55,11 +56,16 @@ def _try_orders(job: CalibrationJob) -> Iterator[tuple[Order, str]]:
 
 
 def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A vector [elements] in (-1, 1) that every process on a machine can make for every rank."""
+    """A vector [elements] in (-1, 1) that every process on a machine can make for every rank.
+
+    Drawn once for a few thousand elements, and repeated: which of the ranks comes first where in a
+    vector is told by any of them.
+    """
     generator = torch.Generator()
     generator.manual_seed(rank + 1)
-    drawn = torch.rand(elements, generator=generator, device="cpu").mul_(2).sub_(1)
-    return drawn.to(torch.get_default_device(), dtype)
+    drawn = torch.rand(min(elements, _DRAWN), generator=generator, device="cpu").mul_(2).sub_(1)
+    whole = drawn.to(torch.get_default_device(), dtype).repeat(-(-elements // max(1, len(drawn))))
+    return whole[:elements]
 
 
 def _cases(job: CalibrationJob) -> list[tuple[torch.dtype, int]]:

@@ -47,7 +47,9 @@ def mix(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def _integers(count: int, column: int, span: int) -> torch.Tensor:
-    return mix(torch.arange(count), torch.tensor(column), span).to(torch.get_default_dtype())
+    """`mix` of so many rows: the first 257 again and again."""
+    period = mix(torch.arange(257), torch.tensor(column), span).to(torch.get_default_dtype())
+    return period.repeat(-(-count // 257))[:count]
 
 
 class LatticeModel(nn.Module):
