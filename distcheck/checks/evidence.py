@@ -1,8 +1,8 @@
 """What a check gets to see."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -10,8 +10,8 @@ from distcheck.contract import Contract
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.ranks.training import Ingredients
 from distcheck.records import Case
-from distcheck.traces.layout import Kind, State
-from distcheck.traces.reader import TraceReader
+from distcheck.traces.layout import Kind
+from distcheck.traces.reader import Entry, TraceReader
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,16 @@ class Evidence:
 class Recorded:
     """One slot of one rank, as a check meets it."""
 
-    state: State
-    digest: bytes
-    tensor: torch.Tensor | None
+    entry: Entry
+    _read: Callable[[], torch.Tensor | None]
+
+    @cached_property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, mapped when it is asked for: the digest may do."""
+        return self._read()
 
 
 def recorded(trace: TraceReader, rank: int, kind: Kind, slot: int, index: int) -> Recorded:
     """What a rank recorded in a slot."""
     entry = trace.entry(rank, kind, slot, index)
-    return Recorded(entry.state, entry.digest, trace.tensor(rank, kind, slot, index))
+    return Recorded(entry, partial(trace.tensor, rank, kind, slot, index))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from distcheck.checks.comparison import Comparison
-from distcheck.checks.evidence import Recorded, recorded
+from distcheck.checks.evidence import recorded
 from distcheck.checks.tally import Tally
 from distcheck.records import TensorSpec
 from distcheck.traces.layout import Kind, State
@@ -46,12 +46,14 @@ def match_ranks(
                 "right as long as the optimizer does not move it"
             )
             continue
-        if found.tensor is None or compare is None:
-            _without_tensor(tally, found, spec, rank, step, expected=compare is not None)
+        state, digest = found.entry.state, found.entry.digest
+        if state is not State.STORED or compare is None:
+            _without_tensor(tally, state, spec, rank, step, expected=compare is not None)
             continue
-        if found.digest not in known:
-            known[found.digest] = compare(found.tensor)
-        tally.add(known[found.digest], parameter=spec.name, rank=rank, step=step)
+        if digest not in known:
+            assert found.tensor is not None, "what is stored has bytes"
+            known[digest] = compare(found.tensor)
+        tally.add(known[digest], parameter=spec.name, rank=rank, step=step)
 
 
 def is_zero(tensor: torch.Tensor | None) -> bool:
@@ -60,22 +62,22 @@ def is_zero(tensor: torch.Tensor | None) -> bool:
 
 
 def _without_tensor(
-    tally: Tally, found: Recorded, spec: TensorSpec, rank: int, step: int, *, expected: bool
+    tally: Tally, state: State, spec: TensorSpec, rank: int, step: int, *, expected: bool
 ) -> None:
-    if found.state is State.UNWRITTEN:
+    if state is State.UNWRITTEN:
         return
     tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
-    if found.state is State.ABSENT and not expected:
+    if state is State.ABSENT and not expected:
         return
     actual = {State.ABSENT: "absent", State.STORED: "a tensor", State.MALFORMED: "malformed"}
     wanted = "a tensor" if expected else "absent"
     shape = f" of shape {spec.shape} and dtype {spec.dtype}" if expected else ""
     tally.fail(
-        f"{spec.name} on rank {rank} at step {step} is {actual[found.state]}; "
+        f"{spec.name} on rank {rank} at step {step} is {actual[state]}; "
         f"expected is {wanted}{shape}",
         parameter=spec.name,
         rank=rank,
         step=step,
-        actual=actual[found.state],
+        actual=actual[state],
         expected=wanted,
     )
