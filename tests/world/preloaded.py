@@ -1,5 +1,6 @@
 """What the server of `warm.py` imports before it forks the first command."""
 
+import gc
 import os
 
 import distcheck.seeds
@@ -15,5 +16,11 @@ import distcheck.cli
 import distcheck.commands.verify
 import distcheck.session
 import tests.world.warm
+from distcheck.worlds.forks import gather_memory
+
+# As the helper does it: what is forked neither collects what it inherited nor copies its tables.
+gc.collect()
+gc.freeze()
+gather_memory()
 
 __all__ = ["distcheck", "tests", "torch"]
