@@ -12,10 +12,11 @@ from types import FrameType
 
 import click
 
-from distcheck import __version__, loading
+from distcheck import __version__
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.launchers.launch import Launch
 from distcheck.naming import digest_of_all
+from distcheck.provenance import file_digest
 from distcheck.records import Case
 from distcheck.worlds.fleet import Fleet
 from distcheck.worlds.host import Host
@@ -72,7 +73,7 @@ def identity_of(cases: Sequence[Case]) -> dict[str, str]:
         ("workload", [case.workload for case in cases]),
     ):
         for spec in dict.fromkeys(specs):
-            found[f"the file of {what} {spec}"] = loading.digest_of(what, spec)
+            found[f"the file of {what} {spec}"] = file_digest(what, spec)
     return {**found, "what was asked for": digest_of_all(cases)}
 
 

@@ -25,8 +25,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-import xxhash
-
 from distcheck.cells import place_of
 from distcheck.contract import (
     Batch,
@@ -138,40 +136,6 @@ def workload_names() -> dict[str, str]:
     package = "distcheck.workloads"
     folder = Path(__file__).parent / "workloads"
     return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
-
-
-def digest_of(what: str, spec: str) -> str:
-    """A digest of the file that a name leads to, found without importing it; "none" if it is not
-    found. Two machines that load the same bytes have the same digest.
-    """
-    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
-    registered = strategy_names() if what == "strategy" else {}
-    if place in registered:
-        place = registered[place].module
-    elif what == "workload" and place in workload_names():
-        place = workload_names()[place]
-    file = Path(place) if is_path(place) else _file_of(place)
-    try:
-        return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file is not None else "none"
-    except OSError:
-        return "none"
-
-
-def _file_of(module: str) -> Path | None:
-    """Where a module's source is; only its top-level package is looked up, none is imported."""
-    top, *rest = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not rest:
-        return None if spec is None or spec.origin is None else Path(spec.origin)
-    for folder in spec.submodule_search_locations or ():
-        base = Path(folder, *rest)
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
 
 
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:

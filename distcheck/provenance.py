@@ -1,12 +1,15 @@
 """Where a run was made: what its bits may depend on besides its case. No torch."""
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import xxhash
 
 from distcheck import loading
+from distcheck.cells import place_of
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.sources import digest_with_modules
 
@@ -46,7 +49,41 @@ def code_digest(what: str, spec: str) -> str:
     place = spec.rpartition(":")[0]
     if place.endswith(".py"):
         return digest_with_modules(Path(place))
-    return loading.digest_of(what, spec)
+    return file_digest(what, spec)
+
+
+def file_digest(what: str, spec: str) -> str:
+    """A digest of the file that a name leads to, found without importing it; "none" if it is not
+    found. Two machines that load the same bytes have the same digest.
+    """
+    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
+    registered = loading.strategy_names() if what == "strategy" else {}
+    if place in registered:
+        place = registered[place].module
+    elif what == "workload" and place in loading.workload_names():
+        place = loading.workload_names()[place]
+    file = Path(place) if loading.is_path(place) else _file_of(place)
+    try:
+        return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file is not None else "none"
+    except OSError:
+        return "none"
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a module's source is; only its top-level package is looked up, none is imported."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not rest:
+        return None if spec is None or spec.origin is None else Path(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
 
 
 def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
