@@ -109,8 +109,22 @@ class LoadedWorkload:
 @cache
 def strategy_names() -> dict[str, EntryPoint]:
     """The installed strategies by name. Imports none of them."""
-    everywhere = {point.name: point for point in entry_points(group=STRATEGY_GROUP)}
-    return everywhere | _own_strategies()
+    return {point.name: point for point in _registered()} | _own_strategies()
+
+
+@cache
+def _registered() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=STRATEGY_GROUP))
+
+
+def check_single(spec: str) -> None:
+    """Raises UsageError for a name that stands for several strategies."""
+    found = {point.value for point in _registered() if point.name == spec}
+    if len(found) > 1:
+        raise UsageError(
+            f"strategy {spec!r} is registered by several installed packages; give one of "
+            f"{', '.join(sorted(found))}"
+        )
 
 
 def _own_strategies() -> dict[str, EntryPoint]:
@@ -125,10 +139,11 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
     """What a strategy's name may mean. Every package that is installed is asked, for as long as a
     small step takes, by a name only that is not distcheck's own.
     """
-    if ":" in spec or is_path(spec):
+    place, _, attribute = spec.partition(":")
+    if attribute or is_path(place):
         return {}
     own = _own_strategies()
-    return own if spec in own else strategy_names()
+    return own if place in own else strategy_names()
 
 
 def workload_names() -> dict[str, str]:

@@ -62,6 +62,7 @@ def check_request(request: Request) -> None:
         )
     for spec in request.strategies:
         loading.check_spelling("strategy", spec, loading.strategy_names())
+        loading.check_single(spec)
     check_adaptation(request.adaptation, request.loss)
     acceptance.check_asked(
         request.accept, dtype=request.dtype, steps=request.steps, workloads=request.workloads

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import msgspec
+import xxhash
 
 from distcheck import limits, plan, remarks
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
@@ -35,10 +36,9 @@ from distcheck.worlds.rendezvous import Rendezvous
 _DEFAULT_DATA_DIR = "data"
 # Orders that are facts about a library; the others are of the strategy's own making.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
-# Orders that a pool has confirmed: facts about its torch, in an environment. Of torch's own
-# backends only: what others add up with may be another library the next time.
-_OF_TORCH = ("gloo", "nccl")
-_confirmed: WeakKeyDictionary[Pool, dict[bytes, Calibration]] = WeakKeyDictionary()
+# What a pool has confirmed: facts about its torch, in an environment. Of gloo's only: what other
+# backends add up with may be another library, or no longer work, the next time.
+_confirmed: WeakKeyDictionary[Pool, dict[str, Calibration]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,10 @@ def _calibrate_for(
     # `backends.missing` is able to tell.
     if case.world == 1 or (not orders and case.backend == "gloo"):
         return Calibration()
-    what = (case.backend, case.world, tuple(orders), sorted(dtypes), case.device)
-    key = msgspec.msgpack.encode((what, child_environment()))
+    what = (case.backend, case.world, tuple(orders), sorted(dtypes), case.device, case.deadline_s)
+    surroundings = child_environment()
+    surroundings.pop("PYTEST_CURRENT_TEST", None)  # another one in every test
+    key = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((what, sorted(surroundings.items()))))
     known = _confirmed.setdefault(pool, {})
     if key in known:
         return known[key]
@@ -182,7 +184,7 @@ def _calibrate_for(
         device=case.device,
         deadline_s=case.deadline_s,
     )
-    if case.backend in _OF_TORCH:
+    if case.backend == "gloo" and not any(why for _, why in found.failures):
         known[key] = found
     return found
 

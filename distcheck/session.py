@@ -37,7 +37,7 @@ from distcheck.worlds.world import World
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
-_JUDGE_PER_WORLD_S = 0.5  # a judge is done with what such a world recorded before its rerun is over
+_JUDGE_PER_RANK_S = 1.0  # of a core's time; a judge is done with that before the rerun is over
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
 
@@ -119,7 +119,8 @@ class Session:
         self._judges: list[tuple[World, _Judging]] = []
         self._on_finished: Callable[[CaseRun], None] = lambda run: None
         # Twice the cores, so that the last few share them instead of leaving one idle.
-        self._most_judges = min(2 * len(os.sched_getaffinity(0)), _MOST_JUDGES)
+        self._cores = len(os.sched_getaffinity(0))
+        self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
     def run(self, runs: Sequence[CaseRun], *, on_finished: Callable[[CaseRun], None]) -> None:
         """Blocks until every case is finished; ends everything it started if interrupted."""
@@ -265,7 +266,8 @@ class Session:
             return [tuple(range(steps))]
         judges = min(steps, self._most_judges)
         if "world" in run.timings_s:
-            judges = min(judges, 1 + int(run.timings_s["world"] / _JUDGE_PER_WORLD_S))
+            busy_s = run.timings_s["world"] * min(run.case.world, self._cores)
+            judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
         bounds = [steps * k // judges for k in range(judges + 1)]
         return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 

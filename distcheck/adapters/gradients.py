@@ -55,6 +55,12 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
         )
 
 
+def _is_still(parameter: torch.Tensor, before: torch.Tensor) -> bool:
+    if is_distributed(parameter) or parameter.layout != torch.strided:
+        return False  # that is, let the sums tell
+    return torch.equal(parameter, before)
+
+
 class Stillness:
     """That a call which is to change gradients does not descend along them as well.
 
@@ -63,18 +69,17 @@ class Stillness:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        whole = [p for p in model.parameters() if not is_distributed(p)]
-        self._before = [(p, p.detach().clone()) for p in whole]
+        self._before = [(p, p.detach().clone()) for p in model.parameters()]
 
     def check(self, what: str) -> None:
         """Raises UsageError where parameters have moved against the gradient: by hand-written SGD
         exactly so (a cosine of 1), by Adam's first step (the gradient's signs) still mostly.
         """
-        if all(torch.equal(parameter, before) for parameter, before in self._before):
+        if all(_is_still(parameter, before) for parameter, before in self._before):
             return
         along = moved = slope = 0.0
         for parameter, before in self._before:
-            if parameter.grad is None:
+            if parameter.grad is None or is_distributed(parameter):
                 continue
             gradient = parameter.grad.detach().double()
             step = before.double() - parameter.detach().double()

@@ -326,7 +326,8 @@ class References:
     @cached_property
     def update(self) -> UpdateReference:
         """For the optimizer's step."""
-        return UpdateReference(self._ingredients, self._contract, self._trace, self._model)
+        model = self._model
+        return UpdateReference(self._ingredients, self._contract, self._trace, model, self._trains)
 
     @cached_property
     def averages(self) -> Averages | None:

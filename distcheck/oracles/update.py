@@ -1,6 +1,6 @@
 """The optimizer step of one rank, again, from the gradients and the state that it recorded."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import xxhash
@@ -13,7 +13,9 @@ from distcheck.traces.reader import TraceReader
 
 
 class UpdateReference:
-    """Steps the workload's optimizer on `model`, whose state it overwrites."""
+    """Steps the workload's optimizer on `model`, whose state it overwrites; `trains` says which of
+    its parameters did when it was built, as the ranks' optimizer met them.
+    """
 
     def __init__(
         self,
@@ -21,9 +23,10 @@ class UpdateReference:
         contract: Contract,
         trace: TraceReader,
         model: torch.nn.Module,
+        trains: Sequence[bool],
     ) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._model = model
+        self._model, self._trains = model, trains
 
     def holders(self, slot: int, index: int) -> list[int]:
         """The ranks that hold a tensor of the optimizer's state."""
@@ -61,6 +64,7 @@ class UpdateReference:
         for index, parameter in enumerate(parameters.values()):
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
             gradient = None if index in absent else gradient
+            parameter.requires_grad_(self._trains[index])
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer = self._ingredients.loaded.workload.optimizer(model.parameters())
         for index, spec in enumerate(trace.layout.model.optimizer):

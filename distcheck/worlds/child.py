@@ -78,7 +78,11 @@ def _imported_since(inherited: int) -> list[str]:
     """The modules of distcheck among the newest. To look at a name that came with the fork is to
     write to its page, which is then copied: thousands of them, for longer than many jobs take.
     """
-    newest = list(islice(reversed(sys.modules), max(0, len(sys.modules) - inherited)))
+    count = max(0, len(sys.modules) - inherited)
+    try:
+        newest = list(islice(reversed(sys.modules), count))
+    except RuntimeError:  # another thread is importing: to know less costs the next child a moment
+        return []
     return [name for name in reversed(newest) if is_own(name)]
 
 

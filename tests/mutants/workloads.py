@@ -8,6 +8,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.datasets.synthetic import SyntheticSamples
+from distcheck.workloads.mlp import MLP
 
 from . import mutant
 
@@ -109,3 +110,13 @@ class EveryEpochAlike(_Small):
         generator = torch.Generator()
         generator.manual_seed(seed)
         return torch.randperm(size, generator=generator)[rank::world].tolist()
+
+
+class FreezesLater(MLP):
+    """Its optimizer knows the parameters that train when it is made; one stops."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return super().optimizer(p for p in parameters if p.requires_grad)
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        model.get_submodule("1").requires_grad_(step < 2)

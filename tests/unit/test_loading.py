@@ -12,6 +12,7 @@ from distcheck.catalogue import catalogue, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.oracles.shards import stretch_sizes
+from distcheck.plan import Request, check_request
 
 STEP = Step(index=0, rank=1, world_size=4, samples=64, total_samples=256)
 
@@ -37,27 +38,37 @@ def test_built_in_strategies_come_in_by_entry_point() -> None:
 def test_only_a_strange_name_is_asked_of_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     class Somebodys:
         name, module, attr = "theirs", "json", "JSONEncoder.default"
+        value = f"{module}:{attr}"
 
     class Impostor(Somebodys):
         name = "allreduce"
+
+    class Ours(Somebodys):
+        name, value = "allreduce", "distcheck_strategies.allreduce:allreduce"
 
     asked = []
 
     def points(*, group: str) -> list[type[Somebodys]]:
         asked.append(group)
-        return [Somebodys, Impostor]
+        return [Somebodys, Impostor, Ours]
 
     monkeypatch.setattr(loading, "entry_points", points)
     loading.strategy_names.cache_clear()
+    loading._registered.cache_clear()
     try:
-        assert loading.load_strategy("allreduce").file.endswith("allreduce.py")
+        for spelling in ("allreduce", "allreduce:"):
+            assert loading.load_strategy(spelling).file.endswith("allreduce.py")
         assert not asked
         assert loading.load_strategy("theirs").file.endswith("encoder.py")
         assert asked
         assert loading.strategy_names()["allreduce"].module == "distcheck_strategies.allreduce"
+        loading.check_single("theirs")
+        with pytest.raises(UsageError, match=r"several .* distcheck_strat.*, json:JSONE"):
+            check_request(Request(strategies=("allreduce",)))
     finally:
         monkeypatch.undo()
         loading.strategy_names.cache_clear()
+        loading._registered.cache_clear()
 
 
 @pytest.mark.parametrize(

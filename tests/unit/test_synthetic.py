@@ -31,6 +31,16 @@ def test_the_bits_are_pinned() -> None:
     assert xxhash.xxh3_64_hexdigest(raw_bytes(images)) == PINNED_DIGEST
 
 
+def test_many_samples_have_the_bits_of_each() -> None:
+    ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3))[:37]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        images, labels = SAMPLES.read(ids, train=True, dtype=dtype)
+        alone = [SAMPLES.read(one, train=True, dtype=dtype) for one in ids.split(1)]
+        assert torch.equal(images, torch.cat([image for image, _ in alone]))
+        assert torch.equal(labels, torch.cat([label for _, label in alone]))
+    assert SAMPLES.read(ids[:0], train=True, dtype=torch.float32)[0].shape == (0, 3, 32, 32)
+
+
 def test_shapes_splits_and_statistics() -> None:
     images, labels = SAMPLES.read(torch.arange(2000), train=True, dtype=torch.float32)
     assert images.shape == (2000, 3, 32, 32)

@@ -1,14 +1,17 @@
 """The library's front door: correct strategies pass, everything planned is compared."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import distcheck
+from distcheck import session
 from distcheck.errors import CannotRunError, UsageError, VerdictError
 from distcheck.records import Report
+from distcheck.session import Session
 
 STRATEGIES = ("gather_scatter", "allreduce", "ddp")
 
@@ -198,3 +201,25 @@ def test_no_false_alarm(world: int, seed: int) -> None:
 def test_no_false_alarm_on_vgg11(world: int, seed: int) -> None:
     report = distcheck.verify(STRATEGIES, world=world, seed=seed, workload="vgg11")
     assert_everything_compared(report)
+
+
+@pytest.mark.parametrize(
+    ("per_judge_s", "expected"), [(1e9, [(0, 1, 2)]), (1e-9, [(0,), (1,), (2,)])]
+)
+def test_a_verdict_is_that_of_one_judge_or_many(
+    monkeypatch: pytest.MonkeyPatch, per_judge_s: float, expected: list[tuple[int, ...]]
+) -> None:
+    judged = []
+
+    def started(self: Session, judging: Any) -> Any:
+        judged.append(judging.steps)
+        return start(self, judging)
+
+    start = Session._start_judge
+    monkeypatch.setattr(Session, "_start_judge", started)
+    monkeypatch.setattr(session, "_JUDGE_PER_RANK_S", per_judge_s)
+    report = distcheck.verify(
+        "allreduce", world=2, workload="tests.mutants.workloads:FreezesLater", dtype="float32"
+    )
+    assert_everything_compared(report)
+    assert [steps for steps in judged if steps] == expected

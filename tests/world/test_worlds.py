@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from distcheck.worlds import blame, messages
+from distcheck.worlds.child import _imported_since
 from distcheck.worlds.launch import start_job
 from distcheck.worlds.links import RemoteChild
 from distcheck.worlds.pool import Pool
@@ -286,3 +287,14 @@ def _wait_until(condition: object, seconds: float = 10.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_only_what_is_new_is_said_to_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    before = len(sys.modules)
+    assert _imported_since(before) == []
+    here = sys.modules[__name__]
+    sys.modules |= {"distcheck.first": here, "somebodys": here, "distcheck.second": here}
+    assert _imported_since(before) == ["distcheck.first", "distcheck.second"]
+    del sys.modules[next(iter(sys.modules))]
+    assert _imported_since(before) == ["distcheck.second"]  # fewer, and never one that was there
