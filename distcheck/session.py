@@ -37,7 +37,7 @@ from distcheck.worlds.world import World
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
-_JUDGE_PER_RANK_S = 1.0  # of a core's time; a judge is done with that before the rerun is over
+_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
 
