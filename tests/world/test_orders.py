@@ -113,3 +113,19 @@ def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OF_THIS_TEST", str(uuid4()))  # gloo's own settings, say
     judged()
     assert len(asked) == 2
+
+
+def test_orders_that_did_not_hold_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuted(pool: Pool, **about: Any) -> Calibration:
+        asked.append(about["world"])
+        return Calibration(failures=tuple((order, "it did not hold") for order in about["orders"]))
+
+    monkeypatch.setattr(preparation, "calibrate", refuted)
+    monkeypatch.setenv("OF_THIS_TEST", str(uuid4()))
+    for _ in range(2):
+        report = distcheck.verify("allreduce", world=2, workload="mlp", dtype="float32", steps=1)
+        layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
+        assert layers == {"R", "S32"}
+    assert asked == [2, 2]
