@@ -183,8 +183,19 @@ def test_a_chain_of_processes_does_not_survive() -> None:
     assert not _sleepers(seconds)
 
 
-def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool) -> None:
-    outcomes, _ = run(pool, "leaves_early", 2)
+def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool, tmp_path: Path) -> None:
+    heard, noticed = tmp_path / "heard", tmp_path / "noticed"
+    ranks = start(pool, "leaves_early", 2, heard=str(heard), noticed=str(noticed))
+    leaves = ranks.children[1]
+    while not ranks.over:
+        pool.pump(0.05)
+        if leaves.done is not None:
+            heard.touch()
+        if leaves.gone:
+            noticed.touch()
+        ranks.tick()
+    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    ranks.close()
     assert [(o.rank, o.outcome) for o in outcomes] == [(1, "exited"), (0, "finished")]
     assert "left with exit code 0" in outcomes[0].detail
 
