@@ -22,9 +22,9 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     ):
         return []
     long = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID]
-    if not long and len(parameters) < len(step.parameters):
-        return []  # so few elements, beside others that are wrong in another way, say nothing
     grid = bool(long) and all(p.on_grid[rank] for p in long for rank in p.wrong)
+    if not grid and len(parameters) < len(step.parameters):
+        return []  # beside others that are wrong in another way, the size of errors says nothing
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     return [
