@@ -69,7 +69,7 @@ ALL: list[Mutant] = []
 def mutant(
     *,
     caught: str,
-    workload: str = "mlp",
+    workload: str = ".small:Small",
     world: int = 4,
     steps: int = 3,
     dtype: str | None = "float32",

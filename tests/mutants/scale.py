@@ -104,7 +104,7 @@ def half_precision_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(small / step.world_size)
 
 
-@mutant(caught="gradients R")
+@mutant(caught="gradients R", workload="mlp")
 @strategy(wire="float16")
 def shorter_wire_than_promised(model: nn.Module, step: Step) -> None:
     """Promises float16's 11 bits and sends bfloat16's 8."""
@@ -122,7 +122,7 @@ def drops_a_rank_on_a_short_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(torch.stack(gathered[:-1]).mean(0))
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients R, gradients S32", workload="mlp")
 @strategy(wire="float16")
 def one_percent_on_a_short_wire(model: nn.Module, step: Step) -> None:
     """A scale that is off by a hundredth is more than float16 may lose."""
@@ -178,7 +178,7 @@ class MicroBatchesCountAlike:
         return one.detach() * shares[0] + two.detach() * shares[1]
 
 
-@mutant(caught="gradients S64", dtype=None)
+@mutant(caught="gradients S64", workload="mlp", dtype=None)
 def single_precision_wire(model: nn.Module, step: Step) -> None:
     """Exact for float32, lossy for float64: only the float64 pass sees it."""
     for parameter in model.parameters():
