@@ -79,14 +79,6 @@ def promises(file: Path) -> Iterator[Promise]:
 PROMISES = [promise for file in FILES for promise in promises(file)]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool()
-    made.open()
-    yield made
-    made.close()
-
-
 def skip_without_mpi(promise: Promise) -> None:
     if "mpi" in promise.words and (missing := backends.missing("mpi")):
         pytest.skip(missing)
@@ -123,7 +115,6 @@ def name_of(group: list[Promise]) -> str:
 def test_examples(group: list[Promise], pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_mpi(group[0])
     monkeypatch.chdir(ROOT)
-    pool.wait_ready()
     report = quick_run(group, pool)
     found = [(case.verdict, {d.cause for d in case.diagnosis}) for case in report.cases]
     actual = dict(zip(map(str, group), found, strict=True))
@@ -135,7 +126,6 @@ def test_examples(group: list[Promise], pool: Pool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("promise", [p for p in PROMISES if p.verdict == "refused"], ids=str)
 def test_refused_example(promise: Promise, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    pool.wait_ready()
     with pytest.raises(UsageError) as caught:
         quick_run([promise], pool)
     assert promise.sentence in str(caught.value)

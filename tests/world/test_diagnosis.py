@@ -13,7 +13,7 @@ from distcheck.records import CheckResult, Diagnosis, Outcome
 RIGHT = ["allreduce", "ring", "ddp_bf16_hook", "ddp_no_sync", "fsdp"]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.sweep), 3])
 @pytest.mark.parametrize("strategy", RIGHT)
 def test_right_code_has_no_cause(
     strategy: str, world: int, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from distcheck.bundle import make_bundle, read_replay
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.goldens.command import compare_command
 from distcheck.store import Store
+from distcheck.worlds.pool import Pool
 from tests.world.command import COMMAND, Run
 from tests.world.warm import distcheck as command
 
@@ -83,6 +84,13 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     record(folder, "golden")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compares in this process does so on the pool that is there, and leaves it open."""
+    monkeypatch.setattr(pool, "close", lambda: None)
+    monkeypatch.setattr("distcheck.goldens.command.Pool", lambda: pool)
 
 
 def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]

@@ -26,7 +26,7 @@ MPI = ("--backend", "mpi")
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 4))])
 def test_the_strategies_pass_and_owe_no_bits_of_mpis(
     distcheck: Run, tmp_path: Path, world: int
 ) -> None:

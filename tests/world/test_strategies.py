@@ -1,4 +1,7 @@
-"""The strategies that come along: each passes, at every world, with everything compared."""
+"""The strategies that come along: each passes, at every world, with everything compared.
+
+Worlds with unequal and with equal shards always run; the others are for the sweep.
+"""
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from distcheck.records import Report
 from distcheck.testing import WorldView
 from tests.world.test_verify import assert_everything_compared
 
-WORLDS = [1, 2, 3, 4]
 QUICK = ["lattice", "mlp"]
+in_worlds = pytest.mark.parametrize(
+    "worlds", [[3, 4], pytest.param([1, 2, 5], marks=pytest.mark.sweep)], ids=str
+)
 
 
 def gradient_layers(report: Report) -> set[str]:
@@ -33,16 +38,18 @@ TO_THE_BIT = (
 )
 
 
+@in_worlds
 @pytest.mark.parametrize("strategy", TO_THE_BIT)
-def test_judged_to_the_bit(strategy: str) -> None:
-    report = distcheck.verify(strategy, world=WORLDS, workload=QUICK, dtype="float32")
+def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
+    report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32")
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
 
 
-def test_micro_batches() -> None:
+@in_worlds
+def test_micro_batches(worlds: list[int]) -> None:
     """Unequal ones (43 + 42 of 85 samples) have no exact sums: X judges that lattice."""
-    report = distcheck.verify("ddp_no_sync", world=WORLDS, workload=QUICK, dtype="float32")
+    report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32")
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
 
@@ -60,9 +67,10 @@ def test_micro_batches_of_shards_smaller_than_that() -> None:
     assert_everything_compared(report)
 
 
+@in_worlds
 @pytest.mark.parametrize("strategy", ["ddp_fp16_hook", "ddp_bf16_hook"])
-def test_a_short_wire_is_judged_to_the_bit_as_well(strategy: str) -> None:
-    report = distcheck.verify(strategy, world=WORLDS, workload=QUICK, dtype="float32", steps=2)
+def test_a_short_wire_is_judged_to_the_bit_as_well(strategy: str, worlds: list[int]) -> None:
+    report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=2)
     assert_everything_compared(report)
     assert gradient_layers(report) == {"X", "R", "S32"}
 
@@ -76,8 +84,9 @@ def test_what_a_wire_cannot_carry_is_left_out() -> None:
         distcheck.verify("ddp_fp16_hook", world=3, workload="lattice", steps=1)
 
 
-def test_sharded_optimizer_state() -> None:
-    report = distcheck.verify("zero1", world=WORLDS, workload=QUICK, dtype="float32")
+@in_worlds
+def test_sharded_optimizer_state(worlds: list[int]) -> None:
+    report = distcheck.verify("zero1", world=worlds, workload=QUICK, dtype="float32")
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
     for case in report.cases:
@@ -89,8 +98,9 @@ def test_sharded_optimizer_state() -> None:
             assert parameters.compared.tensors == 2 * agreement.compared.tensors
 
 
-def test_fully_sharded() -> None:
-    report = distcheck.verify("fsdp", world=WORLDS, workload=QUICK, dtype="float32")
+@in_worlds
+def test_fully_sharded(worlds: list[int]) -> None:
+    report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32")
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "R", "S32"}
     for case in report.cases:
