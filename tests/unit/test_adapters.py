@@ -5,10 +5,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from distcheck import plan
 from distcheck.adapters import choose_form, form_names, load_form
 from distcheck.adapters.asked import adaptation_of
+from distcheck.adapters.gradients import Stillness
 from distcheck.adapters.scene import Filling, Scene
 from distcheck.adapters.target import Target
 from distcheck.errors import UsageError
@@ -172,3 +175,34 @@ def test_names_of_the_module_are_there_when_it_begins(tmp_path: Path) -> None:
     load_strategy(f"{file}:f", said)
     assert vars(sys.modules["begins_with_names"])["LATER"] == 1
     assert sys.modules["begins_with_names"].half == 2
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse-gradient"])
+def test_who_descends_is_told_from_who_only_moves(sparse: bool) -> None:
+    table = nn.Embedding(20, 4, sparse=sparse)
+    still = Stillness(table)
+    table(torch.tensor([1, 1, 7])).square().sum().backward()
+    gradient = table.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse is sparse
+    still.check("it")
+    with torch.no_grad():
+        across = torch.ones(20, 4)
+        across[[1, 7]] = 0.0  # where nothing descends
+        table.weight += across
+        still.check("it")
+        table.weight -= across + 0.1 * gradient
+    with pytest.raises(UsageError, match="it updates the parameters itself"):
+        still.check("it")
+
+
+def test_parameters_without_strides_are_looked_at_as_well() -> None:
+    """A sparse one has no torch.equal."""
+    rows = nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())])
+    still = Stillness(rows)
+    rows[0].grad = torch.eye(3).to_sparse()
+    still.check("it")
+    with torch.no_grad():
+        rows[0] -= 0.1 * rows[0].grad
+    with pytest.raises(UsageError, match="it updates the parameters itself"):
+        still.check("it")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -309,3 +310,18 @@ def test_only_what_is_new_is_said_to_be_imported(monkeypatch: pytest.MonkeyPatch
     assert _imported_since(before) == ["distcheck.first", "distcheck.second"]
     del sys.modules[next(iter(sys.modules))]
     assert _imported_since(before) == ["distcheck.second"]  # fewer, and never one that was there
+
+
+def test_another_thread_may_import_while_modules_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Growing(dict[str, object]):
+        def __reversed__(self) -> Iterator[str]:  # type: ignore[override]
+            for name in super().__reversed__():
+                self["imported_meanwhile"] = sys
+                yield name
+
+    monkeypatch.setattr(sys, "modules", Growing(sys.modules))
+    with pytest.raises(RuntimeError, match="changed size"):
+        list(reversed(sys.modules))
+    assert _imported_since(len(sys.modules) - 5) == []

@@ -1,0 +1,90 @@
+"""How work is shared between judges, and what a pool need not confirm again."""
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck import preparation
+from distcheck.contract import BackendAllReduce
+from distcheck.jobs import Calibration
+from distcheck.records import Case
+from distcheck.session import CaseRun, Session
+from distcheck.traces.layout import TraceLayout
+from distcheck.verification import Silent
+from distcheck.worlds.pool import Pool
+from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
+
+
+@pytest.mark.parametrize(
+    ("cores", "world", "seconds", "judges"),
+    [
+        (2, 4, 0.4, 1),  # 0.8 of a core: less than one judge's start is worth
+        (2, 4, 0.6, 2),
+        (2, 1, 1.2, 2),  # of one core, whatever there are
+        (8, 4, 0.6, 3),
+        (8, 4, 60.0, 12),  # a judge for every step
+        (2, 4, 60.0, 4),  # two for every core
+        (8, 4, None, 12),  # saved traces, judged again: no world ran
+    ],
+)
+def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
+    monkeypatch: pytest.MonkeyPatch, cores: int, world: int, seconds: float | None, judges: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    case = next(c for c in cases(worlds=[world], steps=12) if "lattice" not in c.layers)
+    layout = TraceLayout(world=world, steps=12, max_shard=64, model=MODEL)
+    run = CaseRun(case, facts_of(ORDERED), ORDERED, [], layout)
+    if seconds is not None:
+        run.timings_s["world"] = seconds
+    shares = Session(Pool(), Silent(), description=b"", data_fd=None)._shares(run, 12)
+    assert len(shares) == judges
+    assert [step for share in shares for step in share] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        ({}, 1),
+        ({"seed": 7, "batch": 64, "steps": 5}, 1),  # nothing that an order depends on
+        ({"deadline_s": 31.0}, 2),  # within which it must answer
+        ({"world": 3}, 2),
+        ({"dtype": "float64"}, 1),  # it is the model's parameters that say what is exchanged
+    ],
+    ids=str,
+)
+def test_what_gloo_has_confirmed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], asked: int
+) -> None:
+    calls = of_calibrating(monkeypatch, Calibration(failures=((BackendAllReduce(), ""),)))
+    case, pool = Case(id="it", strategy="it", world=4), Pool()
+    for one in (case, msgspec.structs.replace(case, **change)):
+        assert preparation._calibrate_for(pool, one, [one], [facts_of(ORDERED)]).failures
+    assert len(calls) == asked
+    preparation._calibrate_for(Pool(), case, [case], [facts_of(ORDERED)])
+    assert len(calls) == asked + 1, "another pool is another torch"
+
+
+@pytest.mark.parametrize(("backend", "failure"), [("mpi", ""), ("gloo", "it did not hold")])
+def test_what_may_be_otherwise_the_next_time_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, backend: str, failure: str
+) -> None:
+    found = Calibration(failures=((BackendAllReduce(), failure),))
+    calls = of_calibrating(monkeypatch, found)
+    case, pool = Case(id="it", strategy="it", world=4, backend=backend), Pool()
+    for _ in range(2):
+        assert preparation._calibrate_for(pool, case, [case], [facts_of(ORDERED)]) is found
+    assert len(calls) == 2
+
+
+def of_calibrating(monkeypatch: pytest.MonkeyPatch, found: Calibration) -> list[dict[str, Any]]:
+    """Every time that a world would have been started, and what it finds."""
+    calls: list[dict[str, Any]] = []
+
+    def calibrate(pool: Pool, **about: Any) -> Calibration:
+        calls.append(about)
+        return found
+
+    monkeypatch.setattr(preparation, "calibrate", calibrate)
+    return calls
