@@ -315,13 +315,15 @@ def test_only_what_is_new_is_said_to_be_imported(monkeypatch: pytest.MonkeyPatch
 def test_another_thread_may_import_while_modules_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """To know less costs the next child a moment; to fail would cost this one its world."""
+
     class Growing(dict[str, object]):
         def __reversed__(self) -> Iterator[str]:  # type: ignore[override]
-            for name in super().__reversed__():
-                self["imported_meanwhile"] = sys
-                yield name
+            raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr(sys, "modules", Growing(sys.modules))
-    with pytest.raises(RuntimeError, match="changed size"):
-        list(reversed(sys.modules))
-    assert _imported_since(len(sys.modules) - 5) == []
+    before = len(sys.modules)
+    now = {**sys.modules, "distcheck.new": sys}
+    monkeypatch.setattr(sys, "modules", now)
+    assert _imported_since(before) == ["distcheck.new"]
+    monkeypatch.setattr(sys, "modules", Growing(now))
+    assert _imported_since(before) == []
