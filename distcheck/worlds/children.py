@@ -24,6 +24,7 @@ class Child:
     gone: bool = False
     lost: str = ""  # why nobody knows any more: its machine cannot be reached
     shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
+    ended: bool = False  # by distcheck, before it had said how its job went
     released: bool = False  # told that it may leave, while it was there
     late: bool = False  # done only after it had been asked what keeps it, which can wake a rank
     done: messages.Done | None = None
@@ -56,9 +57,9 @@ class Child:
         return time.monotonic()
 
     @property
-    def waits_for_disk(self) -> bool:
-        """Whether the kernel is fetching something for it."""
-        return bool(self.pid) and linux.waits_for_disk(self.pid)
+    def is_awake(self) -> bool:
+        """Whether it runs, waits for a core, or for what the kernel is fetching for it."""
+        return bool(self.pid) and linux.is_awake(self.pid)
 
     @property
     def output(self) -> str:

@@ -290,8 +290,8 @@ class Host:
         for world, hosted in self._shares.items():
             there = {r: c for r, c in hosted.share.children.items() if not c.gone}
             busy_s = {rank: child.busy_seconds for rank, child in there.items()}
-            fetching = tuple(rank for rank, child in there.items() if child.waits_for_disk)
-            self.send(wire.Signs(world, busy_s, fetching))
+            awake = tuple(rank for rank, child in there.items() if child.is_awake)
+            self.send(wire.Signs(world, busy_s, awake))
 
     def _send_trace(self, world: int, rank: int, hosted: HostedShare) -> None:
         for begin, end in written_parts(hosted.trace_fd, hosted.regions[rank]):

@@ -20,7 +20,7 @@ class RemoteChild(Child):
 
     heard_at: float = 0.0
     heard_busy_s: float = 0.0
-    heard_fetching: bool = False
+    heard_awake: bool = False
     heard_stacks: str = ""
 
     @property
@@ -34,9 +34,9 @@ class RemoteChild(Child):
         return self.heard_at
 
     @property
-    def waits_for_disk(self) -> bool:
+    def is_awake(self) -> bool:
         """As its own machine says."""
-        return self.heard_fetching
+        return self.heard_awake
 
     @property
     def low_level_stacks(self) -> str:
@@ -183,7 +183,7 @@ class RemoteShare(Share):
         if isinstance(message, wire.Signs):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
-                child.heard_busy_s, child.heard_fetching = busy_s, rank in message.fetching
+                child.heard_busy_s, child.heard_awake = busy_s, rank in message.awake
                 child.heard_at = time.monotonic()
             return
         child = self._child(message.rank)

@@ -71,13 +71,20 @@ def children_of_self() -> list[int]:
         return []
 
 
-def waits_for_disk(pid: int) -> bool:
-    """Whether the kernel is fetching something for a process: a page, a file (state D)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] == ["D"]
+def is_awake(pid: int) -> bool:
+    """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
+    fetching something for it: a page, a file (state D).
+
+    While it waits for a core, or the core itself is somebody else's, `busy_seconds` stands still:
+    the kernel adds what was waited for when it is over.
+    """
+    with contextlib.suppress(OSError):  # it is gone
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # this thread is
+                stat = Path(task.path, "stat").read_text()
+                if stat.rpartition(")")[2].split()[0] in ("R", "D"):
+                    return True
+    return False
 
 
 def busy_seconds(pid: int) -> float:

@@ -56,8 +56,8 @@ class StallWatch:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False
         starting = any(child.starting for child in children)
-        fetching = any(child.waits_for_disk for child in children)
-        if starting or fetching or worked > _BUSY_SHARE * elapsed:
+        awake = any(child.is_awake for child in children)
+        if starting or awake or worked > _BUSY_SHARE * elapsed:
             self._busy_s += elapsed
         else:
             self._idle_s += elapsed

@@ -81,11 +81,11 @@ class Gone(msgspec.Struct, tag=True):
 
 
 class Signs(msgspec.Struct, tag=True):
-    """A sign of life, with that of the ranks: busy seconds, and which wait for a disk."""
+    """A sign of life, with that of the ranks: busy seconds, and which are awake."""
 
     world: int
     busy_s: dict[int, float]
-    fetching: tuple[int, ...]
+    awake: tuple[int, ...]
 
 
 class Prepared(msgspec.Struct, tag=True):

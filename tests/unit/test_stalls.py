@@ -1,10 +1,14 @@
 """A hang is told from a slow machine by what the ranks did meanwhile."""
 
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
 import pytest
 
+from distcheck.worlds import blame, linux, messages
 from distcheck.worlds.children import Child
 from distcheck.worlds.stalls import StallWatch
 from distcheck.worlds.world import World
@@ -15,7 +19,7 @@ class Rank(Child):
     """A rank whose signs of life are said here."""
 
     busy: float = 0.0
-    fetching: bool = False
+    awake: bool = False
     news: float = float("inf")
 
     @property
@@ -23,8 +27,8 @@ class Rank(Child):
         return self.busy
 
     @property
-    def waits_for_disk(self) -> bool:
-        return self.fetching
+    def is_awake(self) -> bool:
+        return self.awake
 
     @property
     def known_at(self) -> float:
@@ -49,8 +53,8 @@ def test_ranks_that_do_nothing_have_hung_at_the_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "works"),
-    [(Rank(pid=1), 0.5), (Rank(pid=1, fetching=True), 0.0), (Rank(), 0.0)],
-    ids=["runs", "waits for a disk", "is not forked yet"],
+    [(Rank(pid=1), 0.5), (Rank(pid=1, awake=True), 0.0), (Rank(), 0.0)],
+    ids=["runs", "is awake", "is not forked yet"],
 )
 def test_ranks_that_are_kept_busy_have_ten_times_as_long(rank: Rank, works: float) -> None:
     """The one that is there waits for the other."""
@@ -97,6 +101,12 @@ class Share:
     def ask(self) -> None:
         self.told.append("ask")
 
+    def signal(self, child: Rank, number: int) -> None:
+        self.told.append(f"{number} to {child.pid}")
+
+    def release(self) -> None:
+        self.told.append("release")
+
 
 def test_what_a_failure_leaves_its_peers_is_time_that_somebody_saw() -> None:
     """0.7 s to notice it and say so themselves, of which a front that stood still takes none."""
@@ -110,3 +120,51 @@ def test_what_a_failure_leaves_its_peers_is_time_that_somebody_saw() -> None:
     time.sleep(0.3)
     world.tick()
     assert share.told == ["ask"]
+
+
+def test_who_was_ended_by_us_was_not_killed_by_somebody() -> None:
+    """Of one that could not even say where it was, an out-of-memory killer would be suspected."""
+    ranks = [Rank(pid=1), Rank(pid=2), Rank(pid=3)]
+    share = Share(ranks)
+    ranks[0].take(messages.Done(b""))
+    ranks[1].gone, ranks[1].exit_signal = True, signal.SIGKILL
+    world = World([share], deadline_s=60)  # type: ignore[list-item]
+    world.kill()
+    assert share.told == ["9 to 3", "release"]
+    ranks[2].gone, ranks[2].exit_signal = True, signal.SIGKILL
+    for hung, name in ((True, "hung"), (False, "ended")):
+        told = {o.rank: o for o in blame.outcomes(ranks, hung=hung)}
+        assert (told[1].outcome, told[2].outcome) == ("killed", name)
+        assert "out-of-memory" in told[1].detail
+        assert "was asked what it was doing, and did not answer" in told[2].detail
+
+
+SPINS = """
+import threading, time
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "awake"), [(SPINS, True), ("import time; time.sleep(1000)", False)]
+)
+def test_who_runs_or_would_run_is_awake(program: str, awake: bool) -> None:
+    """Its main thread sleeps in both cases."""
+    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\n" + program], stdout=-1)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        until = time.monotonic() + 30
+        while linux.is_awake(process.pid) is not awake:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        if awake:  # without a core, too
+            assert all(linux.is_awake(process.pid) for _ in range(20))
+    finally:
+        process.kill()
+        process.communicate()
+    assert not linux.is_awake(process.pid)
