@@ -94,6 +94,9 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         went_on = "\nwent on when it was asked, after the deadline" if woken else ""
         text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
         return ("hung" if hung else "ended"), text
+    if child.ended and child.exit_signal == signal.SIGKILL:
+        text = f"{where}\nwas asked what it was doing, and did not answer{_output(child)}"
+        return ("hung" if hung else "ended"), text
     if child.exit_signal is not None:
         hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")

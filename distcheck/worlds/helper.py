@@ -162,8 +162,7 @@ class Helper:
 
 def main(control_fd: int, front_pid: int) -> None:
     """Entry point of the helper process; see `pool.py` for how it is started."""
-    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(name, signal.SIG_IGN)  # the front decides, the front dies
+    _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
     linux.adopt_orphans()
     helper = Helper(socket.socket(fileno=control_fd), front_pid, ManyForks(first=64))
@@ -178,14 +177,21 @@ def main(control_fd: int, front_pid: int) -> None:
 
 def serve_forked(control: socket.socket, front_pid: int) -> None:
     """Entry point in a fork of the front; see `helper_process.py`. Returns when the front ends."""
-    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(name, signal.SIG_IGN)
+    _ignore_signals()
     signal.set_wakeup_fd(-1)  # the front's, if it has one
     linux.adopt_orphans()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
     helper = Helper(control, front_pid)
     helper.say(messages.Ready(""))
     helper.run()
+
+
+def _ignore_signals() -> None:
+    """The front decides, the front dies; and a rank may be asked by a signal for its stack before
+    it has come so far as to answer, which would end it.
+    """
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
 
 
 def _preload() -> str:

@@ -19,7 +19,7 @@ from distcheck.worlds.children import Child
 from distcheck.worlds.helper_process import CleanHelper, HelperProcess, child_environment
 from distcheck.worlds.shares import RankStart, Share, Shared
 
-_PATIENCE_S = 5.0  # with a helper whose connection was closed
+_PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -219,7 +219,7 @@ class Pool:
         """Ends the helper and with it every child."""
         self.let_go()
         if self._opened and os.getpid() == self._owner:
-            self._helper.end(_PATIENCE_S)
+            self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
 
     def let_go(self) -> None:
         """Tells the helper to end, and does not wait for it; `close` it later."""

@@ -20,7 +20,7 @@ from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
 _GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
-_ASK_S = 2.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
+_ASK_S = 4.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
 _SHAKE_S = 0.3  # for faulthandler to write, once it has begun
 _MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
 _LOOK_EVERY_S = 0.1
@@ -169,7 +169,10 @@ class World:
         return waited_s >= _SHAKE_S and all(child.low_level_stacks for child in silent)
 
     def _kill(self) -> None:
-        self._signal(self._unreported(), signal.SIGKILL)
+        unreported = self._unreported()
+        for child in unreported:
+            child.ended = True
+        self._signal(unreported, signal.SIGKILL)
         self._release_all()
         self._enter(Phase.ENDING, self._now)
 
