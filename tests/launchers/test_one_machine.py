@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     other.send_signal(signal.SIGKILL)
     (code, out, _), _ = finish([front, other])
     assert code == 4
-    assert "rank 1   lost, step 1, sync" in out, out
+    assert re.search(r"rank 1   lost, step \d, \w+", out), out  # as far as it was heard of
     assert "cause    unreachable" in out, out
     assert "can no longer be reached: its process has ended" in out, out
     assert left_over(tmp_path) == []
@@ -315,10 +316,11 @@ def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
     front, other = [start([*CONSOLE, *c], tmp_path) for c in by_hand(2, "--world", "2")]
     time.sleep(0.7)  # while torch is imported
     other.send_signal(signal.SIGKILL)
-    (code, _, err), _ = finish([front, other])
+    (code, out, err), _ = finish([front, other])
     assert code in (3, 4), err
-    lost = "rank 1 on" in err and "can no longer be reached: its process has ended" in err
-    assert lost or "rank 1 of 2 did not come" in err, "killed before it had connected"
+    said = " ".join((out + err).split())
+    lost = "rank 1 on" in said and "can no longer be reached: its process has ended" in said
+    assert lost or "rank 1 of 2 did not come" in said, "killed before it had connected"
 
 
 def test_mpich_through_a_shell(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ R, B, N, D, H, Q = "right", "wrong", "refused", "crashes", "hangs", "not tried"
 
 
 def probe(
-    pool: Pool, backend: str, *, ops: str, forms: str = "plain", dtypes: str = "float32"
+    pool: Pool,
+    backend: str,
+    *,
+    ops: str,
+    forms: str = "plain",
+    dtypes: str = "float32",
+    deadline_s: float = 30.0,
 ) -> dict[str, Cell]:
     probes = plan_probes(
         world=3, operations=ops.split(), dtypes=dtypes.split(), forms=forms.split()
@@ -24,7 +30,7 @@ def probe(
         backend=f"tests.world.bad_backends:{backend}",
         device="cpu",
         world=3,
-        deadline_s=1.0,
+        deadline_s=deadline_s,
         on_cell=lambda done: None,
     )
     assert not failure
@@ -42,6 +48,11 @@ class Bad:
     said: str
     forms: str = "plain"
     dtypes: str = "float32"
+
+    @property
+    def deadline_s(self) -> float:
+        """Short where something hangs."""
+        return 3.0 if H in self.cells.values() else 30.0
 
 
 BAD = [
@@ -107,7 +118,10 @@ def test_a_bad_backend_gets_exactly_its_cells(pool: Pool, bad: Bad) -> None:
     expected = dict(bad.cells)
     if "complex64" in bad.dtypes and bad.backend == "means_too_much":
         expected["all_reduce PRODUCT, complex64"] = N  # gloo's own
-    cells = probe(pool, bad.backend, ops=bad.ops, forms=bad.forms, dtypes=bad.dtypes)
+    cells = probe(
+        pool, bad.backend, ops=bad.ops, forms=bad.forms, dtypes=bad.dtypes,
+        deadline_s=bad.deadline_s,
+    )  # fmt: skip
     assert {name: c.verdict for name, c in cells.items() if c.verdict != R} == expected
     assert R in {cell.verdict for cell in cells.values()}, "the others are right, and were compared"
     if bad.cells:
@@ -147,7 +161,7 @@ def test_a_backend_that_does_not_start_is_named(pool: Pool) -> None:
         backend="tests.world.bad_backends:fails_to_start",
         device="cpu",
         world=2,
-        deadline_s=1.0,
+        deadline_s=30.0,
         on_cell=lambda done: None,
     )
     assert cells == []

@@ -294,7 +294,7 @@ def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bo
     os.close(ours)
     assert ran.wait() == 0
     text = seen.decode()
-    assert "step 1/3" in text
+    assert re.search(r"step \d/3", text)
     assert "PASS" in text
     assert ("\x1b[1;32m" in text) is not no_color
 

@@ -73,7 +73,7 @@ def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None
         text=True,
         preexec_fn=hear_interrupts,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     without_judge = 0  # the first case is judged while the second runs: nobody but helper and ranks
@@ -81,9 +81,9 @@ def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None
         time.sleep(0.1)
         family = psutil.Process(front.pid).children(recursive=True)
         without_judge = without_judge + 1 if len(family) == 3 else 0
-    assert len(family) >= 3
+    assert without_judge == 10
     front.send_signal(signal.SIGINT)
-    out, err = front.communicate(timeout=30)
+    out, err = front.communicate(timeout=60)
     assert front.returncode == 130
     assert err.strip() == "distcheck: interrupted after 1 of 2 cases; nothing is left running"
     assert "PASS    ddp" in out
@@ -91,8 +91,7 @@ def test_ctrl_c_leaves_nothing_and_reports_what_there_is(tmp_path: Path) -> None
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["exit_code"] == 130
     assert [c["verdict"] for c in document["cases"]] == ["pass", "unknown"]
-    alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive
+    assert psutil.wait_procs(family, timeout=30)[1] == []
 
 
 def on_a_small_disk(tmp_path: Path, megabytes: int, then: str) -> subprocess.CompletedProcess[str]:

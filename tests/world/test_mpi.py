@@ -90,7 +90,7 @@ def test_a_rank_that_raises(pool: Pool) -> None:
     assert (outcomes[0].rank, outcomes[0].outcome) == (2, "raised")
     assert "ValueError: rank's own error" in outcomes[0].detail
     assert {o.outcome for o in outcomes[1:]} == {"ended"}
-    assert all("all_reduce of [1], number 1, not finished at" in o.detail for o in outcomes[1:])
+    assert any("all_reduce of [1], number 1, not finished at" in o.detail for o in outcomes[1:])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

@@ -221,6 +221,7 @@ def test_a_verdict_is_that_of_one_judge_or_many(
     start = Session._start_judge
     monkeypatch.setattr(Session, "_start_judge", started)
     monkeypatch.setattr(session, "_JUDGE_PER_RANK_S", per_judge_s)
+    monkeypatch.setattr(session, "_LONG_WORLD_S", 1e9)  # however crowded it is
     report = distcheck.verify(
         "allreduce", world=2, workload="tests.mutants.workloads:FreezesLater", dtype="float32"
     )

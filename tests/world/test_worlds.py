@@ -113,6 +113,17 @@ def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
     assert "in holds_the_lock" in stuck.detail
 
 
+def test_a_helper_and_whom_it_forks_outlive_a_question_that_comes_too_early(pool: Pool) -> None:
+    """SIGUSR1, sent to a rank that has not come so far as to answer it."""
+    helpers = set()
+    for _ in range(2):
+        _, results = run(pool, "everything_fine", 2)
+        (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in results}
+        os.kill(helper, signal.SIGUSR1)
+        helpers.add(helper)
+    assert len(helpers) == 1
+
+
 def test_a_hang_that_ends_because_it_was_looked_at_was_one(pool: Pool) -> None:
     ranks, outcomes = hang(pool, "wakes_when_shaken", 2)
     assert not ranks.succeeded
@@ -194,6 +205,8 @@ def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool, tmp_path:
             heard.touch()
         if leaves.gone:
             noticed.touch()
+            while ranks.children[0].done is None:
+                pool.pump(0.05)
         ranks.tick()
     outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
