@@ -7,6 +7,7 @@ from distcheck.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+_NO_ANSWER = "did not answer when it was asked"
 
 _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
@@ -57,22 +58,28 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """
     calls: dict[str, list[int]] = {}
     elsewhere = []
+    silent = []
     for outcome in hung:
         match = _LAST_COLLECTIVE.search(outcome.detail)
-        if match is None:
+        if _NO_ANSWER in outcome.detail:
+            silent.append(outcome.rank)
+        elif match is None:
             elsewhere.append(outcome.rank)
         else:
             call = f"{match[1]} of [{match[2]}], number {match[3]}"
             calls.setdefault(call, []).append(outcome.rank)
     parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
     parts += [f"{ranks_text(elsewhere)} in no collective"] if elsewhere else []
+    parts += [f"{ranks_text(silent)} did not answer"] if silent else []
     parts += [f"{ranks_text(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
     if len(calls) > 1 or (calls and finished):
         return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
+    where = elsewhere or ([] if silent else next(iter(calls.values())))
     return Diagnosis(
         cause="hang",
         evidence=f"no progress until the deadline: {evidence}",
-        suggestion="the stack of "
-        f"{ranks_text(elsewhere or next(iter(calls.values())))} shows where",
+        suggestion=f"the stack of {ranks_text(where)} shows where"
+        if where
+        else f"see whether something stopped {ranks_text(silent)}, or holds it in the kernel",
     )

@@ -17,6 +17,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
+_NO_ANSWER = "did not answer when it was asked what it was doing"
 
 # Below it, in faulthandler's order, is the life of whoever forked the process.
 _FORKED = os.path.join("distcheck", "worlds", "child.py") + '", line'
@@ -95,7 +96,7 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
         return ("hung" if hung else "ended"), text
     if child.ended and child.exit_signal == signal.SIGKILL:
-        text = f"{where}\nwas asked what it was doing, and did not answer{_output(child)}"
+        text = f"{where}\n{_NO_ANSWER}{_output(child)}"
         return ("hung" if hung else "ended"), text
     if child.exit_signal is not None:
         hint = "; the kernel's out-of-memory killer does that, and so does kill -9"

@@ -24,7 +24,7 @@ class Child:
     gone: bool = False
     lost: str = ""  # why nobody knows any more: its machine cannot be reached
     shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
-    ended: bool = False  # by distcheck, before it had said how its job went
+    ended: bool = False  # by distcheck, since it did not answer
     released: bool = False  # told that it may leave, while it was there
     late: bool = False  # done only after it had been asked what keeps it, which can wake a rank
     done: messages.Done | None = None

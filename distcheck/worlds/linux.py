@@ -78,11 +78,11 @@ def is_awake(pid: int) -> bool:
     While it waits for a core, or the core itself is somebody else's, `busy_seconds` stands still:
     the kernel adds what was waited for when it is over.
     """
-    with contextlib.suppress(OSError):  # it is gone
-        for task in os.scandir(f"/proc/{pid}/task"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:  # it is gone
+        for task in tasks:
             with contextlib.suppress(OSError):  # this thread is
-                stat = Path(task.path, "stat").read_text()
-                if stat.rpartition(")")[2].split()[0] in ("R", "D"):
+                stat = Path(task.path, "stat").read_bytes()  # a name may be cut within a character
+                if stat.rpartition(b")")[2].split()[:1] in ([b"R"], [b"D"]):
                     return True
     return False
 
@@ -94,10 +94,8 @@ def busy_seconds(pid: int) -> float:
     does (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds).
     """
     total = 0
-    try:
-        for task in os.scandir(f"/proc/{pid}/task"):
+    with contextlib.suppress(OSError, ValueError), os.scandir(f"/proc/{pid}/task") as tasks:
+        for task in tasks:
             ran, waited, _ = Path(task.path, "schedstat").read_text().split()
             total += int(ran) + int(waited)
-    except (OSError, ValueError):
-        pass
     return total / 1e9

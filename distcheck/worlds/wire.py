@@ -13,7 +13,7 @@ import msgspec
 
 from distcheck.worlds import messages
 
-PROTOCOL = 1  # counts up with every change of a message below
+PROTOCOL = 2  # counts up with every change of a message below
 SIGN_EVERY_S = 0.25
 _RECEIVE_BYTES = 1 << 20
 

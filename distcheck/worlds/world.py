@@ -171,7 +171,7 @@ class World:
     def _kill(self) -> None:
         unreported = self._unreported()
         for child in unreported:
-            child.ended = True
+            child.ended = self._phase is Phase.SHAKING
         self._signal(unreported, signal.SIGKILL)
         self._release_all()
         self._enter(Phase.ENDING, self._now)

@@ -100,7 +100,7 @@ def test_next(): pass
 HANGS_LATER = """
 @pytest.mark.world(2)
 def test_first(world): pass
-""" + HANGS.replace("@pytest", "@pytest.mark.timeout(6)\n@pytest", 1)
+""" + HANGS.replace("@pytest", "@pytest.mark.timeout(10)\n@pytest", 1)
 
 
 def test_a_timeout_by_signal_tells_the_ranks_stacks(run: Run) -> None:

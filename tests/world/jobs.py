@@ -117,7 +117,7 @@ def wakes_when_shaken(payload: bytes, fds: list[int], reporter: Reporter) -> byt
 
 
 def works_hard(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Busy for longer than the deadline, without a sign of progress."""
+    """Busy for longer than the deadline, without a sign of progress once it has begun."""
     _join(payload, fds)
     reporter.progress(1, "works")
     end = time.monotonic() + 2.5

@@ -89,8 +89,15 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compares in this process does so on the pool that is there, and leaves it open."""
-    monkeypatch.setattr(pool, "close", lambda: None)
-    monkeypatch.setattr("distcheck.goldens.command.Pool", lambda: pool)
+
+    class Kept:
+        def __getattr__(self, name: str) -> object:
+            return getattr(pool, name)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("distcheck.goldens.command.Pool", Kept)
 
 
 def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]

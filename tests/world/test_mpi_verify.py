@@ -60,6 +60,8 @@ def test_every_strategy_passes_and_owes_no_bits_of_mpis(
         notes = [c["reason"] for c in case["checks"] if c["check"] == "gradients"]
         if case["strategy"] in ("allreduce", "ddp"):
             assert falls_back in notes
+        elif own_order:
+            assert falls_back not in notes
 
 
 @needs_mpi

@@ -1,5 +1,6 @@
 """Ranks come to exist, are watched, and end; nothing is left behind."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -13,11 +14,14 @@ import msgspec
 import psutil
 import pytest
 
+from distcheck.records import Outcome
 from distcheck.worlds import blame, messages
 from distcheck.worlds.child import _imported_since
-from distcheck.worlds.launch import start_job
+from distcheck.worlds.helper_process import ForkedHelper
+from distcheck.worlds.launch import run_until_over, start_job
 from distcheck.worlds.links import RemoteChild
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.world import World
 from tests.world.command import hear_interrupts
 from tests.world.launching import hang, run, start
 
@@ -105,7 +109,21 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
 
 def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
     """What faulthandler reads while Python runs can be a segmentation fault."""
-    ranks, outcomes = hang(pool, "holds_the_lock", 2)
+    assert_shaken(*hang(pool, "holds_the_lock", 2))
+
+
+def test_whoever_else_listens_to_that_signal_takes_no_stacks_away() -> None:
+    """A pytest process that asks faulthandler for the same, of which the helper is a fork."""
+    faulthandler.register(signal.SIGUSR1)
+    own = Pool(ForkedHelper())
+    try:
+        assert_shaken(*hang(own, "holds_the_lock", 2))
+    finally:
+        own.close()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def assert_shaken(ranks: World, outcomes: list[Outcome]) -> None:
     assert [child.shaken for child in ranks.children] == [False, True]
     there, stuck = sorted(outcomes, key=lambda o: o.rank)
     assert (there.outcome, stuck.outcome) == ("hung", "hung")
@@ -113,12 +131,16 @@ def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
     assert "in holds_the_lock" in stuck.detail
 
 
-def test_a_helper_and_whom_it_forks_outlive_a_question_that_comes_too_early(pool: Pool) -> None:
-    """SIGUSR1, sent to a rank that has not come so far as to answer it."""
+def test_a_question_that_comes_too_early_ends_nobody(pool: Pool) -> None:
+    """SIGUSR1, to ranks that have just been forked, and to the helper itself."""
     helpers = set()
     for _ in range(2):
-        _, results = run(pool, "everything_fine", 2)
-        (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in results}
+        ranks = start(pool, "everything_fine", 2)
+        ranks._signal(ranks.children, signal.SIGUSR1)
+        run_until_over(pool, ranks)
+        assert ranks.succeeded, blame.outcomes(ranks.children, hung=ranks.hung)
+        (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in ranks.results}
+        ranks.close()
         os.kill(helper, signal.SIGUSR1)
         helpers.add(helper)
     assert len(helpers) == 1
