@@ -9,15 +9,15 @@ from distcheck.diagnosis.findings import Finding, parameters_text
 _WIDTHS = ("float32", "float16", "bfloat16")  # by what they round away
 
 
-def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts], *, any_long: bool) -> bool:
+def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
     """Beside longer parameters that are wrong in another way, the size of errors says nothing; nor
     does that of a few elements beside any. Of a few others the errors may be small by chance.
     """
     own = {parameter.name for parameter in parameters}
     others = [parameter for parameter in step.parameters if parameter.name not in own]
-    in_another_way = [p for p in others if not all(p.shorter[rank] for rank in p.wrong)]
-    if not any_long:
+    if all(p.elements < LEAST_FOR_A_GRID for p in parameters):
         return not others
+    in_another_way = [p for p in others if not all(p.shorter[rank] for rank in p.wrong)]
     return all(p.elements < LEAST_FOR_A_GRID for p in in_another_way)
 
 
@@ -35,7 +35,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
         return []
     long = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID]
     grid = bool(long) and all(p.on_grid[rank] for p in long for rank in p.wrong)
-    if not grid and not _stand_alone(step, parameters, any_long=bool(long)):
+    if not grid and not _stand_alone(step, parameters):
         return []
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"

@@ -55,9 +55,11 @@ class StallWatch:
         if count != self._last_count:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False
-        starting = any(child.starting for child in children)
-        awake = any(child.is_awake for child in children)
-        if starting or awake or worked > _BUSY_SHARE * elapsed:
+        if (
+            any(child.starting for child in children)
+            or worked > _BUSY_SHARE * elapsed
+            or any(child.is_awake for child in children)
+        ):
             self._busy_s += elapsed
         else:
             self._idle_s += elapsed

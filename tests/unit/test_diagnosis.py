@@ -375,33 +375,3 @@ def test_elements_in_their_place_are_no_permutation(moves: bool, matches: int) -
     held[0] += 2e-6  # one element is out of its own bound, and within that of all together
     one = _Held("p0", Interval(mean, bound), held)
     assert len(list(permuted([one]))) == matches  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize(
-    ("elements", "grid", "named"),
-    [
-        (3, False, {"low-precision", "unexplained"}),  # so few may err little by chance
-        (16, False, set()),  # whatever happened to them may have happened to the others
-        (16, True, {"low-precision", "unexplained"}),  # numbers of bfloat16 are no accident
-    ],
-)
-def test_the_size_of_errors_says_nothing_beside_what_is_wrong_in_another_way(
-    elements: int, grid: bool, named: set[str]
-) -> None:
-    step = measured([equal(2)] * 2, equal(2), seed=0)
-    none = (0, 0)
-    first, other, last = (
-        msgspec.structs.replace(
-            p, wrong=(0, 1), remainder=(1e9, 1e9), of_mean=none, of_own=none, of_either=none
-        )
-        for p in step.parameters
-    )
-    first, last = (
-        msgspec.structs.replace(p, shorter=("bfloat16",) * 2, on_grid=(grid,) * 2)
-        for p in (first, last)
-    )
-    other = msgspec.structs.replace(other, elements=elements)
-    mixed = msgspec.structs.replace(step, parameters=(first, other, last))
-    assert causes(mixed) == named
-    alone = msgspec.structs.replace(step, parameters=(first, last))
-    assert causes(alone) == {"low-precision"}
