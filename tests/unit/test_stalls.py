@@ -155,16 +155,16 @@ def spin():
     while True:
         pass
 threading.Thread(target=spin, daemon=True).start()
+print(flush=True)
 time.sleep(1000)
 """
+SLEEPS = "import time; print(flush=True); time.sleep(1000)"
 
 
-@pytest.mark.parametrize(
-    ("program", "awake"), [(SPINS, True), ("import time; time.sleep(1000)", False)]
-)
+@pytest.mark.parametrize(("program", "awake"), [(SPINS, True), (SLEEPS, False)])
 def test_who_runs_or_would_run_is_awake(program: str, awake: bool) -> None:
     """Its main thread sleeps in both cases."""
-    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\n" + program], stdout=-1)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=-1)
     try:
         assert process.stdout is not None
         process.stdout.readline()
