@@ -35,8 +35,15 @@ def test_there_are_examples() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[:60])
-def test_example(tmp_path: Path, example: str) -> None:
+WORLDS = (2, 4, 2, 2, 2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("example", "world"),
+    zip(EXAMPLES, WORLDS, strict=True),
+    ids=[example[:60] for example in EXAMPLES],
+)
+def test_example(tmp_path: Path, example: str, world: int) -> None:
     scripts = sysconfig.get_path("scripts")
     (tmp_path / "bin").mkdir()
     srun = tmp_path / "bin" / "srun"
@@ -70,4 +77,6 @@ def test_example(tmp_path: Path, example: str) -> None:
             )
     assert {code for code, _, _ in ends} == {0}, ends
     assert left_over(tmp_path) == []
-    assert sum(out.startswith("distcheck") and "PASS " in out for _, out, _ in ends) == 1, ends
+    assert ends[0][1].startswith("distcheck"), ends
+    assert f", world {world}" in ends[0][1][ends[0][1].index("PASS ") :], ends
+    assert {out for _, out, _ in ends[1:]} <= {""}, "rank 0 alone prints"

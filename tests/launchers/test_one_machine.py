@@ -47,9 +47,11 @@ steps = 2
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """With a matrix from a file, whose worlds give way to the one that torchrun has made."""
+    """With a matrix from a file, whose worlds give way to the one that torchrun has made; and what
+    was saved is replayed there.
+    """
     (tmp_path / "pyproject.toml").write_text(MATRIX)
-    words = [*TORCHRUN, "3", *MODULE, "--json", "report.json", "--github"]
+    words = [*TORCHRUN, "3", *MODULE, "--json", "report.json", "--github", "--save", "kept"]
     ((code, out, err),) = finish([start(words, tmp_path, GITHUB_STEP_SUMMARY="summary.md")])
     assert code == 0, err
     assert out.count("PASS    allreduce, world 3") == 1, "rank 0 alone prints"
@@ -58,6 +60,10 @@ def test_torchrun(tmp_path: Path) -> None:
     assert {c["compared"]["ranks"] for c in checks} == {3}
     assert report["environment"]["launcher"] == "torchrun"
     assert (tmp_path / "summary.md").read_text().count("## distcheck") == 1, "rank 0 alone writes"
+    (case,) = (tmp_path / "kept" / "cases").iterdir()
+    replay = [*TORCHRUN, "3", "-m", "distcheck", "replay", str(case)]
+    ((code, out, err),) = finish([start(replay, tmp_path)])
+    assert (code, out.count("PASS ")) == (0, 1), err
     assert left_over(tmp_path) == []
 
 
@@ -300,20 +306,9 @@ def test_other_commands_under_torchrun(tmp_path: Path) -> None:
     assert (code, out.count("strategies\n")) == (0, 1), err
 
 
-def test_a_replay_under_torchrun(tmp_path: Path) -> None:
-    ((code, out, err),) = finish([
-        start([*TORCHRUN, "2", *MODULE, *QUICK, "--save", "kept"], tmp_path)
-    ])  # fmt: skip
-    assert code == 0, err
-    (case,) = (tmp_path / "kept" / "cases").iterdir()
-    ((code, out, err),) = finish([
-        start([*TORCHRUN, "2", "-m", "distcheck", "replay", str(case)], tmp_path)
-    ])  # fmt: skip
-    assert (code, out.count("PASS ")) == (0, 1), err
-
-
 def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
-    front, other = [start([*CONSOLE, *c], tmp_path) for c in by_hand(2, "--world", "2")]
+    commands = by_hand(2, "--world", "2", "--deadline-s", "10")
+    front, other = [start([*CONSOLE, *c], tmp_path) for c in commands]
     time.sleep(0.7)  # while torch is imported
     other.send_signal(signal.SIGKILL)
     (code, out, err), _ = finish([front, other])

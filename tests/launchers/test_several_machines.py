@@ -1,4 +1,6 @@
-"""Two and four hosts, joined by a network that can be slow and can be cut."""
+"""Two and four hosts, joined by a network that can be slow and can be cut. `torchrun` on two is an
+example of the documentation (test_docs.py).
+"""
 
 import re
 import time
@@ -6,7 +8,6 @@ from pathlib import Path
 
 from tests.launchers.namespaces import Hosts, hosts
 from tests.launchers.processes import PYTHON, QUICK, finish, left_over, start
-from tests.launchers.test_one_machine import TORCHRUN
 
 ENDLESS = """
 import pathlib, torch, torch.distributed as dist
@@ -22,31 +23,6 @@ def by_hand(network: Hosts, *words: str) -> list[list[str]]:
     count = len(network.names)
     machine = ["--nnodes", str(count), "--master-addr", network.address(0), "--node-rank"]
     return [network.on(n, *PYTHON, *words, *machine, str(n)) for n in range(count)]
-
-
-def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
-    with hosts(2) as network:
-        place = ["--nnodes", "2", "--master-addr", network.address(0), "--master-port", "29500"]
-        commands = [
-            network.on(
-                n,
-                *TORCHRUN,
-                "2",
-                *place,
-                "--node-rank",
-                str(n),
-                "-m",
-                "distcheck",
-                "verify",
-                *QUICK,
-            )
-            for n in range(2)
-        ]
-        ends = finish([start(command, tmp_path) for command in commands])
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "PASS    allreduce, world 4" in ends[0][1], ends[0][1]
-    assert ends[1][1] == ""
-    assert left_over(tmp_path) == []
 
 
 def test_four_hosts_with_latency(tmp_path: Path) -> None:
