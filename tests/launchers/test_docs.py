@@ -40,7 +40,7 @@ WORLDS = (2, 4, 2, 2, 2, 4, 2)
 
 @pytest.mark.parametrize(
     ("example", "world"),
-    zip(EXAMPLES, WORLDS, strict=True),
+    list(zip(EXAMPLES, WORLDS, strict=True)),
     ids=[example[:60] for example in EXAMPLES],
 )
 def test_example(tmp_path: Path, example: str, world: int) -> None:
