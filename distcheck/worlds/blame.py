@@ -72,7 +72,8 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.spawn_error:
         return "exited", f"could not be started: {child.spawn_error}"
     if child.lost:
-        return "lost", f"{where}\n{child.lost}{_output(child)}"
+        at = "" if child.progress is None else "at "
+        return "lost", f"last heard of {at}{where}\n{child.lost}{_output(child)}"
     if child.raised is not None:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")

@@ -7,10 +7,11 @@ many at a time, and calls `pump` until they are done.
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from distcheck.errors import CannotRunError, HelperError
@@ -21,6 +22,15 @@ from distcheck.worlds.shares import RankStart, Share, Shared
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Readable(Protocol):
@@ -216,10 +226,13 @@ class Pool:
         self._children.pop(child.key, None)
 
     def close(self) -> None:
-        """Ends the helper and with it every child."""
+        """Ends the helper and with it every child. Ctrl-C is heard when they are gone: what says
+        that nothing is left running speaks after it.
+        """
         self.let_go()
         if self._opened and os.getpid() == self._owner:
-            self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
+            with _interrupts_wait():
+                self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
 
     def let_go(self) -> None:
         """Tells the helper to end, and does not wait for it; `close` it later."""

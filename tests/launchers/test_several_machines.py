@@ -50,7 +50,7 @@ def test_a_cable_is_pulled_in_the_middle_of_a_collective(tmp_path: Path) -> None
         ends = finish(running)
         spent_s = time.monotonic() - begun
     assert [code for code, _, _ in ends] == [4, 4], ends
-    assert re.search(r"rank 1   lost, step 0, \w+", ends[0][1]), ends[0][1]
+    assert re.search(r"rank 1   lost, last heard of at step 0, \w+", ends[0][1]), ends[0][1]
     assert f"(10.77.0.2) can no longer be reached: nothing was heard of it for {deadline_s} s" in (
         " ".join(ends[0][1].split())
     )
