@@ -1,7 +1,7 @@
 """X: the synchronised gradient to the bit, by reducing the shards in the declared order.
 
 `shards` are per rank the gradients of every parameter, as that rank's backward left them; an
-absent gradient (None) is absent on every rank.
+absent gradient (None) counts as zeros where another rank has one, and is absent where none has.
 
 Elements are numbered as they lie in memory, which for channels_last and transposed parameters is
 not the order of their indices; a ring by hand numbers them by index. A complex element is two real
@@ -50,7 +50,7 @@ def expected_gradients(
         [_prepare(g, weight, contract, world) for g in shard]
         for shard, weight in zip(shards, weights, strict=True)
     ]
-    groups = _groups(contract, shards[0], step=step, ready_order=ready_order, like=like)
+    groups = _groups(contract, shards, step=step, ready_order=ready_order, like=like)
     reduce_sum = _reduction(contract, backend)
     in_memory = not isinstance(contract.order, RingOrder)
     permuted = [in_memory and _is_permuted(parameter) for parameter in like]
@@ -63,7 +63,7 @@ def expected_gradients(
         total = reduce_sum(flat).to(_real_dtype(like[group[0]]))
         sizes = [like[i].numel() * (2 if like[i].is_complex() else 1) for i in group]
         for index, part in zip(group, total.split(sizes), strict=True):
-            if shards[0][index] is None:
+            if _is_absent(shards, index):
                 continue
             mean = _shaped(part, like[index], permuted[index])
             result[index] = mean / world if contract.scale == "divide-after" else mean
@@ -181,15 +181,20 @@ def ddp_buckets(
 
 def _groups(
     contract: Contract,
-    gradients: Gradients,
+    shards: Sequence[Gradients],
     *,
     step: int,
     ready_order: Sequence[int],
     like: Sequence[torch.Tensor],
 ) -> list[list[int]]:
+    """Lists of parameters that are reduced as one; DDP's follow rank 0's backward."""
     if isinstance(contract.order, DDPBuckets):
-        return ddp_buckets(gradients, contract.order, step=step, ready_order=ready_order, like=like)
-    return [[i] for i, g in enumerate(gradients) if g is not None]
+        return ddp_buckets(shards[0], contract.order, step=step, ready_order=ready_order, like=like)
+    return [[i] for i in range(len(like)) if not _is_absent(shards, i)]
+
+
+def _is_absent(shards: Sequence[Gradients], index: int) -> bool:
+    return all(shard[index] is None for shard in shards)
 
 
 def _reduction(contract: Contract, backend: str) -> Reduce:

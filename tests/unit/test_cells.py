@@ -9,7 +9,14 @@ import torch
 
 from distcheck.cells import BATCH, CELLS
 from distcheck.checks.comparison import by_norm, within
-from distcheck.contract import CellName, Contract, DDPBuckets, Training, strategy
+from distcheck.contract import (
+    BackendAllReduce,
+    CellName,
+    Contract,
+    DDPBuckets,
+    Training,
+    strategy,
+)
 from distcheck.errors import UsageError
 from distcheck.loading import load_workload
 from distcheck.oracles.order_exact import expected_gradients
@@ -221,3 +228,25 @@ def test_a_ddp_that_looks_for_unused_parameters_keeps_their_places() -> None:
     assert looks[0] is not None
     assert frozen[0] is not None
     assert not torch.equal(looks[0], frozen[0])
+
+
+def test_what_one_rank_alone_has_a_gradient_for_is_a_mean_with_zeros() -> None:
+    """A branch that the samples choose: not that of rank 0, and not that of every rank."""
+    drawn = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    like = [torch.zeros(1000, requires_grad=True) for _ in range(2)]
+
+    def mean(missing: torch.Tensor | None, order: DDPBuckets | BackendAllReduce) -> list:
+        return expected_gradients(
+            Contract(order=order, scale="divide-before"),
+            "gloo",
+            [[drawn[0], missing], [drawn[1], drawn[2]], [drawn[2], missing]],
+            weights=[1.0] * 3,
+            step=0,
+            ready_order=[0],
+            like=like,
+        )
+
+    for order in (DDPBuckets(rebuilt_at=None), BackendAllReduce()):
+        found = mean(None, order)
+        for one, other in zip(found, mean(torch.zeros(1000), order), strict=True):
+            assert torch.equal(one, other)

@@ -1,6 +1,8 @@
 """Cells: correct strategies pass, what cannot do one says so, and nothing passes for nothing."""
 
 import pytest
+import torch
+from torch import nn
 
 import distcheck
 from distcheck.cells import CELLS
@@ -92,6 +94,36 @@ def test_a_workload_of_ones_own_accumulates_as_the_cell_does() -> None:
     assert "its own micro-batches (5, 5, 5, 5, 5, 4)" in found["gradients", "S32"].reason
     with pytest.raises(UsageError, match="ddp_no_sync at world 3: it runs backward itself"):
         distcheck.verify("ddp_no_sync", **asked)
+
+
+class Branches(nn.Module):
+    """Only what is bright in its first corner goes through the second layer."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.every, self.some = nn.Linear(3072, classes), nn.Linear(3072, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        flat = inputs.flatten(1)
+        chosen = (flat[:, 0] > 1.7).nonzero().flatten()
+        scores = self.every(flat)
+        return scores.index_add(0, chosen, self.some(flat[chosen])) if len(chosen) else scores
+
+
+class Branching(Normalised):
+    """A layer that the samples choose: rank 0 reaches it in the first step, rank 2 in the second."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return Branches(classes)
+
+
+def test_a_layer_that_only_some_ranks_reach() -> None:
+    report = distcheck.verify(
+        "ddp_find_unused", world=3, workload=f"{__name__}:Branching", batch=9, steps=2
+    )
+    assert_everything_compared(report)
+    layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
+    assert layers == {"X", "R", "S32"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
