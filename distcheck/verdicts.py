@@ -1,7 +1,7 @@
 """From what a case's ranks and judges left behind to its report."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -21,13 +21,18 @@ from distcheck.records import (
 from distcheck.session import CaseRun
 
 # Settings and versions that the bits of a float computation depend on.
-BIT_SETTINGS = ("torch", "cpu", "cpu_capability", "threads", "mkldnn")
+_BIT_SETTINGS = (
+    "torch", "cpu", "cpu_capability", "machine", "threads", "mkldnn", "float32_matmul_precision",
+    "tf32", "gpu", "cuda", "cudnn",
+)  # fmt: skip
 
 
-def report_of(run: CaseRun, *, replay: str) -> CaseReport:
-    """The report of a case that is finished, or that was interrupted."""
+def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
+    """The report of a case that is finished, or that was interrupted; `elsewhere` is what
+    `recorded_elsewhere` says of its traces.
+    """
     outcomes = _decisive(run)
-    results = _mark_consequences(_results(run, outcomes))
+    results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
     verdict = merge_verdicts([result.verdict for result in results])
     return CaseReport(
         case=run.case,
@@ -40,7 +45,11 @@ def report_of(run: CaseRun, *, replay: str) -> CaseReport:
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
-        notes=(*run.notes, *_about_cell(run.case.workload, verdict)),
+        notes=(
+            *run.notes,
+            *filter(None, [elsewhere]),
+            *_about_cell(run.case.workload, verdict),
+        ),
     )
 
 
@@ -54,30 +63,36 @@ def _about_cell(workload: str, verdict: VerdictName) -> list[str]:
     ]
 
 
-def allow_for_machine(
-    report: CaseReport, recorded: dict[str, object], here: dict[str, object]
-) -> CaseReport:
-    """Turns failures of bits alone into unknown where another machine recorded them."""
+def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """How the place where traces were recorded differs from the one that judges them, as far as
+    the bits of a computation depend on it; "" where it does not.
+    """
     other = [
         f"{name} {recorded.get(name)} there, {here.get(name)} here"
-        for name in BIT_SETTINGS
+        for name in _BIT_SETTINGS
         if recorded.get(name) != here.get(name)
     ]
     if not other:
-        return report
-    note = f"recorded elsewhere ({'; '.join(other)}): bits computed here need not be the same"
-    checks = tuple(
-        _with_note(msgspec.structs.replace(result, verdict="unknown"), note)
-        if result.layer == "X" and result.verdict == "fail"
+        return ""
+    return f"recorded elsewhere ({'; '.join(other)}): bits computed here need not be the same"
+
+
+def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Failures against bits that were computed here become unknown where others recorded them.
+
+    So is every X, the first model, and R: its bound is that of adding up and dividing the ranks'
+    own gradients, and the reference has those as this machine's kernels compute them. What ranks
+    are held against each other, the lattice's exact sums, and the full batch, whose bound is that
+    of a computation in another order, stand.
+    """
+    return [
+        _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)
+        if elsewhere
+        and result.verdict == "fail"
+        and (result.layer in ("X", "R") or result.check == "initial state")
         else result
-        for result in report.checks
-    )
-    return msgspec.structs.replace(
-        report,
-        checks=checks,
-        verdict=merge_verdicts([result.verdict for result in checks]),
-        notes=(*report.notes, note),
-    )
+        for result in results
+    ]
 
 
 def _decisive(run: CaseRun) -> list[Outcome]:

@@ -205,7 +205,7 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
     """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder.
 
     On another machine, or with another torch, recorded bits are not the bits that are computed
-    now: what fails there only by bits becomes unknown.
+    now: what fails there only against those becomes unknown.
     """
     listener = listener or Silent()
     folders = store.saved_cases(folder)
@@ -225,8 +225,9 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
                 session.rejudge(run)
             finally:
                 run.close()
-            report = verdicts.report_of(run, replay=f"distcheck recheck {shlex.quote(str(folder))}")
-            reports.append(verdicts.allow_for_machine(report, saved.environment, here))
+            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
+            replay = f"distcheck recheck {shlex.quote(str(folder))}"
+            reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
     return Report(environment=here, cases=tuple(reports), saved_to=str(folder))
 
 

@@ -9,7 +9,7 @@ import pytest
 from distcheck.cells import CELLS
 from distcheck.owed import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Difference, Outcome
-from distcheck.verdicts import allow_for_machine, report_of
+from distcheck.verdicts import recorded_elsewhere, report_of
 
 OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
@@ -40,7 +40,9 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
         "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
         "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
     }  # fmt: skip
-    return report_of(SimpleNamespace(**{**ran, **given}), replay="distcheck replay one")  # type: ignore[arg-type]
+    elsewhere = given.pop("elsewhere", "")
+    made = SimpleNamespace(**{**ran, **given})
+    return report_of(made, replay="distcheck replay one", elsewhere=elsewhere)  # type: ignore[arg-type]
 
 
 def checks(report: CaseReport) -> dict[str, tuple[str, str]]:
@@ -174,19 +176,36 @@ def test_a_failed_cell_says_what_it_is_about() -> None:
 HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkldnn": True}
 
 
-def test_bits_of_another_machine_are_unknown_and_bounds_are_not() -> None:
-    bounds = msgspec.structs.replace(LOSS, layer="R")
-    report = run(
-        [GRADIENTS, PARAMETERS, bounds],
-        [result(GRADIENTS, "fail", at=0), result(PARAMETERS), result(bounds, "fail", at=0)],
-    )
-    assert allow_for_machine(report, dict(HERE), dict(HERE)) is report
-    other = allow_for_machine(report, {**HERE, "cpu": "two"}, HERE)
-    note = "recorded elsewhere (cpu two there, one here): bits computed here need not be the same"
-    assert [(c.verdict, c.reason) for c in other.checks] == [
-        ("unknown", note), ("pass", ""), ("fail", ""),
-    ]  # fmt: skip
-    assert (other.verdict, other.notes[-1]) == ("fail", note)
-    bits = run([GRADIENTS], [result(GRADIENTS, "fail", at=0)])
-    assert allow_for_machine(bits, {**HERE, "threads": 2}, HERE).verdict == "unknown"
-    assert allow_for_machine(bits, {**HERE, "python": "4"}, HERE) is bits
+@pytest.mark.parametrize(
+    ("name", "there"), [("cpu", "two"), ("threads", 2), ("gpu", "one"), ("cudnn", 9)]
+)
+def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) -> None:
+    note = f"recorded elsewhere ({name} {there} there, {HERE.get(name)} here): bits computed here"
+    assert recorded_elsewhere({**HERE, name: there}, HERE) == f"{note} need not be the same"
+    assert not recorded_elsewhere(dict(HERE), dict(HERE))
+    assert not recorded_elsewhere({**HERE, "python": "4"}, HERE)
+
+
+def test_bits_of_another_machine_are_unknown_and_what_needs_none_is_not() -> None:
+    initial = PlannedCheck(check="initial state", layer="-", scope="step", owed=OWED)
+    bounded = msgspec.structs.replace(GRADIENTS, layer="R")
+    agreement = PlannedCheck(check="agreement", layer="-", scope="step", owed=OWED)
+    planned = [initial, GRADIENTS, PARAMETERS, bounded, LOSS, agreement]
+    results = [
+        result(p, "pass" if p is PARAMETERS else "fail", at=None if p is PARAMETERS else 0)
+        for p in planned
+    ]
+
+    def verdicts(report: CaseReport) -> list[str]:
+        return [c.verdict for c in report.checks]
+
+    here = run(planned, results)
+    assert verdicts(here) == ["fail", "fail", "pass", "fail", "fail", "fail"]
+    assert [d.cause for d in here.diagnosis] == ["initial-state-differs"]
+    other = run(planned, results, elsewhere="recorded elsewhere")
+    assert verdicts(other) == ["unknown", "unknown", "pass", "unknown", "fail", "fail"]
+    assert {c.reason for c in other.checks if c.verdict == "unknown"} == {"recorded elsewhere"}
+    assert (other.verdict, other.notes[-1]) == ("fail", "recorded elsewhere")
+    assert "initial-state-differs" not in [d.cause for d in other.diagnosis]
+    bits = run(planned[:4], results[:4], elsewhere="recorded elsewhere")
+    assert (bits.verdict, bits.diagnosis) == ("unknown", ())

@@ -111,7 +111,7 @@ class Branches(nn.Module):
 
 
 class Branching(Normalised):
-    """A layer that the samples choose: rank 0 reaches it in the first step, rank 2 in the second."""
+    """The samples choose a layer: rank 0 reaches it in the first step, rank 2 in the second."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return Branches(classes)
