@@ -11,7 +11,6 @@
 import atexit
 import os
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from distcheck.adapters.asked import adaptation_of
 from distcheck.datasets import SYNTHETIC
 from distcheck.errors import DistcheckError, MembershipError, UsageError
 from distcheck.greens import since_last_green
+from distcheck.objects import names_of
 from distcheck.plan import Request
 from distcheck.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen
@@ -86,7 +86,7 @@ def verify(
     """Judges one or more gradient-sync strategies against single-node training.
 
     strategy    a registered name, "path/to/file.py:object", "pkg.mod:object", or a function or
-                class that can be imported by its module and name
+                class that can be imported by its module and name, as it stands there
     world       number of ranks, or several to try
     workload    names of workloads; by default lattice and cnn
     batch       samples per step, over all ranks
@@ -104,7 +104,7 @@ def verify(
     is kept from one call to the next.
     """
     asked = {
-        "strategies": _names(strategy),
+        "strategies": names_of(strategy),
         "worlds": (world,) if isinstance(world, int) else world,
         "workloads": (workload,) if isinstance(workload, str) else workload,
         "data": data,
@@ -353,24 +353,6 @@ def _run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
     run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
     run.notes = list(saved.notes)
     return run
-
-
-def _names(
-    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
-) -> tuple[str, ...]:
-    if isinstance(strategy, str | os.PathLike):
-        return (os.fspath(strategy),)
-    if not callable(strategy):
-        return tuple(strategy)
-    module, name = getattr(strategy, "__module__", ""), getattr(strategy, "__qualname__", "")
-    if not module or not name or "<" in name:
-        raise UsageError(
-            f"strategy {strategy!r} has no name that ranks could import it by; define it at the "
-            'top level of a module, or give "path/to/file.py:object"'
-        )
-    if module == "__main__":  # a script: ranks import it by its file
-        module = getattr(sys.modules[module], "__file__", "") or module
-    return (f"{module}:{name}",)
 
 
 _pool: Pool | None = None

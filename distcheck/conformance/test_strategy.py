@@ -6,7 +6,7 @@ import pytest
 
 import distcheck
 from distcheck import checks
-from distcheck.errors import LeftOutError
+from distcheck.errors import DistcheckError, LeftOutError
 from distcheck.records import CheckResult, Report
 from distcheck.reports.wording import describe_place
 
@@ -37,10 +37,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
     """Passes if every layer that owes this property has shown it."""
-    try:
-        report = _verified(strategy, world, workload)
-    except LeftOutError as error:
-        pytest.skip(str(error))
+    report = _verified(strategy, world, workload)
+    if isinstance(report, LeftOutError):
+        pytest.skip(str(report))
+    if isinstance(report, DistcheckError):
+        pytest.fail(str(report), pytrace=False)
     results = [r for case in report.cases for r in case.checks if r.check == prop]
     if not results:
         pytest.skip(f"{workload} has no {prop} to check")
@@ -51,8 +52,12 @@ def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
 
 
 @functools.cache
-def _verified(strategy: str, world: int, workload: str) -> Report:
-    return distcheck.verify(strategy, world=world, workload=workload)
+def _verified(strategy: str, world: int, workload: str) -> Report | DistcheckError:
+    """The report, or why there is none; every property asks for it."""
+    try:
+        return distcheck.verify(strategy, world=world, workload=workload)
+    except DistcheckError as error:
+        return error
 
 
 def _describe(result: CheckResult) -> str:

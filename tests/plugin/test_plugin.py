@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,10 +191,7 @@ def test_the_session_goes_on_after_any_end(run: Run) -> None:
     assert "12 failed, 4 passed" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("strategy", "end"), [("allreduce", "passed"), ("unweighted.py:mean_of_means", "failed")]
-)
-def test_the_conformance_suite(tmp_path: Path, strategy: str, end: str) -> None:
+def test_the_conformance_suite(tmp_path: Path) -> None:
     (tmp_path / "unweighted.py").write_text(
         "import torch.distributed as dist\n"
         "def mean_of_means(model, step):\n"
@@ -201,19 +199,30 @@ def test_the_conformance_suite(tmp_path: Path, strategy: str, end: str) -> None:
         "        dist.all_reduce(p.grad)\n"
         "        p.grad /= step.world_size\n"
     )
-    options = ["--distcheck-strategy", strategy, "--distcheck-world", "2", "--distcheck-world", "3"]
+    strategies = ["allreduce", "unweighted.py:mean_of_means", "unweighted.py:mean_of_mean"]
+    options = [word for name in strategies for word in ("--distcheck-strategy", name)]
+    options += ["--distcheck-world", "2", "--distcheck-world", "3", "--distcheck-workload", "mlp"]
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance", "-rf",
-         "-p", "no:cacheprovider", "--distcheck-workload", "mlp", *options],
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance", "-v", "-rf",
+         "-p", "no:cacheprovider", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
-    assert ("failed" in ran.stdout) is (end == "failed"), ran.stdout
-    if end == "failed":
-        assert "world3-mlp" in ran.stdout
-        assert "world2-mlp-gradients" not in ran.stdout, "equal shards hide it"
-        assert "gradients (R) fail: step 0" in ran.stdout
-    else:
-        assert "18 passed, 2 skipped" in ran.stdout, ran.stdout
+    ended = Counter(
+        (strategy, line.split()[1])
+        for line in ran.stdout.splitlines()
+        for strategy in strategies
+        if f"[{strategy}-world" in line and "%]" in line
+    )
+    assert (ended["allreduce", "PASSED"], ended["allreduce", "SKIPPED"]) == (18, 2), ran.stdout
+    assert not ended["allreduce", "FAILED"]
+    assert ended[strategies[1], "FAILED"]
+    failed = ran.stdout[ran.stdout.index("short test summary") :]
+    assert "mean_of_means-world3-mlp" in failed
+    assert "mean_of_means-world2-mlp-gradients" not in failed, "equal shards hide it"
+    assert "gradients (R) fail: step 0" in ran.stdout
+    assert ended[strategies[2], "FAILED"] == 20
+    assert "unweighted.py has no object 'mean_of_mean'" in ran.stdout
+    assert "test_strategy.py:" not in failed, "a sentence, and no traceback of ours"
 
 
 def test_the_conformance_suite_needs_a_strategy(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Strategies that are given as objects: the names that ranks import them by."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distcheck.errors import UsageError
+
+
+def names_of(
+    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
+) -> tuple[str, ...]:
+    """Names as they are, and the one name of an object.
+
+    Raises UsageError for an object that ranks would not find under its name: they import its
+    module afresh, and would judge what stands there.
+    """
+    if isinstance(strategy, str | os.PathLike):
+        return (os.fspath(strategy),)
+    if isinstance(strategy, Sequence) and all(isinstance(name, str) for name in strategy):
+        return tuple(strategy)
+    if not callable(strategy):
+        raise UsageError(
+            f"strategy {strategy!r} is nothing that can be judged; give a name, "
+            '"path/to/file.py:object", a function or class, or several names'
+        )
+    module, name = getattr(strategy, "__module__", ""), getattr(strategy, "__qualname__", "")
+    if not module or not name or "<" in name:
+        raise UsageError(
+            f"strategy {strategy!r} has no name that ranks could import it by; define it at the "
+            'top level of a module, or give "path/to/file.py:object"'
+        )
+    if not _is(strategy, _found(module, name)):
+        raise UsageError(
+            f"strategy {strategy!r} is not what ranks find as {name} in {module}, and they would "
+            "judge that; assign it to a name at the top level of a module and give "
+            '"module:name"'
+        )
+    if module == "__main__":  # a script: ranks import it by its file
+        module = getattr(sys.modules[module], "__file__", "") or module
+    return (f"{module}:{name}",)
+
+
+def _found(module: str, name: str) -> object:
+    """What has that name in a module that has been imported; None if nothing has."""
+    try:
+        return functools.reduce(getattr, name.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+def _is(one: object, other: object) -> bool:
+    """A class's own method is another object each time that it is asked for."""
+    return one is other or (
+        getattr(one, "__self__", None) is getattr(other, "__self__", one)
+        and getattr(one, "__func__", None) is getattr(other, "__func__", other)
+    )
