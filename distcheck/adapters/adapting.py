@@ -27,6 +27,7 @@ _COMPUTING = ("wrapper", "hooks", "comm-hook", "sharded-module", "sharded-optimi
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     """The strategy, by the form that was asked for or chosen. Raises UsageError."""
+    _refuse_deferred(target)
     scene = Scene(target.adaptation, find)
     free = FreeNames(target, scene)
     scene.uses = set(free.filled.values())
@@ -66,6 +67,21 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         free,
         target,
     )
+
+
+def _refuse_deferred(target: Target) -> None:
+    """A call of it would make an object and exchange nothing, which is no missing exchange."""
+    kinds = {
+        "a coroutine": inspect.iscoroutinefunction,
+        "a generator": inspect.isgeneratorfunction,
+        "an asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, has_it in kinds.items():
+        if has_it(target.value):
+            raise UsageError(
+                f"strategy {target.spec!r} is {kind}, of which a call runs nothing; give a "
+                "function that runs it to its end, such as one that calls asyncio.run"
+            )
 
 
 def _note(note: str, name: str, asked: str | None, free: FreeNames) -> str:

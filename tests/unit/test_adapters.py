@@ -72,6 +72,20 @@ def test_forms_are_chosen_by_the_signature(
     assert choose_form(target_of(tmp_path, source, name)) == form
 
 
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("async def f(model): pass", "a coroutine"),
+        ("def f(model): yield", "a generator"),
+        ("async def f(model): yield", "an asynchronous generator"),
+    ],
+)
+def test_what_a_call_does_not_run_is_refused(tmp_path: Path, source: str, kind: str) -> None:
+    (tmp_path / "deferred.py").write_text(source)
+    with pytest.raises(UsageError, match=f" is {kind}, of which a call runs nothing"):
+        load_strategy(f"{tmp_path}/deferred.py:f")
+
+
 def written(tmp_path: Path, source: str) -> Target:
     """From a file, so that its source can be read."""
     name = f"source_{abs(hash(source))}"
