@@ -1,7 +1,7 @@
 """Causes that show in what each rank's gradient counts for: scale, ranks left out, clipping."""
 
 from collections.abc import Sequence
-from math import isclose
+from math import hypot, isclose
 
 from distcheck.diagnosis.combinations import Reading, norms_differ, readings
 from distcheck.diagnosis.facts import ParameterFacts, StepFacts
@@ -77,12 +77,31 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
             "(ReduceOp.AVG, DDP) that is divided again",
         )
     divisor = world / factor
-    return Finding(
-        "wrong-divisor",
-        f"{evidence}, as if the sum were divided by {number_text(divisor)} and not by {world}",
+    evidence += f", as if the sum were divided by {number_text(divisor)} and not by {world}"
+    suggestion = (
         f"divide by the number of ranks that took part ({world}), and look for a further factor "
-        "on the loss or the gradients",
+        "on the loss or the gradients"
     )
+    norm = _round_norm(step, way)
+    if norm:
+        evidence += f"; all of it together has the norm {norm}, as what is clipped to that has"
+        suggestion += (
+            f"; if the exchange clips what it has averaged, leave that to the loop: a workload "
+            f"with Training(clip_norm={norm})"
+        )
+    return Finding("wrong-divisor", evidence, suggestion)
+
+
+def _round_norm(step: StepFacts, way: Reading) -> str:
+    """The L2 norm of what every rank holds, if it is less than the mean's and a number of one
+    digit, as people clip to: up to 1e-4 of it, since torch adds 1e-6 to the norm that it divides
+    by, and computes it in the gradients' dtype. One norm in a thousand is such by chance.
+    """
+    if len(step.parameters) != step.total or not 0 < way.factor < 1:
+        return ""
+    norm = hypot(*(hypot(*p.projected[0], p.remainder[0]) for p in step.parameters))
+    rounded = f"{norm:.0e}"
+    return f"{float(rounded):g}" if isclose(norm, float(rounded), rel_tol=1e-4) else ""
 
 
 def _already_there(step: StepFacts, factor: float) -> str:

@@ -209,6 +209,21 @@ def test_counted(world: int, seed: int, data: st.DataObject) -> None:
     assert found == {"duplicated-rank" if 2 in counts else "dropped-rank"}
 
 
+def test_a_mean_that_was_clipped_is_told_by_its_norm() -> None:
+    """Of some parameters alone, or of a mean that is too large, a norm says nothing."""
+    mean = torch.cat([columns.mean(dim=1) for columns in shard_gradients(3, 0)])
+    assert mean.norm() > 4
+    for only, most, told in (
+        ((0, 1, 2), 0.5, True), ((0, 1, 2), 2.0, True), ((0, 1, 2), 0.53, False),
+        ((0, 1), 0.5, False), ((0, 1, 2), 80.0, False),
+    ):  # fmt: skip
+        share = most / float(mean.norm() + 1e-6) / 3
+        (found,) = explain_step(measured([[share] * 3] * 3, equal(3), only=only))
+        assert found.cause == "wrong-divisor"
+        assert (f"has the norm {most:g}, as what is clipped" in found.evidence) is told
+        assert (f"Training(clip_norm={most:g})" in found.suggestion) is told
+
+
 @given(st.integers(2, 6), seeds, st.floats(0.3, 1.1))
 @settings(max_examples=40, deadline=None)
 def test_clipping_before(world: int, seed: int, share: float) -> None:
