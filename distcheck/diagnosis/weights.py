@@ -67,7 +67,8 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
         return Finding(
             "missing-division",
             evidence,
-            f"divide by the number of ranks ({world}) once, after the sum or before it",
+            f"divide by the number of ranks ({world}) once, after the sum or before it; what is "
+            "exchanged twice and divided once looks the same",
         )
     if factor == 1 / world:
         return Finding(
