@@ -64,7 +64,7 @@ def _compare_slot(
     two = evidence.rerun.entry(rank, kind, slot, index)
     if State.UNWRITTEN in (one.state, two.state):
         return
-    name = f"{spec.name} ({kind.name.lower().replace('_', ' ')})"
+    name = f"{spec.name} ({kind.label})"
     if (one.state, one.digest) == (two.state, two.digest):
         tally.add(Comparison(True, spec.elements), parameter=name, rank=rank, step=step)
         return

@@ -11,6 +11,8 @@ that failed.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from distcheck.checks.merging import earliest_failure
 from distcheck.diagnosis import gradients, loss_contract, outcomes, state
 from distcheck.diagnosis.facts import Facts
@@ -41,10 +43,14 @@ def diagnose(
         return found
     facts = facts or Facts(world=len(ends))
     found += state.explain(failed, facts)
+    of_gradients = []
     if checks & {"gradients", "agreement"}:
-        found += gradients.explain(facts)
-        found += _of_batch(failed, facts)
-    found += state.nondeterministic(failed, alone=checks == {"rerun"})
+        of_gradients = gradients.explain(facts) + _of_batch(failed, facts)
+    differed = state.nondeterministic(failed, alone=checks == {"rerun"})
+    if state.gradients_raced(failed):
+        found += differed + [_of_one_run(cause) for cause in of_gradients]
+    else:
+        found += of_gradients + differed
     if not found:
         found.append(_unexplained(failed, facts))
     return loss_contract.with_hint(found, facts) + state.same_randomness(facts)
@@ -66,6 +72,11 @@ def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
     first = min(step for _, step in steps)
     of_gradients = min((s for check, s in steps if check == "gradients"), default=first)
     return tuple(dict.fromkeys((of_gradients, of_gradients + 1, first)))
+
+
+def _of_one_run(cause: Diagnosis) -> Diagnosis:
+    evidence = f"{cause.evidence} (in the first run; the second held other gradients there)"
+    return msgspec.structs.replace(cause, evidence=evidence)
 
 
 def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:

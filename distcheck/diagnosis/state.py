@@ -6,6 +6,7 @@ from distcheck.diagnosis.facts import Facts, Overlap
 from distcheck.diagnosis.findings import positions_text, ranks_text
 from distcheck.diagnosis.places import Failures, where
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.traces.layout import Kind
 
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
@@ -18,21 +19,50 @@ def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return found
 
 
+_ORDER = (
+    "look for an order that differs from run to run: arrival order, threads, hashing, a clock, a "
+    "random number that no seed covers"
+)
+_RACE = (
+    "look for an asynchronous collective that nobody waits for, or not in time, a buffer that is "
+    "used again while it is being sent, and"
+)
+# Of a gradient: far more than orders of summation differ by.
+_NO_ROUNDING = 1e-2
+
+
 def nondeterministic(failed: Failures, *, alone: bool) -> list[Diagnosis]:
     """Two runs that differ say by themselves that something is not determined."""
     result = _of("rerun", failed)
     if result is None:
         return []
     agreed = "everything agreed with one machine, but two" if alone else "two"
-    return [
-        Diagnosis(
-            cause="nondeterministic",
-            evidence=f"{agreed} runs with the same seeds did not agree with each other: "
-            f"{where(result)}",
-            suggestion="look for an order that differs from run to run: arrival order, "
-            "threads, hashing, a clock, a random number that no seed covers",
-        )
-    ]
+    evidence = f"{agreed} runs with the same seeds did not agree with each other: {where(result)}"
+    suggestion = _ORDER
+    if gradients_raced(failed):
+        evidence += ", by more than roundings do"
+        parameters = failed.get(("parameters", "X"))
+        if parameters is not None and parameters.first is not None:
+            evidence += (
+                "; and the update was not that of the gradients which the exchange had left: "
+                "something changed them after it had returned"
+            )
+        suggestion = f"{_RACE} {_ORDER.removeprefix('look for ')}"
+    return [Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)]
+
+
+def gradients_raced(failed: Failures) -> bool:
+    """Whether the gradients that failed were others in the second run, and not by their roundings:
+    what they are made of in the first is then one of several things that can happen.
+    """
+    rerun, wrong = _of("rerun", failed), failed.get(("gradients", "R"))
+    if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
+        return False
+    there = rerun.first
+    if not there.parameter.endswith(f"({Kind.GRADIENT.label})") or there.step > wrong.first.step:
+        return False
+    numbers = [abs(float(value)) for value in (there.actual, there.expected) if value != ""]
+    return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 
 
 def same_randomness(facts: Facts) -> list[Diagnosis]:

@@ -47,6 +47,11 @@ class Kind(IntEnum):
     BUFFER = 3
     OPTIMIZER = 4
 
+    @property
+    def label(self) -> str:
+        """As a report says it."""
+        return self.name.lower().replace("_", " ")
+
 
 class State(IntEnum):
     """What a table entry says."""

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distcheck.diagnosis import CAUSES, diagnose, gradients
-from distcheck.diagnosis.facts import Facts, Fit, Match, Overlap, ParameterFacts, StepFacts
+from distcheck.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
 from distcheck.diagnosis.gradients import explain_step
 from distcheck.diagnosis.matching import permuted
 from distcheck.oracles.rounding import Interval, gamma
@@ -312,23 +312,6 @@ def test_a_case_without_a_closer_look_is_unexplained() -> None:
     assert named([failed("gradients", "R")]) == ["unexplained"]
     trouble = diagnose(ENDS, [failed("gradients", "R")], Facts(world=4, trouble="no memory"))
     assert "no memory" in trouble[0].evidence
-
-
-def test_state_causes() -> None:
-    assert named([failed("rerun")]) == ["nondeterministic"]
-    assert named([failed("initial state")]) == ["initial-state-differs"]
-    assert named([failed("buffers", "X")]) == ["buffers-differ"]
-    same = Overlap(ranks=(0, 1), shared=8, read=8, whole_steps=True)
-    some = Overlap(ranks=(0, 1), shared=3, read=8, whole_steps=False)
-    assert named([failed("data")], Facts(world=4, overlaps=(same, some))) == ["same-data"]
-    assert named([failed("data")], Facts(world=4, overlaps=(some,))) == ["overlapping-data"]
-    assert named([failed("data")], Facts(world=4)) == ["unexplained"]
-
-
-def test_randomness_is_named_beside_what_failed() -> None:
-    facts = Facts(world=4, same_randomness=((0, 1, 2, 3),))
-    assert named([failed("rerun")], facts) == ["nondeterministic", "same-randomness"]
-    assert named([], facts) == []
 
 
 @given(st.integers(3, 6), seeds, st.data())
