@@ -28,6 +28,7 @@ _WIRES: dict[str, Wire] = {
 }  # fmt: skip
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+COMPRESSED = "tensors were compressed"
 _RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (2, 10_000)}
 KINDS = (
     "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantised:BITS",
@@ -141,6 +142,20 @@ def keeps_lattice(text: str | None) -> bool:
     """Whether the lattice has anything to show: sums that are exact, or rounded by a dtype."""
     accepted = read(text)
     return accepted is None or accepted.family == "low-precision"
+
+
+def why_nothing_was_accepted(case: Case, reason: str) -> str:
+    """Says of a run under low-rank that nothing of it was compressed, by what the check of the
+    gradients said of its steps; empty where something was.
+    """
+    accepted = read(case.accept)
+    if accepted is None or accepted.family != "low-rank" or COMPRESSED in reason:
+        return ""
+    return (
+        f"no tensor was compressed in any of {case.steps} steps: what --accept {case.accept} is "
+        "for was not seen; run more steps, or let it begin earlier (PowerSGD's "
+        "start_powerSGD_iter)"
+    )
 
 
 def describe(case: Case) -> Allowance | None:

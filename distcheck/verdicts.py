@@ -11,6 +11,7 @@ from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.owed import PlannedCheck
 from distcheck.records import (
+    Case,
     CaseReport,
     CheckResult,
     Compared,
@@ -130,8 +131,17 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
                 verdict="unknown",
                 reason=_why_not_judged(outcomes),
             )
-        results.append(_with_note(hold_against(merged, planned.owed), planned.note))
+        held = _with_note(hold_against(merged, planned.owed), planned.note)
+        results.append(_of_what_was_accepted(run.case, held))
     return results
+
+
+def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
+    """A pass of gradients that never were what is accepted shows nothing of it."""
+    if (result.check, result.layer, result.verdict) != ("gradients", "R", "pass"):
+        return result
+    why = acceptance.why_nothing_was_accepted(case, result.reason)
+    return _with_note(msgspec.structs.replace(result, verdict="unknown"), why) if why else result
 
 
 def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from distcheck.acceptance import COMPRESSED
 from distcheck.checks.comparison import Comparison, Place, bitwise, by_norm, equal_numbers, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.lattice_tensors import as_tensor
@@ -115,8 +116,8 @@ def _remark_on_rank(expectation: StepExpectation, kept: list[float], tally: Tall
     if compressed:
         least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))
         tally.remark(
-            f"step {expectation.step}: {len(compressed)} of {len(kept)} tensors were compressed, "
-            f"{least} to {most} % of their norm kept"
+            f"step {expectation.step}: {len(compressed)} of {len(kept)} {COMPRESSED}, {least} to "
+            f"{most} % of their norm kept"
         )
 
 

@@ -34,7 +34,9 @@ def result(
 
 
 def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -> CaseReport:
-    case = Case(id="one", strategy="s", world=2, workload=given.pop("workload", "mlp"))
+    about = {"workload": "mlp", "accept": None, "steps": 3}
+    about |= {name: given.pop(name) for name in about if name in given}
+    case = Case(id="one", strategy="s", world=2, **about)
     ran = {
         "case": case, "facts": SimpleNamespace(strategy_file="s.py", strategy_line=3),
         "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
@@ -171,6 +173,23 @@ def test_a_failed_cell_says_what_it_is_about() -> None:
     )
     assert run([GRADIENTS], [result(GRADIENTS)], workload=cell).notes == ("a note",)
     assert run([GRADIENTS], [result(GRADIENTS, "fail", at=0)]).notes == ("a note",)
+
+
+def test_a_low_rank_exchange_that_never_was_one_is_unknown() -> None:
+    bounded = msgspec.structs.replace(GRADIENTS, layer="R")
+
+    def ends(accept: str | None, reason: str) -> tuple[str, str]:
+        report = run([bounded], [result(bounded, reason=reason)], accept=accept)
+        return checks(report)["gradients"]
+
+    compressed = "step 1: 2 of 8 tensors were compressed, 9 to 12 % of their norm kept"
+    assert ends("low-rank:2", compressed) == ("pass", compressed)
+    for accept in (None, "low-precision:bfloat16", "quantised:8"):
+        assert ends(accept, "") == ("pass", "")
+    verdict, reason = ends("low-rank:2", "")
+    assert (verdict, reason.partition(":")[0]) == (
+        "unknown", "no tensor was compressed in any of 3 steps"
+    )  # fmt: skip
 
 
 HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkldnn": True}
