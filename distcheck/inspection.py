@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import msgspec
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distcheck import __version__, acceptance, devices, seeds
 from distcheck.backends.mpi import library
@@ -21,6 +24,9 @@ from distcheck.loading import LoadedStrategy, load_strategy
 from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
 from distcheck.records import Case
 from distcheck.worlds.child import Reporter
+
+_SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
+_SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
 
 
 def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
@@ -186,9 +192,14 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         return tensor
 
     model = ingredients.model()
+    _check_statistics(ingredients.case, model)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    # What a workload does before its first step may put them into another mode.
+    changes = hasattr(ingredients.loaded.workload, "before_step")
+    normalises = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
-    before = torch.get_rng_state()
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    before, roundings = torch.get_rng_state(), _Roundings(model)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
         ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
     return CaseFacts(
@@ -199,6 +210,96 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,
         draws_random_numbers=draws,
-        normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
+        normalises_batches=normalises,
+        rows_apart=normalises and _rows_apart(ingredients, model, norms),
+        rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
+    )
+
+
+def _check_statistics(case: Case, model: torch.nn.Module) -> None:
+    """Raises UsageError for a forward pass that needs the other ranks'."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
+            raise UsageError(
+                f"workload {case.workload}: {name or 'its model'} is a SyncBatchNorm, which "
+                "exchanges statistics in the forward pass: no rank's part can be computed again "
+                "by itself, so nothing could be owed; give the model BatchNorm"
+            )
+
+
+class _Roundings(TorchDispatchMode):
+    """Notes the floating-point dtypes of a model's parameters, and those that operations round
+    longer ones to. An autocast that is for a GPU rounds nothing here, and is noted as well.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes = {_name(p.dtype) for p in model.parameters() if _eps(p) > 0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        finest = min((eps for eps in map(_eps, given) if eps > 0), default=1.0)
+        found = func(*args, **(kwargs or {}))
+        made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
+        self.dtypes.update(_name(tensor.dtype) for tensor in made if _eps(tensor) > finest)
+        if torch.is_autocast_enabled("cuda"):
+            self.dtypes.add(_name(torch.get_autocast_dtype("cuda")))
+        return found
+
+
+def _eps(tensor: torch.Tensor) -> float:
+    """What its dtype rounds by, relatively; 0 where that is no floating-point one."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps if floating else 0.0
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows_seen(
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm], samples: int
+) -> list[torch.Tensor]:
+    """What each call of a BatchNorm is given in a forward pass over the first samples."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((*args, *kwargs.values())[0].detach().clone())
+
+    hooks = [norm.register_forward_pre_hook(note, with_kwargs=True) for norm in norms]
+    try:
+        batch = ingredients.batch(torch.arange(samples), samples)
+        ingredients.loaded.workload.loss(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _rows_apart(
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm]
+) -> bool:
+    """Whether BatchNorm sees rows of which it cannot be told whose they are.
+
+    There may be several for a sample: then all samples have as many, and the first sample's come
+    first, and are what they are where it is alone. (In eval mode, in which they do not depend on
+    one another.)
+    """
+    samples = min(_SAMPLES, ingredients.samples.size(train=True))
+    if all(len(rows) == samples for rows in _rows_seen(ingredients, model, norms, samples)):
+        return False
+    model.eval()
+    try:
+        several, alone = (_rows_seen(ingredients, model, norms, count) for count in (samples, 1))
+    except Exception:  # theirs: it may be no model for one sample, or for another mode
+        return True
+    if [len(rows) for rows in several] != [samples * len(rows) for rows in alone]:
+        return True
+    firsts = [rows[: len(rows) // samples] for rows in several]
+    return any(
+        float((first - rows).norm()) > _SAME_ROWS * float(rows.norm())
+        for first, rows in zip(firsts, alone, strict=True)
     )

@@ -53,6 +53,8 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     own_sampler: bool
     draws_random_numbers: bool
     normalises_batches: bool = False
+    rows_apart: bool = False  # BatchNorm sees rows that are not one sample's after the other's
+    rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and shorter ones of the forward pass
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""
     own_backward: bool = False

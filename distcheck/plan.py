@@ -15,10 +15,9 @@ from distcheck.naming import as_file_name, is_file_name, name_apart
 from distcheck.oracles import lattice
 from distcheck.owed import Owed, PlannedCheck
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
-from distcheck.remarks import hardly_normalised, rounds_by_position
+from distcheck.remarks import FULL_BATCH_LAYERS, rounds_by_position, why_no_full_batch
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-FULL_BATCH_LAYERS = ("S32", "S64")
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 _MOST_DELAY = 10_000  # milliseconds
@@ -357,7 +356,7 @@ def _layers(
         return ("X" if ordered else ""), "R", []
     exact = "X" if "X" in case.layers and ordered else ""
     # A forward pass over the whole batch would draw other random numbers than the shards did.
-    no_full_batch = facts.draws_random_numbers or hardly_normalised(facts, sizes)
+    no_full_batch = facts.draws_random_numbers or why_no_full_batch(case, facts, sizes)
     bounded = "R" if "R" in case.layers or no_full_batch else ""
     semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]
     return exact, bounded, semantic

@@ -134,8 +134,8 @@ def plan_runs(
         run.notes += [data.note] if data.note and case.data in FILE_DATASETS else []
         run.notes += [about.note] if about.note else []
         run.notes += remarks.notes_on(case, sizes, about.contract)
-        if remarks.hardly_normalised(about, sizes):
-            run.notes.append(remarks.HARDLY_NORMALISED)
+        if why := remarks.why_no_full_batch(case, about, sizes):
+            run.notes.append(why)
         runs.append(run)
     for case, reason in left_out:
         _note_left_out(case, reason, runs)

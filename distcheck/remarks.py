@@ -9,12 +9,22 @@ from distcheck.jobs import CaseFacts
 from distcheck.oracles import lattice
 from distcheck.records import EXACT_DTYPES, Case
 
+FULL_BATCH_LAYERS = ("S32", "S64")
+_LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
+    "S32": ("float32", "float64", "complex64", "complex128"),
+    "S64": ("float64", "complex128"),
+}
 _LEAST_NORMALISED = 4
 _SHORT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # unit roundoff
 _MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
-HARDLY_NORMALISED = (
+_BY_OTHERS = "what is owed is owed by X and R"
+_HARDLY_NORMALISED = (
     "BatchNorm sees fewer than 4 samples at a time, which leaves nothing but rounding of some "
-    "gradients: S32 and S64 have no bound for that, and what is owed is owed by X and R"
+    f"gradients: S32 and S64 have no bound for that, and {_BY_OTHERS}"
+)
+_ROWS_APART = (
+    "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
+    f"them a rank normalises by themselves: {_BY_OTHERS}"
 )
 
 
@@ -79,6 +89,8 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"it draws random numbers, which are others on {case.reference_device} than on "
             f"{case.device}, so the two cannot be compared"
         )
+    if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
+        return f"held against the {case.reference_device} it would be judged by S32 alone. {why}"
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)
@@ -117,7 +129,25 @@ def rounds_by_position(case: Case, contract: Contract) -> bool:
     return contract.optimizer_state == "cut" and case.dtype not in EXACT_DTYPES
 
 
-def hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
+def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
+    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has,
+    or where the case has no such layer.
+    """
+    layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
+    if not layers:
+        return ""
+    enough = _LONG_ENOUGH[layers[0]]
+    if short := [dtype for dtype in facts.rounds_to if dtype not in enough]:
+        return (
+            f"the workload computes in {' and '.join(short)} as well, in its parameters or its "
+            f"forward pass: {layers[0]} has no bound for such rounding, and {_BY_OTHERS}"
+        )
+    if facts.rows_apart:
+        return _ROWS_APART
+    return _HARDLY_NORMALISED if _hardly_normalised(facts, sizes) else ""
+
+
+def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
     """Whether BatchNorm sees so few samples at a time that S32 and S64 have no bound to offer.
 
     Over n samples a normalised value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever

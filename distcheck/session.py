@@ -23,8 +23,8 @@ from distcheck.diagnosis.facts import Facts
 from distcheck.errors import CannotRunError, ExitCode
 from distcheck.jobs import JUDGE, OBSERVE, RECORD, CaseFacts, JudgeJob, ObserveJob, RecordJob
 from distcheck.owed import PlannedCheck
-from distcheck.plan import FULL_BATCH_LAYERS
 from distcheck.records import Case, CheckResult, Outcome
+from distcheck.remarks import FULL_BATCH_LAYERS
 from distcheck.traces.layout import TraceLayout, steps_written
 from distcheck.worlds import blame
 from distcheck.worlds.launch import end_now, error_of, start_job, start_world

@@ -28,7 +28,7 @@ from distcheck.records import (
     TensorSpec,
     merge_verdicts,
 )
-from distcheck.remarks import notes_on, why_left_out
+from distcheck.remarks import notes_on, why_left_out, why_no_full_batch
 
 MODEL = ModelLayout(
     parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),
@@ -252,6 +252,46 @@ def test_random_forward_passes_have_no_full_batch() -> None:
     planned = checks(semantic, draws=True)
     assert ("gradients", "S64") not in planned
     assert "random numbers" in planned["gradients", "R"].note
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounds_to", "why"),
+    [
+        ("float32", ("float32",), ""),
+        ("float32", ("complex64", "float32", "float64"), ""),
+        ("float32", ("bfloat16", "float32"), "computes in bfloat16 as well"),
+        ("float32", ("float16", "float32", "float8_e4m3fn"), "in float16 and float8_e4m3fn as"),
+        ("float64", ("float64",), ""),
+        ("float64", ("complex64", "float32", "float64"), "in complex64 and float32 as well"),
+        ("bfloat16", ("bfloat16",), ""),
+    ],
+)
+def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
+    dtype: str, rounds_to: tuple[str, ...], why: str
+) -> None:
+    """What is left out is said, and X and R are owed in any case."""
+    (case,) = cases(workloads=["my.workloads:Mine"], dtype=dtype)
+    facts = msgspec.structs.replace(facts_of(ORDERED), rounds_to=rounds_to)
+    sizes = [(64,) * 4] * case.steps
+    planned = plan_checks(case, facts, sizes=sizes, calibration_failure="")
+    layers = {check.layer for check in planned if check.check == "gradients"}
+    given = set(case.layers) - ({"S32", "S64"} if why else set())
+    assert {"X", "R"} <= layers == given
+    against = msgspec.structs.replace(case, reference_device="cpu")
+    for said in (why_no_full_batch(case, facts, sizes), why_left_out(against, facts, sizes)):
+        assert why in said
+        assert bool(why) == bool(said)
+
+
+def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
+    _, cnn, semantic = cases()
+    facts = facts_of(ORDERED, normalises_batches=True, rows_apart=True)
+    for case in (cnn, semantic):
+        planned = plan_checks(case, facts, sizes=[(64,) * 4] * 3, calibration_failure="")
+        layers = {check.layer for check in planned if check.check == "gradients"}
+        assert "R" in layers
+        assert layers.isdisjoint({"S32", "S64"})
+        assert "sample after sample" in why_no_full_batch(case, facts, [(64,) * 4])
 
 
 def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
