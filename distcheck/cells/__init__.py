@@ -28,8 +28,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
 
 
-_NO_FULL_BATCH = ("S32", "S64")
-
 CELLS: Mapping[str, Cell] = {
     "tied_weights": Cell(
         place="distcheck.cells.models:TiedWeights",
@@ -92,7 +90,7 @@ CELLS: Mapping[str, Cell] = {
     "mixed_dtypes": Cell(
         place="distcheck.cells.dtypes:MixedDtypes",
         about="parameters in float32, float64 and bfloat16",
-        without=_NO_FULL_BATCH,
+        without=("S32", "S64"),
     ),
     "complex": Cell(
         place="distcheck.cells.dtypes:ComplexParameters",
@@ -125,7 +123,6 @@ CELLS: Mapping[str, Cell] = {
         place="distcheck.cells.schedules:LossScaling",
         about="a GradScaler, and on one rank a gradient that overflows: every rank skips the step",
         steps=4,
-        without=_NO_FULL_BATCH,
     ),
     "resume": Cell(
         place="distcheck.cells.schedules:Resume",

@@ -103,7 +103,7 @@ def _comparison(
         if interval is None:
             return None
         return partial(within, expected=interval.mean, bound=interval.bound)
-    full = expectation.full_batch.gradients[index]
+    full = expectation.owed_by_full_batch(index)
     if full is None:
         return None
     tolerance = expectation.full_batch_tolerance(layer, index)
@@ -122,7 +122,7 @@ def _remark_on_rank(expectation: StepExpectation, kept: list[float], tally: Tall
 
 
 def _remark_on_full_batch(expectation: StepExpectation, tally: Tally) -> None:
-    if expectation.normalises_batches and expectation.step == 0:
+    if expectation.step == 0 and expectation.full_batch.ghost:
         whole = len(expectation.normalised_sizes) == len(expectation.headers)
         stretches = "shard" if whole else "micro-batches"
         sizes = ", ".join(map(str, expectation.normalised_sizes))

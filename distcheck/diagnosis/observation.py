@@ -193,6 +193,8 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[tuple[floa
         present = [part for part in parts if part is not None]
         if whole is None or len(present) < len(parts):
             continue
+        if not all(bool(part.isfinite().all()) for part in present):
+            continue  # an overflow under a GradScaler, of which no whole batch is made
         factors = expectation.unscaled
         columns = [p.double().reshape(-1) / f for p, f in zip(present, factors, strict=True)]
         size = sum(float(c.norm()) for c in columns) / len(columns)

@@ -243,6 +243,30 @@ class StepExpectation:
         return self._references.full_batch.run(self.step)
 
     @cached_property
+    def loss_magnitude(self) -> float:
+        """The mean absolute value of the losses of the whole batch's samples; it takes a forward
+        pass for each.
+        """
+        return self._references.full_batch.loss_magnitude(self.step, self.full_batch.loss)
+
+    def owed_by_full_batch(self, index: int) -> torch.Tensor | None:
+        """S32, S64: one parameter's gradient, None where one machine has none.
+
+        Where a GradScaler's scale takes a shard's gradient beyond all numbers, the step is to be
+        skipped for it, and what is owed of those elements is the shards' mean: no whole batch has
+        their overflow.
+        """
+        full = self.full_batch.gradients[index]
+        if full is None or self.ingredients.training.loss_scale is None:
+            return full
+        interval = self.interval(index)
+        if interval is None or bool(interval.mean.isfinite().all()):
+            return full
+        parts = rounding.real_parts(full)
+        owed = torch.where(interval.mean.isfinite(), parts, interval.mean.to(parts.dtype))
+        return torch.view_as_complex(owed) if full.is_complex() else owed
+
+    @cached_property
     def _module_scales(self) -> dict[str, float]:
         names = [spec.name for spec in self.trace.layout.model.parameters]
         return module_scales(names, self.full_batch.gradients)
@@ -273,11 +297,6 @@ class StepExpectation:
     def update(self) -> UpdateReference:
         """The optimizer's step, again, for any rank."""
         return self._references.update
-
-    @property
-    def normalises_batches(self) -> bool:
-        """Whether the full batch is a ghost batch, because the model has BatchNorm."""
-        return self._references.full_batch.normalises_batches
 
     def ghost_distance(self) -> float:
         """How far the ghost batch's gradient is from that of true full-batch training."""

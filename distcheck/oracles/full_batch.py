@@ -6,7 +6,8 @@ with the shards: other kernels' blocking, other sums. So it agrees only up to ro
 BatchNorm is the exception. Shards that normalise on their own do not train the model that one
 machine would, whatever the sync does; the expectation is then the *ghost batch* (Hoffer, Hubara
 and Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalises each
-shard's stretch by itself. How far that is from true full-batch training is measured and said.
+shard's stretch by itself (ghost_batch.py). How far that is from true full-batch training is
+measured and said. In eval mode it normalises nothing by the batch, here or there.
 
 Tolerance, per tensor: the L2 norm of the difference is at most
 
@@ -23,35 +24,48 @@ The module's largest tensor sets the scale because a tensor's own norm may be ro
 exact gradient of a bias in front of BatchNorm is zero. It is the sum of the same cotangents that
 enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
 the weight's norm, correct code was measured at up to 2e-6 in float32.)
+
+A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
+so are their sums, so two ways of computing their mean differ by at most
+
+    relative * (sum of |l_i|) / N
+
+(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
+S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
+signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
+batch's own terms, so nothing is wider than what the sum of these very numbers may round by.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import fsum, sqrt
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcheck.contract import Contract
+from distcheck.contract import Batch, Contract
+from distcheck.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.oracles.rounding import real_parts, unit_roundoff
 from distcheck.oracles.shards import load_state, stretch_sizes
 from distcheck.ranks.training import Ingredients, dense, trainable
+from distcheck.traces.layout import Kind
 from distcheck.traces.reader import TraceReader
 
 _POSITIONS = 32 * 32
 _S64_RELATIVE = 1e-11
 _LOSS_RELATIVE = {"S32": 1e-6, "S64": 1e-13}  # a loss is one mean of N: far fewer roundings
+_KNOWN_TERMS = 1e-3  # of their size: that far from the batch's loss, terms are not those of it
 
 
 @dataclass(frozen=True)
 class FullBatch:
-    """The batch's mean loss and gradients; None where a parameter has none."""
+    """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
+    normalised stretches of it by themselves, so shards cannot equal the full batch.
+    """
 
     loss: float
     gradients: list[torch.Tensor | None]
+    ghost: bool
 
 
 def relative_tolerance(layer: str, batch: int) -> float:
@@ -78,9 +92,11 @@ def norm(tensor: torch.Tensor) -> float:
     return float(real_parts(tensor).double().norm())
 
 
-def loss_tolerance(layer: str, expected: float) -> float:
-    """The most by which the mean loss over all ranks may differ."""
-    return _LOSS_RELATIVE[layer] * abs(expected)
+def loss_tolerance(layer: str, magnitude: float) -> float:
+    """The most by which the mean loss over all ranks may differ, where the samples' losses have
+    absolute values of that mean.
+    """
+    return _LOSS_RELATIVE[layer] * abs(magnitude)
 
 
 class FullBatchReference:
@@ -96,35 +112,74 @@ class FullBatchReference:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model = model
 
-    @property
-    def normalises_batches(self) -> bool:
-        """Whether the model has BatchNorm, so that shards cannot equal the full batch."""
-        return any(isinstance(module, _BatchNorm) for module in self._model.modules())
-
     def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
         """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
+        return [stretch.samples for stretch in self._stretches(shards)]
+
+    def _stretches(self, shards: Sequence[int]) -> list[Stretch]:
         count = self._contract.micro_batches * self._ingredients.training.accumulate
-        return [size for samples in shards for size in stretch_sizes(samples, count)]
+        return [
+            Stretch(size, rank)
+            for rank, samples in enumerate(shards)
+            for size in stretch_sizes(samples, count)
+        ]
 
     def run(self, step: int, *, ghost: bool = True) -> FullBatch:
         """The batch of one step, from rank 0's state; shards one after the other.
 
         `ghost=False` lets BatchNorm see the whole batch, as one machine would.
         """
-        trace = self._trace
-        shards = [trace.header(rank, step).ids for rank in range(trace.layout.world)]
-        ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
-        load_state(self._model, trace, rank=0, buffers_of=0, step=step)
-        self._ingredients.prepare(self._model, step)
-        batch = self._ingredients.batch(ids, len(ids))
-        sizes = self.normalised_sizes([len(s) for s in shards]) if ghost else [len(ids)]
-        with _ghost_batches(self._model, sizes):
+        batch, shards = self._prepare(step)
+        stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
+        with self._ghost(step, stretches) as layers:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
+            ghost=layers.normalised,
         )
+
+    def loss_magnitude(self, step: int, loss: float) -> float:
+        """The mean absolute value of the samples' losses, whose mean is `loss`; that of `loss`
+        itself where they cannot be told.
+        """
+        batch, shards = self._prepare(step)
+        loss_of, terms = self._ingredients.loaded.workload.loss, []
+        with self._ghost(step, self._stretches(shards), keep_outputs=True) as layers:
+            loss_of(self._model, batch)
+            for sample in range(sum(shards)):
+                layers.alone(sample)
+                try:
+                    terms.append(float(loss_of(self._model, _sample(batch, sample)).detach()))
+                except Exception:  # theirs: it may take no single sample
+                    return abs(loss)
+        magnitude = fsum(map(abs, terms)) / len(terms)
+        # A loss that is no mean over its samples is not what these add up to.
+        known = abs(fsum(terms) / len(terms) - loss) <= _KNOWN_TERMS * magnitude
+        return max(magnitude, abs(loss)) if known else abs(loss)
+
+    def _prepare(self, step: int) -> tuple[Batch, list[int]]:
+        """The model as it was before a step, the step's batch, and how many samples ranks have."""
+        trace = self._trace
+        shards = [trace.header(rank, step).ids for rank in range(trace.layout.world)]
+        ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
+        load_state(self._model, trace, rank=0, buffers_of=0, step=step)
+        self._ingredients.prepare(self._model, step)
+        return self._ingredients.batch(ids, len(ids)), [len(shard) for shard in shards]
+
+    def _ghost(
+        self, step: int, stretches: Sequence[Stretch], *, keep_outputs: bool = False
+    ) -> GhostBatch:
+        trace, of_rank_0 = self._trace, self._contract.buffers == "rank 0"
+        places = {spec.name: index for index, spec in enumerate(trace.layout.model.buffers)}
+
+        def buffers_of(rank: int, name: str) -> torch.Tensor | None:
+            holder = 0 if of_rank_0 else rank
+            known = name in places
+            return trace.tensor(holder, Kind.BUFFER, step, places[name]) if known else None
+
+        return GhostBatch(self._model, stretches, buffers_of, keep_outputs=keep_outputs)
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
         """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of
@@ -138,28 +193,11 @@ class FullBatchReference:
         return torch.cat([g.double().flatten() for g in result.gradients if g is not None])
 
 
-@contextmanager
-def _ghost_batches(model: nn.Module, sizes: list[int]) -> Iterator[None]:
-    """Has every BatchNorm normalise each stretch of the batch by itself.
-
-    Running statistics are left alone: they do not enter a training step.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    for layer in layers:
-        layer.forward = _ghost_forward(layer, sizes)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _ghost_forward(layer: _BatchNorm, sizes: list[int]):  # type: ignore[no-untyped-def]
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        parts = [
-            F.batch_norm(part, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
-            for part in inputs.split(sizes)
-        ]
-        return torch.cat(parts)
-
-    return forward
+def _sample(batch: Batch, sample: int) -> Batch:
+    only = slice(sample, sample + 1)
+    return Batch(
+        inputs=batch.inputs[only],
+        labels=batch.labels[only],
+        ids=batch.ids[only],
+        total=batch.total,
+    )

@@ -141,7 +141,7 @@ class ExchangesAfterTheFirstBackward:
         self.done.clear()
 
 
-@mutant(caught="gradients R", workload="loss_scaling", world=2, steps=2, step=1)
+@mutant(caught="gradients R, gradients S32", workload="loss_scaling", world=2, steps=2, step=1)
 def hides_infinities(model: nn.Module, step: Step) -> None:
     """What overflowed counts as zero, so that no rank skips the step."""
     for parameter in model.parameters():

@@ -62,7 +62,8 @@ def test_layers_that_have_nothing_to_say_are_not_owed() -> None:
         return {layer for check, layer in checks(case) if check == "gradients"}
 
     assert layers("tied_weights") == {"X", "R", "S32"}
-    assert layers("loss_scaling") == {"X", "R"}
+    assert layers("mixed_dtypes") == {"X", "R"}
+    assert layers("loss_scaling") == {"X", "R", "S32"}
     assert layers("sparse") == {"S32"}
     assert layers("accumulation") == {"X", "R", "S32"}
 

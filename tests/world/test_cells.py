@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import distcheck
 from distcheck.cells import CELLS
-from distcheck.contract import Training
+from distcheck.cells.samples import FEATURES, CellSamples, CellWorkload
+from distcheck.contract import Batch, Training
 from distcheck.errors import UsageError
-from distcheck.records import Report
+from distcheck.records import CaseReport, Report
 from tests.mutants.workloads import Normalised
 from tests.world.test_verify import assert_everything_compared
 
@@ -124,6 +126,95 @@ def test_a_layer_that_only_some_ranks_reach() -> None:
     assert_everything_compared(report)
     layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
     assert layers == {"X", "R", "S32"}
+
+
+class Perceptron(CellWorkload):
+    """Two layers."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Autocast(Perceptron):
+    """Mixed precision, as training scripts have it."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast(batch.inputs.device.type, dtype=torch.bfloat16):
+            logits = model(batch.inputs)
+        return F.cross_entropy(logits.float(), batch.labels)
+
+
+class Cancelling(Perceptron):
+    """A loss of both signs, as policy gradients have, whose large terms cancel in every epoch."""
+
+    def samples(self) -> CellSamples:
+        return CellSamples(255)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        advantages = 10.1 * (batch.ids - 127).to(batch.inputs)
+        return (advantages + model(batch.inputs)[:, 0]).mean()
+
+
+class FrozenStatistics(Normalised):
+    """BatchNorm in eval mode, as fine-tuning has it."""
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+
+
+# A workload of one's own, and what it is not judged by, and why.
+OWN = {
+    f"{__name__}:Autocast": "computes in bfloat16 as well",
+    "distcheck.cells.dtypes:MixedDtypes": "computes in bfloat16 as well",
+    "distcheck.cells.schedules:LossScaling": "",
+    f"{__name__}:Cancelling": "",
+    f"{__name__}:FrozenStatistics": "",
+}
+
+
+def alone(model):  # type: ignore[no-untyped-def]
+    """Exchanges nothing."""
+
+
+def unweighted(model):  # type: ignore[no-untyped-def]
+    """The mean over ranks, where one has a sample more."""
+    plain(model)
+
+
+def in_ones_own(strategy: str, *names: str) -> dict[str, CaseReport]:
+    """One's own workloads, by their class."""
+    own = [spec for spec in OWN if spec.rpartition(":")[2] in names]
+    report = distcheck.verify(strategy, world=2, workload=own, batch=255, steps=2)
+    return {case.case.workload.rpartition(":")[2]: case for case in report.cases}
+
+
+def layers_of(case: CaseReport) -> set[str]:
+    return {r.layer for r in case.checks if r.check == "gradients"}
+
+
+def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
+    left_out = {spec.rpartition(":")[2]: why for spec, why in OWN.items()}
+    cases = in_ones_own("allreduce", *left_out)
+    assert set(cases) == set(left_out)
+    for name, case in cases.items():
+        assert case.verdict == "pass", name
+        assert layers_of(case) == ({"X", "R"} if left_out[name] else {"X", "R", "S32"})
+        assert left_out[name] in " ".join(case.notes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "layers"),
+    [("alone", "Autocast", {"R"}), ("unweighted", "FrozenStatistics", {"R", "S32"})],
+)
+def test_what_is_wrong_fails_in_workloads_of_ones_own(
+    wrong: str, name: str, layers: set[str]
+) -> None:
+    """By R, and by S32 wherever that is owed."""
+    case = in_ones_own(f"{__name__}:{wrong}", name)[name]
+    failed = {r.layer for r in case.checks if r.check == "gradients" and r.verdict == "fail"}
+    assert failed == layers_of(case) == layers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
