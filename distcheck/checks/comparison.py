@@ -81,7 +81,10 @@ def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 
 def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Comparison:
-    """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64."""
+    """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64.
+
+    Nothing is within a bound that is negative, infinite or not a number.
+    """
     if actual.is_complex():
         return _within_parts(actual, expected, bound)
     if actual.numel() == 0:
@@ -94,8 +97,9 @@ def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) ->
         return Comparison(True, actual.numel(), worst=place, ulps=ulps)
     distance = _distance(actual, expected).reshape(-1)
     limits = bound.reshape(-1)
-    fails = ~(distance <= limits)
-    share = torch.where(limits > 0, distance / limits, torch.where(fails, math.inf, 0.0))
+    bounds = (limits >= 0) & (limits < math.inf)
+    fails = ~(bounds & (distance <= limits))
+    share = torch.where(bounds & (limits > 0), distance / limits, torch.where(fails, math.inf, 0.0))
     share = share.nan_to_num(nan=math.inf)
     ok = not bool(fails.any())
     first = None if ok else _place(actual, expected, bound, int(fails.int().argmax()))
@@ -122,16 +126,21 @@ def _closest_if_all_within(
 ) -> int | None:
     """Where the error is the largest share of its bound, if it is all of it nowhere.
 
-    The common case in few passes over memory. A NaN, or a bound of zero, makes argmax point at
-    something that is not at most 1; the caller then looks more closely.
+    The common case in few passes over memory. A NaN makes argmax point at something that is not at
+    most 1; at it, and at bounds that are not positive numbers, the caller looks more closely.
     """
+    least, most = bound.aminmax()
+    if not 0.0 < float(least) <= float(most) < math.inf:
+        return None
     share = (actual.double() - expected).abs_().div_(bound).reshape(-1)
     worst = int(share.argmax())
     return worst if float(share[worst]) <= 1.0 else None
 
 
 def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Comparison:
-    """The L2 norm of the difference is at most `tolerance`; an infinity is owed as such."""
+    """The L2 norm of the difference is at most `tolerance`, which is no tolerance if infinite; an
+    infinity that is expected is owed as such.
+    """
     if actual.is_complex():
         parts = by_norm(torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
         return replace(parts, elements=actual.numel())
@@ -147,7 +156,7 @@ def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> C
         ulp=None,
         unit="L2 norm",
     )
-    ok = error <= tolerance
+    ok = error <= tolerance < math.inf
     first = None if ok else place
     return Comparison(ok, actual.numel(), place, first, places=() if ok else (place,))
 

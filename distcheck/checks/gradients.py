@@ -31,6 +31,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         if expectation.averages is not None:
             _compare_own(evidence, expectation, tally)
             continue
+        if tally.layer == "R" and expectation.lost:
+            tally.remark(expectation.lost)
         kept: list[float] = []
         for index, spec in enumerate(evidence.trace.layout.model.parameters):
             match_ranks(

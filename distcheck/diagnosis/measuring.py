@@ -53,7 +53,11 @@ class StepMeasuring:
         self._kept: dict[int, Interval] | None = {} if elements <= MOST_KEPT else None
 
     def facts(self) -> StepFacts:
-        """Everything about the step. Raises NotRecordedError where the trace lacks too much."""
+        """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
+        where a rank has done away with its gradient before anything was exchanged.
+        """
+        if self._expectation.lost:
+            raise NotRecordedError(self._expectation.lost)
         measured = self._measure()
         wrong = [m for m in measured if m.wrong]
         # Of several dtypes: what rounds less is not excused by what rounds more.

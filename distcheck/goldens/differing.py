@@ -24,6 +24,7 @@ judged. Parameters, buffers and the optimizer's state, from the same gradients, 
 torch's own optimizer computes; the run's own verdict says whether they are.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,7 @@ class StepBounds:
         if not self._layer:
             return None
         shares = self._shares(self._contracts[0])
-        of_means = sum(s * d for s, d in zip(shares, inputs, strict=True) if d is not None)
+        of_means = sum(abs(s) * d for s, d in zip(shares, inputs, strict=True) if d is not None)
         return of_means + float(bound.norm())
 
     def _unseen(self, index: int) -> float | None:
@@ -124,7 +125,7 @@ class StepBounds:
             return [1.0 / self._world] * self._world
         total = sum(self._sizes)
         pairs = zip(self._sizes, self._factors(contract), strict=True)
-        return [size / total / factor for size, factor in pairs]
+        return [size / total / factor if factor else math.nan for size, factor in pairs]
 
 
 def _observed(header: StepHeader, contract: Contract) -> float:

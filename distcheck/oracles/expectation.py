@@ -222,6 +222,22 @@ class StepExpectation:
         return [declared_factor(loss, size, sum(sizes), sizes) for size in sizes]
 
     @property
+    def lost(self) -> str:
+        """Says which ranks multiplied their loss by what no gradient comes back from; empty where
+        none did.
+        """
+        factors = {
+            rank: f"{factor:g}"
+            for rank, factor in zip(self.trace.ranks, self.unscaled, strict=True)
+            if not factor or not math.isfinite(factor)
+        }
+        if not factors:
+            return ""
+        ranks = f"rank{'s' * (len(factors) > 1)} {', '.join(map(str, factors))}"
+        by = " or ".join(dict.fromkeys(factors.values()))
+        return f"the loss of {ranks} is multiplied by {by}, from which no gradient comes back"
+
+    @property
     def _shares(self) -> list[float]:
         """What each rank's shard gradient counts for in the mean over all samples."""
         world = len(self.weights)

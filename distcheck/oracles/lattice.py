@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isfinite
 
 from distcheck.contract import Contract
 
@@ -172,6 +173,8 @@ class LatticeOracle:
         if self._contract.weighting == "loss":
             return [Fraction(size * len(sizes), sum(sizes)) for size in sizes]
         if self._contract.observes_loss and observed is not None:
+            if not all(map(isfinite, observed)):
+                raise HeadroomError("a loss was multiplied by what is no finite number")
             return [Fraction(factor) for factor in observed]
         return [Fraction(1)] * len(sizes)
 

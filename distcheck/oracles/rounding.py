@@ -9,10 +9,11 @@ where k counts the roundings that a term goes through: at most W - 1 additions, 
 scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two more for the weight
 (rounded, then multiplied), so k = W + 3. Hence
 
-    |actual - sum_r w_r g_r|  <=  gamma(k) * sum_r w_r |g_r|  +  k * tiny
+    |actual - sum_r w_r g_r|  <=  gamma(k) * sum_r |w_r| |g_r|  +  k * tiny
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 4.2);
-`tiny`, the smallest subnormal number, covers products that underflow. The mean itself is
+`tiny`, the smallest subnormal number, covers products that underflow. A weight is negative where a
+loss was multiplied by a negative factor, which the weight takes back. The mean itself is
 computed in float64, and its own error is added by the same formula with float64's u.
 
 A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
@@ -31,7 +32,7 @@ and one wherever a stretch is added to what was there before, A k + A - 1 in all
 measured against are the stretches, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which
 the mean is taken were added up in the dtype, with A - 1 roundings of their own. Hence
 
-    |actual - sum_r w_r g_r|  <=  gamma(A k + 2 (A - 1)) * sum_r w_r sum_a |h_ra|  +  ...
+    |actual - sum_r w_r g_r|  <=  gamma(A k + 2 (A - 1)) * sum_r |w_r| sum_a |h_ra|  +  ...
 
 What falls below the wire's smallest number is an absolute error of `tiny` before the weights are
 applied, so `tiny` is multiplied by the largest of them (relative to 1 / W) where that is above 1.
@@ -116,13 +117,13 @@ def interval(
     if wire is not None:
         roundings += 1 if wire in _CONTAINED[own] else 2
         unit, tiny = max(unit, _UNITS[wire][0]), max(tiny, _UNITS[wire][1])
-        tiny *= max(1.0, world * max(weights))
+        tiny *= max(1.0, world * max(map(abs, weights)))
     roundings = passes * roundings + 2 * (passes - 1)
     mean = torch.zeros_like(shards[0], dtype=torch.float64)
     magnitude = torch.zeros_like(mean)
     for shard, size, weight in zip(shards, magnitudes or shards, weights, strict=True):
         mean.add_(shard, alpha=weight)
-        magnitude.add_(size.abs(), alpha=weight)
+        magnitude.add_(size.abs(), alpha=abs(weight))
     factor = gamma(roundings, unit) + gamma(world + 1, _UNITS[torch.float64][0])
     bound = magnitude.mul_(factor).add_(roundings * tiny)
     return Interval(mean, torch.where(mean.isfinite(), bound, 0.0))

@@ -113,6 +113,8 @@ CAUSES: dict[str, set[str]] = {
     "doubled_under_adam": {"wrong-divisor"},
     "TimesWorldOnALocalMean": {"missing-division"},
     "HalfTheDerivative": {"wrong-divisor"},
+    "ClimbsItsLoss": {"wrong-divisor"},
+    "FadesItsLoss": {"unexplained"},
     "ThroughACollective": {"missing-division"},
     "divides_the_input": {"missing-division"},
     "division_dropped": {"missing-division"},

@@ -53,6 +53,28 @@ class HalfTheDerivative:
         average(model, step)
 
 
+@mutant(caught=WRONG, workload=SMALL, world=3, steps=2)
+class ClimbsItsLoss:
+    """A reward's sign on a loss: the gradient of the negated loss, and nobody takes that back."""
+
+    def scale_loss(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
+        return -loss
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        average(model, step)
+
+
+@mutant(caught=WRONG, workload=SMALL, world=2, steps=2, step=1)
+class FadesItsLoss:
+    """A factor that falls to zero: no sample counts any more."""
+
+    def scale_loss(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
+        return loss * (1.0 - step.index)
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        average(model, step)
+
+
 class _SumOfRanks(torch.autograd.Function):
     """An all_reduce that gradients pass through: its backward is an all_reduce of them."""
 

@@ -91,6 +91,23 @@ def test_an_infinite_expectation_hides_nothing() -> None:
     assert not within(t(1.0), t(NAN).double(), t(NAN).double()).ok
 
 
+@pytest.mark.parametrize("bad", [-1.0, -INF, INF, NAN])
+@pytest.mark.parametrize("beside", [1.0, 0.0])
+def test_nothing_is_within_what_is_no_bound(bad: float, beside: float) -> None:
+    expected, bound = t(1.0, 2.0).double(), t(beside, bad).double()
+    for actual in (t(1.0, 1e6), t(1.0, 2.0)):
+        comparison = within(actual, expected, bound)
+        assert not comparison.ok
+        assert comparison.first is not None
+        assert comparison.first.index == (1,)
+    assert not by_norm(t(1.0, 1e6), t(1.0, 2.0), bad).ok
+
+
+def test_a_bound_of_negative_zero_is_one_of_zero() -> None:
+    assert not within(t(1.0), t(0.0).double(), t(-0.0).double()).ok
+    assert within(t(1.0), t(1.0).double(), t(-0.0).double()).ok
+
+
 def test_norms() -> None:
     expected = t(3.0, 4.0)
     assert by_norm(expected + 0.01, expected, 0.02).ok

@@ -1,5 +1,6 @@
 """The lattice in closed form agrees with autograd, and knows where bits are not owed."""
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -117,6 +118,12 @@ def test_sums_too_large_to_be_exact_are_told_beforehand() -> None:
     assert why_not_exact(AFTER, dtype="float64", world=4, shard_sizes=[[775] * 4]) == ""
     long_run = [[86, 85, 85]] * 100
     assert "too large" in why_not_exact(AFTER, dtype="float32", world=3, shard_sizes=long_run)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_times_no_number_has_no_exact_gradients(factor: float) -> None:
+    with pytest.raises(HeadroomError, match="no finite number"):
+        LatticeOracle(Contract(), "float32").step([[0, 1], [2, 3]], [1.0, factor])
 
 
 def test_headroom_is_asserted() -> None:

@@ -64,6 +64,18 @@ def test_weighted_means_are_within_the_bound(seed: int, sizes: list[int]) -> Non
     assert bool(((actual.double() - known.mean).abs() <= known.bound).all())
 
 
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_loss_that_was_negated_is_owed_what_any_other_is(wire: torch.dtype | None) -> None:
+    shards = shards_of(1, 3, 100, torch.float32, 4)
+    plain = interval(shards, [0.5, 0.25, 0.25], rescaled=True, wire=wire)
+    for signs in ((-1, -1, -1), (-1, 1, 1)):  # of all ranks, or of one alone
+        seen = [sign * shard for sign, shard in zip(signs, shards, strict=True)]
+        weights = [s * w for s, w in zip(signs, (0.5, 0.25, 0.25), strict=True)]
+        back = interval(seen, weights, rescaled=True, wire=wire)
+        assert torch.equal(back.mean, plain.mean)
+        assert torch.equal(back.bound, plain.bound)
+
+
 WIRES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 
 
