@@ -11,6 +11,7 @@ from distcheck.checks.tally import Tally
 from distcheck.jobs import JudgeJob
 from distcheck.oracles.expectation import References, StepExpectation
 from distcheck.oracles.lattice import HeadroomError
+from distcheck.oracles.rounding import NotBoundedError
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.ranks.training import Ingredients, open_ingredients
 from distcheck.records import CheckResult
@@ -57,7 +58,7 @@ def judge_trace(
         tally = Tally(name, layer)
         try:
             checks.load(name).compare(evidence, tally)
-        except (HeadroomError, NotRecordedError) as error:
+        except (HeadroomError, NotBoundedError, NotRecordedError) as error:
             results.append(_not_judged(tally, str(error)))
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]

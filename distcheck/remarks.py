@@ -97,24 +97,23 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
 
 
 def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
-    """Why several backward passes in a step leave no bound to judge by; empty where there is one.
+    """Why roundings leave no bound to judge by; empty where there is one.
 
-    Each of them may exchange (`oracles/rounding.py`), so every one counts. 1/2 is where roundings
-    add up to the whole of what is summed.
+    Each backward pass may exchange (`oracles/rounding.py`), so every one counts. 1/2 is where
+    roundings add up to the whole of what is summed, and zero would pass for it.
     """
-    if passes == 1:
-        return ""
     accepted = read(case.accept)
-    if accepted is not None and accepted.family in ("quantised", "low-rank"):
+    if passes > 1 and accepted is not None and accepted.family in ("quantised", "low-rank"):
         return (
             f"--accept {case.accept} has a bound for one exchange in a step, and each of its "
             f"{passes} backward passes may have one"
         )
     unit = max(_SHORT.get(dtype, 0.0) for dtype in (case.dtype, contract.wire or case.dtype))
-    if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit > 1 / 2:
+    if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit >= 1 / 2:
+        what = "gradients" if passes == 1 else f"{passes} backward passes, each"
         return (
-            f"{passes} backward passes, each exchanged over {case.world} ranks in "
-            f"{contract.wire or case.dtype}, may round by more than they add up: no bound is left"
+            f"{what} exchanged over {case.world} ranks in {contract.wire or case.dtype} may round "
+            "by more than they add up: no bound is left"
         )
     return ""
 

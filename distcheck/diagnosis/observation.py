@@ -26,6 +26,7 @@ from distcheck.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.jobs import ObserveJob
 from distcheck.oracles import order_exact
 from distcheck.oracles.expectation import References, StepExpectation
+from distcheck.oracles.rounding import NotBoundedError
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.ranks.training import Ingredients, open_ingredients
 from distcheck.records import LossName
@@ -68,7 +69,7 @@ def observe(job: ObserveJob, ingredients: Ingredients, trace: TraceReader) -> Fa
         return facts  # causes are told from what makes up a mean
     try:
         return look.at_steps(facts)
-    except NotRecordedError as error:
+    except (NotBoundedError, NotRecordedError) as error:
         return msgspec.structs.replace(facts, trouble=str(error))
 
 

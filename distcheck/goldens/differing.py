@@ -70,7 +70,7 @@ class StepBounds:
 
     def synced(self, index: int, *, same_inputs: bool) -> torch.Tensor | float | None:
         """Of the gradient after the exchange: elementwise where inputs were the same bits,
-        otherwise as an L2 norm.
+        otherwise as an L2 norm; None where none is known.
         """
         shards = [
             self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, index)
@@ -82,10 +82,13 @@ class StepBounds:
         if self._training.loss_scale is not None or self._training.accumulate > 1:
             return None
         filled = [torch.zeros_like(present[0]) if s is None else s for s in shards]
-        bound = sum(
-            (self._rounding(filled, contract) for contract in self._contracts),
-            torch.zeros_like(present[0], dtype=torch.float64),
-        )
+        try:
+            bound = sum(
+                (self._rounding(filled, contract) for contract in self._contracts),
+                torch.zeros_like(present[0], dtype=torch.float64),
+            )
+        except rounding.NotBoundedError:
+            return None
         if same_inputs:
             return bound
         inputs = [self.local(rank, index) for rank in self._case.with_data]

@@ -61,6 +61,10 @@ _CONTAINED = {
 }
 
 
+class NotBoundedError(Exception):
+    """Nothing is known of how far a correct result may be off, so nothing can be owed."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """Elementwise: the mean, and the most by which a correct result may differ; float64."""
@@ -80,7 +84,11 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gamma(roundings: int, unit: float) -> float:
-    """The relative error that `roundings` roundings can add up to."""
+    """The relative error that `roundings` roundings can add up to. Raises NotBoundedError."""
+    if roundings * unit >= 1 / 2:  # gamma is 1 there: zero would be within it of anything
+        raise NotBoundedError(
+            f"{roundings} roundings of relative size {unit:.2g} may add up to all that is rounded"
+        )
     return roundings * unit / (1 - roundings * unit)
 
 
@@ -105,7 +113,8 @@ def interval(
     rank, what the absolute values of their gradients add up to (`real_parts` of complex ones); it
     is the shard's own absolute value where there is one pass.
 
-    Where the mean is infinite there is no rounding left: the bound is 0.
+    Where the mean is infinite there is no rounding left: the bound is 0. Raises NotBoundedError
+    where roundings may add up to what is rounded.
     """
     shards = [real_parts(shard) for shard in shards]
     world = len(shards)

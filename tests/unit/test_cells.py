@@ -117,9 +117,9 @@ def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
     assert [getattr(training, name) != getattr(Training(), name) for name in set_by] == [True]
 
 
-def test_where_many_passes_leave_no_bound_nothing_is_judged() -> None:
+def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
     def why(passes: int, contract: Contract = Contract(), **asked: object) -> str:  # noqa: B008
-        (case,) = cases(workloads=["my.workloads:Mine"], dtype="float32", **asked)
+        (case,) = cases(workloads=["my.workloads:Mine"], dtype="float32", batch=300, **asked)
         if "accept" not in asked and contract.wire is None:
             case = msgspec.structs.replace(case, dtype="bfloat16")
         facts = msgspec.structs.replace(facts_of(contract), training=Training(accumulate=passes))
@@ -129,8 +129,15 @@ def test_where_many_passes_leave_no_bound_nothing_is_judged() -> None:
     assert "may round by more than they add up" in why(64)
     assert "in bfloat16" in why(64, Contract(wire="bfloat16"))
     assert why(64, Contract(wire="float32")) == ""
-    assert why(2, accept="low-precision:bf16") == ""
+    assert why(1, accept="quantised:8") == why(2, accept="low-precision:bf16") == ""
     assert "has a bound for one exchange in a step" in why(2, accept="quantised:8")
+    assert [bool(why(1, worlds=[world])) for world in (118, 119, 300)] == [False, True, True]
+    assert why(1, worlds=[128]) == (
+        "gradients exchanged over 128 ranks in bfloat16 may round by more than they add up: no "
+        "bound is left"
+    )
+    assert why(1, Contract(wire="bfloat16"), worlds=[128])
+    assert why(1, Contract(wire="float16"), worlds=[128]) == ""
     assert "has a bound for one exchange in a step" in why(2, accept="low-rank:2")
     assert why(1, accept="low-rank:2") == ""
 

@@ -12,12 +12,12 @@ from distcheck.goldens.differing import StepBounds
 from distcheck.traces.reader import TraceReader
 
 
-def bounds(factors: tuple[float, float]) -> StepBounds:
+def bounds(factors: tuple[float, ...], dtype: torch.dtype = torch.float32) -> StepBounds:
     """Of one step and parameter; each rank multiplied its loss by a factor of its own."""
-    left = [f * torch.arange(1.0, 5.0) for f in factors]
+    left = [f * torch.arange(1.0, 5.0, dtype=dtype) for f in factors]
     trace = SimpleNamespace(
         layout=SimpleNamespace(
-            world=2, model=SimpleNamespace(parameters=[SimpleNamespace(name="0.weight")])
+            world=len(factors), model=SimpleNamespace(parameters=[SimpleNamespace(name="0.weight")])
         ),
         header=lambda rank, step: SimpleNamespace(ids=(0, 1), loss=1.0, loss_factor=factors[rank]),
         tensor=lambda rank, kind, step, index: left[rank],
@@ -25,7 +25,7 @@ def bounds(factors: tuple[float, float]) -> StepBounds:
     )
     trace.of_ranks = lambda ranks: trace
     job = SimpleNamespace(
-        case=SimpleNamespace(with_data=(0, 1), dtype="float32", loss="mean"),
+        case=SimpleNamespace(with_data=tuple(range(len(factors))), dtype="float32", loss="mean"),
         contracts=(Contract(), Contract()),
         training=Training(),
     )
@@ -44,3 +44,9 @@ def test_a_negated_loss_is_held_against_what_any_other_is(negated: tuple[float, 
 def test_a_loss_that_was_multiplied_by_zero_allows_nothing() -> None:
     assert not bool(torch.as_tensor(bounds((0.0, 1.0)).synced(0, same_inputs=True)).any())
     assert math.isnan(cast("float", bounds((0.0, 1.0)).synced(0, same_inputs=False)))
+
+
+def test_of_too_many_roundings_none_is_known() -> None:
+    for world, known in ((100, True), (200, False), (300, False)):
+        found = bounds((1.0,) * world, torch.bfloat16).synced(0, same_inputs=True)
+        assert (found is not None) == known

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.oracles.rounding import gamma, interval, unit_roundoff
+from distcheck.oracles.rounding import NotBoundedError, gamma, interval, unit_roundoff
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 
@@ -194,6 +194,18 @@ def test_underflow_is_allowed_for_and_no_more() -> None:
     halved = tiny / 2 + tiny / 2  # both products round to zero
     assert bool(((halved.double() - known.mean).abs() <= known.bound).all())
     assert float(known.bound) < 2.0**-145
+
+
+@pytest.mark.parametrize("world", [128, 255, 300])  # gamma: above 1, infinite, negative
+def test_where_roundings_come_to_all_that_is_summed_there_is_no_bound(world: int) -> None:
+    shards = [torch.ones(1, dtype=torch.bfloat16)] * world
+    with pytest.raises(NotBoundedError, match=r"may add up to all that is rounded"):
+        interval(shards, [1 / world] * world)
+
+
+def test_short_of_that_zero_is_outside() -> None:
+    known = interval([torch.ones(1, dtype=torch.bfloat16)] * 126, [1 / 126] * 126)
+    assert float(known.bound) < float(known.mean)
 
 
 def test_gamma_is_highams() -> None:
