@@ -13,8 +13,14 @@ scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two mo
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 4.2);
 `tiny`, the smallest subnormal number, covers products that underflow. A weight is negative where a
-loss was multiplied by a negative factor, which the weight takes back. The mean itself is
-computed in float64, and its own error is added by the same formula with float64's u.
+loss was multiplied by a negative factor, which the weight takes back.
+
+The mean itself is computed in float64, and its own error is added by the same formula with
+float64's u. A term of it goes through W roundings (its product and W - 1 additions: the first is
+to zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the
+loss was scaled: for the factor (declared times observed), the division by it, and, where another
+loss is asked after, that one's factor, a product and a quotient. So k is W + 2, or W + 7. The bound
+and what is held against it are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
 
 A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
 rounded once more, on its way in, and each of the k roundings is counted with the larger of the
@@ -51,6 +57,7 @@ _UNITS = {
     torch.bfloat16: (2.0**-8, 2.0**-133),
 }
 
+_ROOM = 1 + 2.0**-40  # for the roundings of the bound itself
 
 # Dtypes whose every number a dtype holds exactly.
 _CONTAINED = {
@@ -90,6 +97,11 @@ def gamma(roundings: int, unit: float) -> float:
             f"{roundings} roundings of relative size {unit:.2g} may add up to all that is rounded"
         )
     return roundings * unit / (1 - roundings * unit)
+
+
+def reference_roundings(world: int, *, rescaled: bool) -> int:
+    """How many roundings a term of the float64 mean goes through, by which it may be off itself."""
+    return world + (7 if rescaled else 2)
 
 
 def interval(
@@ -133,6 +145,7 @@ def interval(
     for shard, size, weight in zip(shards, magnitudes or shards, weights, strict=True):
         mean.add_(shard, alpha=weight)
         magnitude.add_(size.abs(), alpha=abs(weight))
-    factor = gamma(roundings, unit) + gamma(world + 1, _UNITS[torch.float64][0])
+    own_error = gamma(reference_roundings(world, rescaled=rescaled), _UNITS[torch.float64][0])
+    factor = (gamma(roundings, unit) + own_error) * _ROOM
     bound = magnitude.mul_(factor).add_(roundings * tiny)
     return Interval(mean, torch.where(mean.isfinite(), bound, 0.0))

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.oracles.rounding import NotBoundedError, gamma, interval, unit_roundoff
+from distcheck.oracles.rounding import (
+    NotBoundedError,
+    gamma,
+    interval,
+    reference_roundings,
+    unit_roundoff,
+)
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 
@@ -178,6 +184,26 @@ def test_the_mean_is_exact_up_to_its_own_error(seed: int, world: int, dtype: tor
         exact = sum((Fraction(float(s[i])) for s in shards), Fraction()) / world
         largest = sum(abs(float(s[i])) for s in shards) / world
         assert abs(Fraction(float(known.mean[i])) - exact) <= Fraction(2 * world * largest) / 2**52
+
+
+def test_roundings_of_the_weights_are_roundings_of_the_mean() -> None:
+    """With the weights of `expectation`, for a loss that was scaled and is asked after as another:
+    so many draws come above what the sum alone would owe.
+    """
+    order, unit, beyond = random.Random(0), 2.0**-53, 0
+    most = gamma(reference_roundings(1, rescaled=True), unit)
+    for _ in range(2000):
+        size, rest, observed = order.randrange(1, 999), order.randrange(1, 999), order.random()
+        here = size / (size + rest)
+        share = 1.0 / (here * observed) * here
+        shard = torch.rand(1, dtype=torch.float64) + 1
+        known = interval([shard], [share], rescaled=True)
+        exact = Fraction(float(shard)) / Fraction(observed)
+        error = abs(Fraction(float(known.mean)) / exact - 1)
+        assert error <= Fraction(most)
+        assert float(known.bound / known.mean) >= gamma(6, unit) + most
+        beyond += error > Fraction(gamma(2, unit))
+    assert beyond > 0
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
