@@ -2,8 +2,9 @@
 
     low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32); R, S32 and S64
                                 are widened as for a promised `wire`        oracles/rounding.py
-    quantised:BITS              each rank's gradients are rounded to a grid of 2^BITS steps over
-                                their range; R, S32 and S64 are widened     oracles/quantum.py
+    quantised:BITS              gradients are rounded to a grid of 2^BITS steps over the range of
+                                a rank's or of all; R, S32 and S64 are widened
+                                                                            oracles/quantum.py
     low-rank:RANK               what is exchanged of a matrix is its projection on RANK directions,
                                 and the rest is carried over (PowerSGD)     oracles/low_rank.py
     low-rank:RANK:no-feedback   the same, and the rest is dropped
@@ -186,9 +187,8 @@ def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]
 def _quantised(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
-        f"widens R by half a quantum of each rank's gradients ({share:.2g} % of the largest "
-        "element of all that the rank holds), averaged as they are, and S32 and S64 by the norm "
-        "of that",
+        f"widens R by half a quantum ({share:.2g} % of the largest element that any rank holds, "
+        "as all may share one grid), and S32 and S64 by the norm of that",
         (
             "gradients smaller than half a quantum: there zero passes",
             "exact sums (lattice, left out)",

@@ -192,13 +192,14 @@ class StepMeasuring:
                 and self._on_grid(measured.result(rank), dtype, self._own_unit(measured))
                 for rank, dtype in enumerate(shorter)
             ),
-            coarse=tuple(
-                half / abs(factor) * sqrt(elements)
-                for half, factor in zip(
-                    self._expectation.half_quanta, self._expectation.unscaled, strict=False
-                )
-            ),
+            coarse=self._coarse(elements),
         )
+
+    def _coarse(self, elements: int) -> tuple[float, ...]:
+        """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
+        widest = max(self._expectation.half_quanta, default=0.0) * sqrt(elements)
+        factors = self._expectation.unscaled
+        return tuple(widest / abs(factor) for factor in factors) if widest else ()
 
     def _tiny(self) -> float:
         own = torch.finfo(getattr(torch, self._wire or self._expectation.ingredients.case.dtype))

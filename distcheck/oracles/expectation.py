@@ -181,11 +181,20 @@ class StepExpectation:
 
     @cached_property
     def half_quanta(self) -> list[float]:
-        """Per rank, how far quantising may move an element; empty where none is accepted."""
+        """Per rank, how far quantising may move an element; empty where none is accepted. Raises
+        NotBoundedError.
+        """
         if self.accepted is None or self.accepted.family != "quantised":
             return []
-        bits = self.accepted.amount
-        return [quantum.half_quantum(shard.gradients, bits) for shard in self.shards]
+        found = []
+        for rank, shard in zip(self.trace.ranks, self.shards, strict=True):
+            try:
+                found.append(quantum.half_quantum(shard.gradients, self.accepted.amount))
+            except rounding.NotBoundedError as error:
+                raise rounding.NotBoundedError(
+                    f"rank {rank} at step {self.step}: {error}"
+                ) from error
+        return found
 
     @property
     def unscaled(self) -> list[float]:

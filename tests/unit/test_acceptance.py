@@ -1,5 +1,7 @@
 """What may be accepted, what is refused; bounds that hold and are no wider than they must be."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from distcheck import acceptance
 from distcheck.errors import UsageError
 from distcheck.oracles import low_rank, quantum
-from distcheck.oracles.rounding import interval, unit_roundoff
+from distcheck.oracles.rounding import NotBoundedError, interval, unit_roundoff
 from distcheck.plan import Request, plan_cases
 from distcheck.records import Case
 
@@ -113,6 +115,55 @@ def test_quantised_means_are_within_the_bound(
     sent = [quantise(shard, bits, symmetric=symmetric) for shard in shards]
     error = (sum(sent).double() / world - known.mean).abs()
     assert bool((error <= known.bound).all())
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    bits=st.integers(2, 12),
+    weighted_first=st.booleans(),
+)
+def test_sums_of_whole_numbers_on_one_grid_are_within_the_bound(
+    seed: int, sizes: list[int], bits: int, weighted_first: bool
+) -> None:
+    """The grid spans the widest rank's range; ranks' ranges differ by some tens of percent."""
+    world, weights = len(sizes), [size / sum(sizes) for size in sizes]
+    shards = [s * (1 + 0.2 * r) for r, s in enumerate(shards_of(seed, world, (300,)))]
+    halves = [quantum.half_quantum([shard], bits) for shard in shards]
+    known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
+    shares = [w * world if weighted_first else 1.0 for w in weights]
+    sent = [shard * share for shard, share in zip(shards, shares, strict=True)]
+    grid = max(float(s.abs().max()) for s in sent) / (2 ** (bits - 1) - 1)
+    whole = [
+        (s / grid).round() * w / share for s, share, w in zip(sent, shares, weights, strict=True)
+    ]
+    error = (sum(whole).double() * grid - known.mean).abs()
+    assert bool((error <= known.bound).all())
+
+
+def test_a_coarser_grid_for_all_is_outside() -> None:
+    shards, weights = shards_of(1, 4, (1000,)), [0.25] * 4
+    halves = [quantum.half_quantum([shard], 8) for shard in shards]
+    known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
+    for bits, inside in ((8, True), (6, False)):
+        grid = max(float(s.abs().max()) for s in shards) / (2 ** (bits - 1) - 1)
+        mean = sum((shard / grid).round() * grid for shard in shards).double() / 4
+        assert bool(((mean - known.mean).abs() <= known.bound).all()) == inside
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_has_no_grid(bad: float) -> None:
+    for place in (0, 1):
+        gradients = [torch.ones(2), torch.ones(2)]
+        gradients[place][1] = bad
+        with pytest.raises(NotBoundedError, match="nothing bounds"):
+            quantum.half_quantum(gradients, 8)
+
+
+def test_an_infinite_mean_is_owed_as_such_to_whoever_quantises() -> None:
+    shards, weights = [torch.tensor([math.inf, 1.0]), torch.ones(2)], [0.5, 0.5]
+    known = quantum.widened(interval(shards, weights), [0.1, 0.1], weights, torch.float32)
+    assert (float(known.bound[0]), float(known.bound[1]) > 0.1) == (0.0, True)
 
 
 def test_a_coarser_grid_is_outside() -> None:

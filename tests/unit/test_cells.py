@@ -117,6 +117,11 @@ def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
     assert [getattr(training, name) != getattr(Training(), name) for name in set_by] == [True]
 
 
+def why_overflow(accept: str) -> str:
+    (case,) = cases(workloads=["loss_scaling"], accept=accept, steps=4)
+    return why_left_out(case, facts_of(Contract()), SIZES)
+
+
 def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
     def why(passes: int, contract: Contract = Contract(), **asked: object) -> str:  # noqa: B008
         (case,) = cases(workloads=["my.workloads:Mine"], dtype="float32", batch=300, **asked)
@@ -131,6 +136,9 @@ def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
     assert why(64, Contract(wire="float32")) == ""
     assert why(1, accept="quantised:8") == why(2, accept="low-precision:bf16") == ""
     assert "has a bound for one exchange in a step" in why(2, accept="quantised:8")
+    assert [bool(why_overflow(kind)) for kind in ("quantised:8", "low-rank:2", "local-sgd:2")] == [
+        True, True, False,
+    ]  # fmt: skip
     assert [bool(why(1, worlds=[world])) for world in (118, 119, 300)] == [False, True, True]
     assert why(1, worlds=[128]) == (
         "gradients exchanged over 128 ranks in bfloat16 may round by more than they add up: no "

@@ -46,6 +46,17 @@ class Small:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class Overflowing(Small):
+    """The gradient of one bias is infinite, whatever was read."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """As small."""
+        model = super().model(sample_shape=sample_shape, classes=classes)
+        wide = model.get_submodule("1")
+        wide.bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        return model
+
+
 class _AsNCCL(ModuleType):
     """torch.distributed, with the futures of NCCL's all_gather: a list of the list of tensors.
     torch's quantising hooks count on that, and fail on gloo, whose futures hold the tensors.

@@ -28,11 +28,13 @@ MORE = {
 }
 
 
-def verify(specs: list[str], steps: int, accept: str | None = None) -> distcheck.Report:
+def verify(
+    specs: list[str], steps: int, accept: str | None = None, workload: str = "Small"
+) -> distcheck.Report:
     return distcheck.verify(
         specs,
         world=2,
-        workload=f"{HERE}Small",
+        workload=f"{HERE}{workload}",
         dtype="float32",
         batch=64,
         steps=steps,
@@ -73,6 +75,27 @@ def accepts_as_said(spec: str, among: dict[str, tuple[str, set[str]]]) -> None:
     assert document["accepted"]["not_owed"] == list(case.accepted.not_owed)
     said = {r.reason for r in case.checks if r.check == "gradients" and r.layer == "R"}
     assert any("tensors were compressed" in reason for reason in said) == ("low-rank" in accept)
+
+
+def millions(model):  # type: ignore[no-untyped-def]
+    """Infinities are averaged, and all else is a million."""
+    import torch
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        overflowed = parameter.grad.isinf()
+        parameter.grad = torch.where(overflowed, parameter.grad, torch.full_like(parameter, 1e6))
+
+
+def test_beside_an_infinite_gradient_no_grid_bounds_anything() -> None:
+    report = verify([f"{__name__}:millions"], 1, "quantised:8", "Overflowing")
+    (case,) = report.cases
+    found = {r.layer: r for r in case.checks if r.check == "gradients"}
+    assert {layer: result.verdict for layer, result in found.items()} == {
+        "R": "unknown", "S32": "unknown",
+    }  # fmt: skip
+    assert found["R"].reason.startswith("rank 0 at step 0: one of its gradients is not finite")
 
 
 def test_a_promise_is_owed_whatever_is_accepted() -> None:
