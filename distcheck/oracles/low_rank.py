@@ -35,7 +35,8 @@ in float32.
 
 What is not compressed (vectors, small matrices, all of it in the first steps) owes M itself within
 R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It is wrong
-if it is zero and M is not. How near y comes to M is not owed: the report says it.
+if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How near y
+comes to M is not owed: the report says it.
 """
 
 from collections.abc import Sequence
@@ -110,11 +111,15 @@ def project(
     eps = gamma(rows + world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
     columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     norm, tail = float(values.norm()), float(values[rank:].norm())
+    if norm <= eps:
+        if bool((mean.abs() <= given.bound).all()):  # ranks' gradients cancel: zero is their mean
+            return Projected(norm, eps, 1.0)
+        return Projected(whole, eps, 0.0, "zero, where the mean is not")
+    if whole == 0.0:
+        return Projected(norm, eps, 0.0, "not zero, where the mean is")
     if tail > eps:
         found = int((values > eps / sqrt(len(values))).sum())
         return Projected(tail, eps, norm / whole, f"not the mean, and of rank {found}, not {rank}")
-    if norm <= eps:
-        return Projected(whole, eps, 0.0, "zero, where the mean is not")
     inner = columns[:, :rank].T @ (wanted - matrix)
     error = float((values[:rank, None] * inner).norm()) / norm
     slack = 1.0 if rank == 1 else _UNORTHOGONAL

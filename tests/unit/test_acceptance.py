@@ -228,3 +228,19 @@ def test_what_is_no_projection_is_said() -> None:
     assert "no projection" in why(exchange(shards[:3], 2, 0))
     vector = low_rank.carried(interval([torch.ones(9)] * 2, [0.5] * 2), [], unit=U, world=2)
     assert low_rank.project(torch.full((9,), 2.0), vector, rank=2, world=2, unit=U).why
+
+
+@pytest.mark.parametrize("left", [torch.zeros(20, 30), *shards_of(1, 1, (20, 30))])
+def test_where_the_mean_is_zero_so_is_what_was_exchanged(left: torch.Tensor) -> None:
+    """Because every rank's gradient is, or because two of them cancel."""
+    known = low_rank.carried(interval([left, -left], [0.5] * 2), [], unit=U, world=2)
+
+    def why(result: torch.Tensor) -> str:
+        return low_rank.project(result, known, rank=2, world=2, unit=U).why
+
+    assert not why(torch.zeros(20, 30))
+    for wrong in (torch.ones(20, 30), torch.randn(20, 30)):  # of rank 1, and of more than was said
+        assert why(wrong) == "not zero, where the mean is"
+    rounded = torch.zeros(20, 30)  # one element has got the roundings of two matrix products
+    rounded[3, 4] = 4 * float(known.bound.max())
+    assert not why(rounded)
