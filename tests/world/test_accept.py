@@ -23,6 +23,7 @@ ACCEPTED = {
 }
 MORE = {
     f"{HERE}symmetric_4": ("quantised:4", {"unexplained"}),
+    f"{HERE}one_grid": ("quantised:8", {"unexplained"}),
     f"{HERE}PowerSGDWithoutFeedback": ("low-rank:5:no-feedback", {"unexplained"}),
     f"{HERE}averages_by_hand": ("local-sgd:3", {"no-sync"}),
 }
