@@ -157,8 +157,13 @@ def restore(
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A sparse tensor with all its zeros; any other as it is."""
-    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+    """A sparse tensor with all its zeros; a conjugate or a negative that torch only marks as one
+    (`x.mH` leaves such gradients) with its own numbers in memory; any other as it is.
+    """
+    if tensor is None:
+        return None
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

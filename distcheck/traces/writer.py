@@ -53,7 +53,8 @@ class TraceWriter:
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
             self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank)
             return
-        dense = tensor.detach().cpu().contiguous()
+        # A conjugate's or a negative's memory holds the other sign, which a bit takes back.
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         data = raw_bytes(dense)
         digest = xxhash.xxh3_128_digest(data)
         source, holder = self._holder(kind, slot, index, digest)

@@ -124,6 +124,29 @@ def test_strided_tensors_are_recorded_in_logical_order(fd: int) -> None:
     assert torch.equal(found, strided)
 
 
+def test_conjugates_and_negatives_are_recorded_as_the_numbers_they_are(fd: int) -> None:
+    """torch may only mark them, and leave the other sign in memory."""
+    complex_model = ModelLayout(
+        parameters=(
+            TensorSpec(name="complex", shape=(3,), dtype="complex64"),
+            TensorSpec(name="real", shape=(3,), dtype="float32"),
+        ),
+        buffers=(),
+        optimizer=(),
+    )
+    layout = TraceLayout(world=1, steps=1, max_shard=1, model=complex_model)
+    os.ftruncate(fd, layout.total_bytes)
+    conjugate = torch.randn(3, dtype=torch.complex64).conj()
+    assert conjugate.is_conj()
+    assert conjugate.imag.is_neg()
+    writer, reader = TraceWriter(fd, layout, 0), TraceReader(fd, layout)
+    for index, tensor in enumerate((conjugate, conjugate.imag)):
+        writer.put(Kind.GRADIENT, 0, index, tensor)
+        found = reader.tensor(0, Kind.GRADIENT, 0, index)
+        assert found is not None
+        assert torch.equal(found, tensor)
+
+
 def test_headers_come_back_and_close_a_step(fd: int) -> None:
     state = bytes(range(256)) * 19
     for rank in range(2):
