@@ -198,10 +198,13 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     changes = hasattr(ingredients.loaded.workload, "before_step")
     normalises = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
-    before, roundings = torch.get_rng_state(), _Roundings(model)
+    roundings = _Roundings(model)
+    before, libraries_before = torch.get_rng_state(), seeds.library_states()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
         ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
+    # NumPy may have been loaded within; then there is nothing to hold its state against.
+    draws = draws or not seeds.library_states().startswith(libraries_before)
     return CaseFacts(
         contract=Contract(),
         strategy_file="",

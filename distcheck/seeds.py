@@ -7,6 +7,8 @@ never coincide by accident and each can be made again without running what came 
 import hashlib
 import os
 import random
+import struct
+import sys
 from typing import Any
 
 # What must be pinned before torch is imported. More than one intra-op thread changes bits (the
@@ -34,8 +36,6 @@ def seed_everything(seed: int) -> None:
 
     A forked rank inherits its parent's generators, so all three must be set in every rank.
     """
-    import sys
-
     import torch
 
     torch.manual_seed(seed)
@@ -43,6 +43,45 @@ def seed_everything(seed: int) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+# Mersenne twisters: 624 words and a position, then whether half of a pair of normal numbers is kept
+# for the next draw, and that half.
+_TWISTER = struct.Struct("<625I?d")
+LIBRARY_STATES_BYTES = 2 * _TWISTER.size
+
+
+def library_states() -> bytes:
+    """The generators of `random` and, if it is loaded, NumPy, that everybody shares: of each, the
+    state from which it draws again what it is about to draw.
+
+    At most LIBRARY_STATES_BYTES. `random`'s state comes first and is always there.
+    """
+    _, words, kept = random.getstate()
+    packed = _TWISTER.pack(*words, kept is not None, kept or 0.0)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return packed
+    state = numpy_random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":  # somebody has put another one in its place
+        return packed
+    key, position = state["state"]["key"], state["state"]["pos"]
+    normal = bool(state["has_gauss"]), state["gauss"]
+    return packed + _TWISTER.pack(*key.tolist(), position, *normal)
+
+
+def set_library_states(states: bytes) -> None:
+    """Puts the generators back. NumPy's only where it is loaded, as it is where anything draws
+    from it.
+    """
+    *words, is_kept, kept = _TWISTER.unpack_from(states)
+    random.setstate((3, tuple(words), kept if is_kept else None))
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None or len(states) < LIBRARY_STATES_BYTES:
+        return
+    *key, position, is_kept, kept = _TWISTER.unpack_from(states, _TWISTER.size)
+    twister = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+    numpy_random.set_state({**twister, "has_gauss": int(is_kept), "gauss": kept})
 
 
 def pin_determinism() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from distcheck import devices
+from distcheck import devices, seeds
 from distcheck.contract import Batch, Contract
 from distcheck.oracles.rounding import real_parts
 from distcheck.ranks.training import Ingredients, dense, trainable
@@ -129,6 +129,7 @@ class ShardReference:
         self._ingredients.prepare(self._model, step)
         batch = self._ingredients.batch(torch.tensor(header.ids, dtype=torch.int64), total)
         devices.set_rng_state(header.rng_state, self._ingredients.device, CPU_RNG_STATE_BYTES)
+        seeds.set_library_states(header.library_states)
         weight = len(header.ids) * len(headers) / total
         scale = loss_scale(self._ingredients, self._trace, rank, step)
         accumulate = self._ingredients.training.accumulate

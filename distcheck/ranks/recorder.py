@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from distcheck import devices
+from distcheck import devices, seeds
 from distcheck.ranks.training import state_tensors, trainable, whole
 from distcheck.traces.layout import Kind, TraceLayout
 from distcheck.traces.writer import TraceWriter
@@ -61,7 +61,7 @@ class TraceRecorder:
         self._step = 0
         self._epoch = 0
         self._ids: list[int] = []
-        self._rng_state = b""
+        self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
         self._ready: list[int] = []
 
@@ -76,9 +76,10 @@ class TraceRecorder:
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
-        """Opens a step; the RNG state is the one that the forward pass will start from."""
+        """Opens a step; the RNG states are those that the forward pass will start from."""
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
+        self._library_states = seeds.library_states()
         self._ready.clear()
         self._loss_factor = 1.0
 
@@ -112,6 +113,7 @@ class TraceRecorder:
             epoch=self._epoch,
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,
+            library_states=self._library_states,
         )
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:

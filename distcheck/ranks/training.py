@@ -125,6 +125,7 @@ class Checkpoint:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     rng_state: bytes
+    library_states: bytes
 
 
 def take_checkpoint(
@@ -141,7 +142,12 @@ def take_checkpoint(
             consolidate(to=rank)
             if rank == dist.get_rank():
                 state = copy.deepcopy(optimizer.state_dict())
-    return Checkpoint(copy.deepcopy(model.state_dict()), state, devices.rng_state(device))
+    return Checkpoint(
+        copy.deepcopy(model.state_dict()),
+        state,
+        devices.rng_state(device),
+        seeds.library_states(),
+    )
 
 
 def restore(
@@ -154,6 +160,7 @@ def restore(
     model.load_state_dict(kept.model)
     optimizer.load_state_dict(kept.optimizer)
     devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)
+    seeds.set_library_states(kept.library_states)
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:

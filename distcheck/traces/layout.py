@@ -3,7 +3,7 @@
 A trace is one file of fixed layout (a memfd: shared memory without a name, so that nothing is
 left behind whatever dies). Every rank writes into regions of its own:
 
-    step headers    per rank and step: sample ids, loss, RNG state, order of gradients
+    step headers    per rank and step: sample ids, loss, RNG states, order of gradients
     slot table      per rank, kind, slot and tensor: digest and where the bytes are
     data            per rank, kind, slot and tensor: the bytes
 
@@ -20,6 +20,7 @@ from functools import cached_property
 import msgspec
 
 from distcheck.records import ModelLayout, TensorSpec
+from distcheck.seeds import LIBRARY_STATES_BYTES
 
 _BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4,
@@ -32,8 +33,8 @@ CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its 
 RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
 
 ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, reserved
-# written, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest
-HEADER = struct.Struct("<BxxxIddqI16s")
+# written, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states' bytes
+HEADER = struct.Struct("<BxxxIddqI16sI")
 
 
 class Kind(IntEnum):
@@ -107,7 +108,8 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def header_bytes(self) -> int:
         """Size of one step header."""
         ready_order = 4 * len(self.model.parameters)
-        return _aligned(HEADER.size + RNG_STATE_BYTES + 8 * self.max_shard + ready_order)
+        states = RNG_STATE_BYTES + LIBRARY_STATES_BYTES
+        return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order)
 
     @cached_property
     def _entries_before(self) -> dict[Kind, int]:

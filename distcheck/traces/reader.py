@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from distcheck.memory import mapped_tensor
+from distcheck.seeds import LIBRARY_STATES_BYTES
 from distcheck.traces.layout import (
     ENTRY,
     HEADER,
@@ -28,6 +29,7 @@ class StepHeader:
     """What a rank recorded of a step besides tensors; ids and ready_order are indices.
 
     `loss_factor` is the derivative of what backward started from by the shard's mean loss.
+    `rng_state` is that of torch's generators, `library_states` what `seeds.library_states` says.
     """
 
     written: bool
@@ -37,6 +39,7 @@ class StepHeader:
     epoch: int
     rng_state: bytes
     rng_digest: bytes
+    library_states: bytes
     ready_order: tuple[int, ...]
 
 
@@ -79,10 +82,13 @@ class TraceReader:
     def header(self, rank: int, step: int) -> StepHeader:
         """The step header of a rank."""
         at = self.layout.header_offset(rank, step)
-        written, samples, loss, factor, epoch, rng_bytes, digest = HEADER.unpack_from(self._map, at)
+        header = HEADER.unpack_from(self._map, at)
+        written, samples, loss, factor, epoch, rng_bytes, digest, library_bytes = header
         at += HEADER.size
         rng_state = bytes(self._map[at : at + rng_bytes])
         at += RNG_STATE_BYTES
+        library_states = bytes(self._map[at : at + library_bytes])
+        at += LIBRARY_STATES_BYTES
         ids = struct.unpack_from(f"<{samples}q", self._map, at)
         at += 8 * self.layout.max_shard
         order = struct.unpack_from(f"<{len(self.layout.model.parameters)}i", self._map, at)
@@ -94,6 +100,7 @@ class TraceReader:
             epoch=epoch,
             rng_state=rng_state,
             rng_digest=digest,
+            library_states=library_states,
             ready_order=tuple(i for i in order if i >= 0),
         )
 

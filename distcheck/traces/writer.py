@@ -7,6 +7,7 @@ import torch
 import xxhash
 
 from distcheck.memory import raw_bytes, write_at
+from distcheck.seeds import LIBRARY_STATES_BYTES
 from distcheck.traces.layout import (
     ENTRY,
     HEADER,
@@ -84,25 +85,28 @@ class TraceWriter:
         epoch: int,
         rng_state: bytes,
         ready_order: list[int],
+        library_states: bytes = b"",
     ) -> None:
         """Records what belongs to a step and is no tensor of the model; marks it as written.
 
         `ready_order` [parameters] lists parameter indices in the order in which backward
-        finished their gradients, padded with -1.
+        finished their gradients, padded with -1. The digest is of torch's generators alone: the
+        libraries' are drawn from by whoever likes, and what that changes shows elsewhere.
         """
         at = self._layout.header_offset(self._rank, step)
         tail = at + HEADER.size
         self._index[tail : tail + len(rng_state)] = rng_state
         tail += RNG_STATE_BYTES
+        self._index[tail : tail + len(library_states)] = library_states
+        tail += LIBRARY_STATES_BYTES
         packed_ids = b"".join(i.to_bytes(8, "little", signed=True) for i in ids)
         self._index[tail : tail + len(packed_ids)] = packed_ids
         tail += 8 * self._layout.max_shard
         packed_order = b"".join(i.to_bytes(4, "little", signed=True) for i in ready_order)
         self._index[tail : tail + len(packed_order)] = packed_order
         digest = xxhash.xxh3_128_digest(rng_state)
-        HEADER.pack_into(
-            self._index, at, 1, len(ids), loss, loss_factor, epoch, len(rng_state), digest
-        )
+        sizes = len(rng_state), digest, len(library_states)
+        HEADER.pack_into(self._index, at, 1, len(ids), loss, loss_factor, epoch, *sizes)
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself when nobody does."""

@@ -1,10 +1,11 @@
 """Devices: how many GPUs a process will see, what is refused, and which cases a GPU adds."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from distcheck import devices
+from distcheck import devices, seeds
 from distcheck.cells import CELLS
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError
@@ -43,6 +44,36 @@ def test_generators_come_back() -> None:
     drawn = torch.rand(5)
     devices.set_rng_state(state, cpu, CPU_RNG_STATE_BYTES)
     assert torch.equal(torch.rand(5), drawn)
+
+
+def test_generators_of_libraries_come_back() -> None:
+    import random
+
+    import numpy
+
+    def drawn() -> list[float]:
+        normal = [random.gauss(0, 1), numpy.random.normal()]  # of which the other half is kept
+        return [*normal, random.random(), numpy.random.random()]
+
+    for _ in range(2):  # with and without such a half
+        states = seeds.library_states()
+        assert len(states) == seeds.LIBRARY_STATES_BYTES
+        before = drawn()
+        assert not seeds.library_states().startswith(states)
+        seeds.set_library_states(states)
+        assert drawn() == before
+
+
+def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    import random
+
+    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
+    states = seeds.library_states()
+    assert len(states) < seeds.LIBRARY_STATES_BYTES
+    before = random.random()
+    seeds.set_library_states(states)
+    assert random.random() == before
+    assert "numpy.random" not in sys.modules
 
 
 @pytest.mark.parametrize(

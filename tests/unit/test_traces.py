@@ -160,13 +160,14 @@ def test_headers_come_back_and_close_a_step(fd: int) -> None:
             epoch=3,
             rng_state=state,
             ready_order=[2, 0, 1, -1],
+            library_states=state[:99],
         )
     reader = TraceReader(fd, LAYOUT)
     header = reader.header(1, 0)
     assert header.written
     assert header.ids == (5, 9, 2**40)
     assert (header.loss, header.loss_factor, header.epoch) == (0.1, 0.75, 3)
-    assert header.rng_state == state
+    assert (header.rng_state, header.library_states) == (state, state[:99])
     assert header.ready_order == (2, 0, 1)
     assert reader.steps_written() == 1
     assert steps_written(os.pread(fd, LAYOUT.index_bytes, 0), LAYOUT) == 1

@@ -1,0 +1,76 @@
+"""Workloads of people's own, in the forms that their code has, raise no alarm."""
+
+import random
+
+import numpy
+import torch
+from torch import nn
+
+import distcheck
+from distcheck.cells.samples import FEATURES, CellWorkload
+from distcheck.records import CaseReport
+from tests.world.test_verify import assert_everything_compared
+
+
+def passed(workload: type, strategy: str, *, steps: int = 2) -> CaseReport:
+    """The report on a workload that is right, and has to be found so."""
+    spec = f"{__name__}:{workload.__name__}"
+    report = distcheck.verify(strategy, world=2, workload=spec, batch=16, steps=steps)
+    assert_everything_compared(report)
+    return report.cases[0]
+
+
+def layers(case: CaseReport, check: str) -> set[str]:
+    """The layers by which a check judged it."""
+    return {result.layer for result in case.checks if result.check == check}
+
+
+class Conjugates(CellWorkload):
+    """A complex product whose gradient torch only marks as conjugated."""
+
+    own_dtypes = True
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(FEATURES, 8, dtype=torch.complex64) / 16)
+                self.out = nn.Linear(16, 4)
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                hidden = inputs.flatten(1).to(torch.complex64) @ self.weight.conj()
+                answer: torch.Tensor = self.out(torch.view_as_real(hidden).flatten(1).tanh())
+                return answer
+
+        return Model()
+
+
+def test_gradients_that_are_marked_as_conjugates() -> None:
+    assert layers(passed(Conjugates, "ddp"), "gradients") == {"X", "R", "S32"}
+
+
+class LayerDrop(CellWorkload):
+    """Each rank skips a layer or not, and scales another, by the generators of libraries."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 4)
+                self.between = nn.Linear(8, 8)
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                hidden = self.first(inputs.flatten(1)).tanh()
+                keep = float(random.random() < 0.5)
+                hidden = hidden + keep * self.between(hidden).tanh()
+                answer: torch.Tensor = self.last(hidden * numpy.random.normal())
+                return answer
+
+        return Model()
+
+
+def test_what_a_forward_pass_draws_from_libraries_is_drawn_again() -> None:
+    case = passed(LayerDrop, "allreduce")
+    assert layers(case, "gradients") == {"X", "R"}
+    reasons = [result.reason for result in case.checks if result.check == "gradients"]
+    assert "the forward pass draws random numbers" in str(reasons)
