@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distcheck import devices, seeds
-from distcheck.ranks.training import state_tensors, trainable, whole
+from distcheck.ranks.training import can_train, state_tensors, trainable, whole
 from distcheck.traces.layout import Kind, TraceLayout
 from distcheck.traces.writer import TraceWriter
 
@@ -66,10 +66,14 @@ class TraceRecorder:
         self._ready: list[int] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Registers the hooks."""
+        """Registers the hooks, also on what is frozen now and may train later: a parameter keeps its
+        hooks, and takes one only while it trains.
+        """
         for index, (_, parameter) in enumerate(trainable(model)):
-            if parameter.requires_grad:
-                parameter.register_hook(self._hook(index))
+            trains = parameter.requires_grad
+            if can_train(parameter):
+                parameter.requires_grad_(True).register_hook(self._hook(index))
+                parameter.requires_grad_(trains)
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Records the initial state: slot 0."""

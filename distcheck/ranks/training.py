@@ -97,6 +97,11 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
+def can_train(parameter: nn.Parameter) -> bool:
+    """Whether it may ever have a gradient; one of integers never has."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, torch.Tensor]]:
@@ -193,11 +198,14 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     """What a trace of this model will hold, the optimizer's state included.
 
-    The state's shape is only known after a step, so one is taken, with gradients of zero.
+    The state's shape is only known after a step, so one is taken, with gradients of zero: also of
+    what is frozen now, where the workload may let it train later.
     """
-    optimizer = ingredients.loaded.workload.optimizer(model.parameters())
+    workload = ingredients.loaded.workload
+    optimizer = workload.optimizer(model.parameters())
+    may_unfreeze = hasattr(workload, "before_step")
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad or (may_unfreeze and can_train(parameter)):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return ModelLayout(

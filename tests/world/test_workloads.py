@@ -74,3 +74,31 @@ def test_what_a_forward_pass_draws_from_libraries_is_drawn_again() -> None:
     assert layers(case, "gradients") == {"X", "R"}
     reasons = [result.reason for result in case.checks if result.check == "gradients"]
     assert "the forward pass draws random numbers" in str(reasons)
+
+
+class Unfreezes(CellWorkload):
+    """A layer that begins to train at step 1, with a momentum of its own from then on."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 4))
+        model[1].requires_grad_(False)
+        return model
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        assert isinstance(model, nn.Sequential)
+        model[1].requires_grad_(step >= 1)
+
+
+def test_what_was_built_frozen_trains_later() -> None:
+    found = {(r.check, r.layer): r.compared for r in passed(Unfreezes, "allreduce", steps=3).checks}
+    assert found["local gradients", "X"].tensors == 4
+    assert found["parameters", "X"].tensors == 8
+    assert found["gradients", "X"].ranks == 2
+
+
+def test_ddp_leaves_out_what_was_frozen_when_it_was_built() -> None:
+    spec = f"{__name__}:Unfreezes"
+    report = distcheck.verify("ddp", world=2, workload=spec, batch=16, steps=2)
+    assert {d.cause for d in report.cases[0].diagnosis} == {"partial-sync"}
+    failed = {r.check for r in report.cases[0].checks if r.verdict == "fail"}
+    assert "local gradients" not in failed
