@@ -66,12 +66,12 @@ class TraceRecorder:
         self._ready: list[int] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Registers the hooks, also on what is frozen now and may train later: a parameter keeps its
-        hooks, and takes one only while it trains.
+        """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
+        hook only while it trains, and keeps it.
         """
         for index, (_, parameter) in enumerate(trainable(model)):
             trains = parameter.requires_grad
-            if can_train(parameter):
+            if trains or can_train(parameter):
                 parameter.requires_grad_(True).register_hook(self._hook(index))
                 parameter.requires_grad_(trains)
 

@@ -14,7 +14,7 @@ from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedWorkload, load_workload
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.traces.layout import CPU_RNG_STATE_BYTES
+from distcheck.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -98,8 +98,12 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def can_train(parameter: nn.Parameter) -> bool:
-    """Whether it may ever have a gradient; one of integers never has."""
-    return parameter.is_floating_point() or parameter.is_complex()
+    """Whether it may ever have a gradient: one of integers never has, and no optimizer steps in 8
+    bits.
+    """
+    return parameter.dtype.itemsize > 1 and (
+        parameter.is_floating_point() or parameter.is_complex()
+    )
 
 
 def state_tensors(
@@ -200,6 +204,8 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
 
     The state's shape is only known after a step, so one is taken, with gradients of zero: also of
     what is frozen now, where the workload may let it train later.
+
+    Raises UsageError for a tensor that a trace cannot hold.
     """
     workload = ingredients.loaded.workload
     optimizer = workload.optimizer(model.parameters())
@@ -208,14 +214,21 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
         if parameter.requires_grad or (may_unfreeze and can_train(parameter)):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    return ModelLayout(
-        parameters=tuple(_spec(name, p) for name, p in trainable(model)),
-        buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
-        optimizer=tuple(_spec(name, t) for name, t in state_tensors(model, optimizer)),
-    )
+    try:
+        return ModelLayout(
+            parameters=tuple(_spec(name, p) for name, p in trainable(model)),
+            buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
+            optimizer=tuple(_spec(name, t) for name, t in state_tensors(model, optimizer)),
+        )
+    except UsageError as error:
+        raise UsageError(f"workload {ingredients.case.workload}: {error}") from None
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(
-        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.")
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BYTES:
+        raise UsageError(
+            f"{name} is of dtype {dtype}, whose elements cannot be recorded and compared; "
+            f"those of {', '.join(BYTES)} can"
+        )
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)

@@ -3,7 +3,8 @@
     index.bin             headers and tables, as they lay in memory
     slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
 
-A tensor that several ranks share is stored once, under the rank that holds it.
+A tensor that several ranks share is stored once, under the rank that holds it. complex32 and
+complex128, which safetensors does not know, are stored as pairs of real numbers.
 """
 
 import errno
@@ -24,6 +25,8 @@ from distcheck.records import TensorSpec
 from distcheck.traces.layout import ENTRY, Kind, Source, State, TraceLayout
 from distcheck.traces.reader import TraceReader
 from distcheck.worlds.child import Reporter
+
+_IN_PAIRS = (torch.complex32, torch.complex128)
 
 
 def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
@@ -51,7 +54,7 @@ def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         reporter.progress(number, "load")
         try:
             _load(folder, job.layout, fd)
-        except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+        except (OSError, safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
     return b""
 
@@ -65,7 +68,8 @@ def _save(folder: Path, layout: TraceLayout, fd: int) -> None:
         for rank, kind, number, spec in _held(layout, index, slot):
             tensor = trace.tensor(rank, kind, slot, number)
             assert tensor is not None, "the table says that it is stored"
-            tensors[_key(rank, kind, spec)] = tensor
+            in_pairs = tensor.dtype in _IN_PAIRS
+            tensors[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
         save_file(tensors, folder / f"slot-{slot:03}.safetensors")
 
 
@@ -79,6 +83,8 @@ def _load(folder: Path, layout: TraceLayout, fd: int) -> None:
         tensors = load_file(folder / f"slot-{slot:03}.safetensors")
         for rank, kind, number, spec in _held(layout, index, slot):
             tensor = tensors[_key(rank, kind, spec)].contiguous()
+            if getattr(torch, spec.dtype) in _IN_PAIRS:
+                tensor = torch.view_as_complex(tensor)
             found = (tuple(tensor.shape), str(tensor.dtype))
             if found != (spec.shape, f"torch.{spec.dtype}"):
                 raise ValueError(f"{_key(rank, kind, spec)} is {found[1]} of shape {found[0]}")

@@ -22,9 +22,12 @@ import msgspec
 from distcheck.records import ModelLayout, TensorSpec
 from distcheck.seeds import LIBRARY_STATES_BYTES
 
-_BYTES = {
+# The dtypes that a trace holds: those whose elements torch copies and whose bytes are theirs alone.
+BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4,
-    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+    "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
 NO_DIGEST = bytes(16)
@@ -77,7 +80,7 @@ class Source(IntEnum):
 
 def spec_bytes(spec: TensorSpec) -> int:
     """Size of a tensor in bytes."""
-    return spec.elements * _BYTES[spec.dtype]
+    return spec.elements * BYTES[spec.dtype]
 
 
 def _aligned(offset: int) -> int:

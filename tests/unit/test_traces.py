@@ -2,14 +2,25 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distcheck.checks.comparison import bitwise
 from distcheck.records import ModelLayout, TensorSpec
-from distcheck.traces.layout import Kind, Source, State, TraceLayout, steps_written
+from distcheck.traces import files
+from distcheck.traces.layout import (
+    BYTES,
+    Kind,
+    Source,
+    State,
+    TraceLayout,
+    spec_bytes,
+    steps_written,
+)
 from distcheck.traces.reader import TraceReader
 from distcheck.traces.writer import TraceWriter
 
@@ -114,6 +125,32 @@ def test_absent_malformed_and_unwritten_are_told_apart(fd: int) -> None:
     assert states == [State.ABSENT, State.MALFORMED, State.MALFORMED, State.UNWRITTEN]
     assert reader.tensor(0, Kind.GRADIENT, 0, 0) is None
     assert reader.tensor(0, Kind.GRADIENT, 0, 1) is None
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", BYTES)
+def test_every_dtype_comes_back_also_from_files(fd: int, dtype: str, tmp_path: Path) -> None:
+    spec = TensorSpec(name="tensor", shape=(2, 3), dtype=dtype)
+    model = ModelLayout(parameters=(), buffers=(spec,), optimizer=())
+    layout = TraceLayout(world=1, steps=1, max_shard=1, model=model)
+    bytes_of_it = torch.arange(spec_bytes(spec), dtype=torch.uint8) % (2 if dtype == "bool" else 99)
+    tensor = bytes_of_it.view(getattr(torch, dtype)).view(spec.shape)
+    again = os.memfd_create("test")
+    try:
+        for file in (fd, again):
+            os.ftruncate(file, layout.total_bytes)
+        for slot in range(2):
+            TraceWriter(fd, layout, 0).put(Kind.BUFFER, slot, 0, tensor)
+        files._save(tmp_path, layout, fd)
+        files._load(tmp_path, layout, again)
+        for file in (fd, again):
+            found = TraceReader(file, layout).tensor(0, Kind.BUFFER, 1, 0)
+            assert found is not None
+            assert found.dtype == tensor.dtype
+            assert bitwise(found, tensor).ok
+            assert torch.empty_like(tensor).copy_(found).shape == spec.shape  # as references do
+    finally:
+        os.close(again)
 
 
 def test_strided_tensors_are_recorded_in_logical_order(fd: int) -> None:

@@ -3,11 +3,13 @@
 import random
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
 import distcheck
 from distcheck.cells.samples import FEATURES, CellWorkload
+from distcheck.errors import UsageError
 from distcheck.records import CaseReport
 from tests.world.test_verify import assert_everything_compared
 
@@ -102,3 +104,35 @@ def test_ddp_leaves_out_what_was_frozen_when_it_was_built() -> None:
     assert {d.cause for d in report.cases[0].diagnosis} == {"partial-sync"}
     failed = {r.check for r in report.cases[0].checks if r.verdict == "fail"}
     assert "local gradients" not in failed
+
+
+class SmallIntegers(CellWorkload):
+    """Buffers in dtypes that no layer of torch's has."""
+
+    own_dtypes = True
+    dtypes: tuple[torch.dtype, ...] = (torch.uint16, torch.uint32, torch.float8_e4m3fn)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 4))
+        for dtype in self.dtypes:
+            name = str(dtype).removeprefix("torch.")
+            model.register_buffer(name, torch.ones(3, dtype=torch.uint8).to(dtype))
+        return model
+
+
+class Packed(SmallIntegers):
+    """A buffer of elements that torch does not copy."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        model = super().model(sample_shape=sample_shape, classes=classes)
+        model.register_buffer("packed", torch.zeros(3, dtype=torch.uint8).view(torch.bits8))
+        return model
+
+
+def test_buffers_of_rare_dtypes() -> None:
+    assert layers(passed(SmallIntegers, "allreduce", steps=1), "buffers") == {"X"}
+
+
+def test_what_cannot_be_recorded_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="Packed: packed is of dtype bits8, whose elements"):
+        distcheck.verify("allreduce", world=2, workload=f"{__name__}:Packed", batch=16)
