@@ -1,7 +1,7 @@
 """Each rank's own part of a step, computed again in one process from the state it recorded."""
 
 import contextlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,8 @@ from distcheck.oracles.rounding import real_parts
 from distcheck.ranks.training import Ingredients, dense, trainable
 from distcheck.traces.layout import CPU_RNG_STATE_BYTES, Kind
 from distcheck.traces.reader import TraceReader
+
+_GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
 
 
 class NotRecordedError(Exception):
@@ -34,14 +36,27 @@ class ShardResult:
 
 
 def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
-    """What a GradScaler has multiplied a rank's loss by at a step: its first scale, halved for
-    every earlier step in which one of that rank's gradients was not finite.
+    """What a GradScaler has multiplied a rank's loss by at a step, given which of that rank's
+    earlier gradients were finite.
     """
     first = ingredients.training.loss_scale
     if first is None:
         return 1.0
-    overflows = sum(not all_finite(trace, rank, earlier) for earlier in range(step))
-    return first * 0.5**overflows
+    return scale_after(first, (all_finite(trace, rank, earlier) for earlier in range(step)))
+
+
+def scale_after(first: float, finite: Iterable[bool]) -> float:
+    """A GradScaler's scale after steps whose gradients were finite or not: halved after each that
+    were not, doubled after every so many in a row that were, as torch.amp.GradScaler is by default.
+    """
+    scale, in_a_row = first, 0
+    for step_was_finite in finite:
+        in_a_row = in_a_row + 1 if step_was_finite else 0
+        if not step_was_finite:
+            scale *= 0.5
+        elif in_a_row == _GROWTH_INTERVAL:
+            scale, in_a_row = scale * 2.0, 0
+    return scale
 
 
 def all_finite(trace: TraceReader, rank: int, step: int) -> bool:

@@ -21,6 +21,7 @@ from distcheck.errors import UsageError
 from distcheck.loading import load_workload
 from distcheck.oracles.order_exact import expected_gradients
 from distcheck.oracles.rounding import interval
+from distcheck.oracles.shards import scale_after
 from distcheck.ranks.training import open_ingredients
 from distcheck.remarks import why_left_out
 from tests.unit.test_plan import cases, checks, facts_of
@@ -266,3 +267,19 @@ def test_what_one_rank_alone_has_a_gradient_for_is_a_mean_with_zeros() -> None:
         found = mean(None, order)
         for one, other in zip(found, mean(torch.zeros(1000), order), strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_loss_scale_is_halved_and_doubled_as_torch_does() -> None:
+    """Over more steps than it takes to double, with overflows that begin the count anew."""
+    scaler = torch.amp.GradScaler("cpu")
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    scale, in_a_row = torch.tensor(2.0**10), torch.zeros((), dtype=torch.int32)
+    finite = [step not in (0, 700, 701, 2702, 4900) for step in range(5000)]
+    seen = [2.0**10]
+    for is_finite in finite:  # what a GradScaler does in its update()
+        overflows, interval = torch.tensor(float(not is_finite)), scaler.get_growth_interval()
+        torch._amp_update_scale_(scale, in_a_row, overflows, *factors, interval)
+        seen.append(float(scale))
+    for step in (0, 1, 2, 701, 702, 2701, 2702, 2703, 4702, 4703, 4704, 4900, 4901, 5000):
+        assert scale_after(2.0**10, finite[:step]) == seen[step], step
+    assert set(seen) == {2.0**power for power in (10, 9, 8, 7)}
