@@ -21,7 +21,12 @@ from distcheck.contract import Contract
 from distcheck.errors import UsageError
 from distcheck.jobs import CaseFacts, Facts, InspectionJob
 from distcheck.loading import LoadedStrategy, load_strategy
-from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
+from distcheck.ranks.training import (
+    Ingredients,
+    describe_model,
+    open_ingredients,
+    updates_again,
+)
 from distcheck.records import Case
 from distcheck.worlds.child import Reporter
 
@@ -205,10 +210,12 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been loaded within; then there is nothing to hold its state against.
     draws = draws or not seeds.library_states().startswith(libraries_before)
+    layout = describe_model(ingredients, model)
     return CaseFacts(
         contract=Contract(),
         strategy_file="",
-        model=describe_model(ingredients, model),
+        model=layout,
+        updates_again=updates_again(ingredients, model, layout),
         train_size=ingredients.samples.size(train=True),
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,

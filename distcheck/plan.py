@@ -328,7 +328,7 @@ def plan_checks(
     # An update's bits are those of its own kind of device.
     if local_sgd:
         planned += owes.averaged(local_sgd)
-    elif case.reference_device is None and not rounds_by_position(case, facts.contract):
+    elif facts.updates_again and _same_update(case, facts.contract):
         planned.append(owes.check("parameters", own, model.parameters, state=updated))
     if model.buffers and (exact or bounded):
         planned.append(owes.check("buffers", "X", model.buffers))
@@ -343,6 +343,11 @@ def plan_checks(
         msgspec.structs.replace(p, note=note) if (p.check, p.layer) == ("gradients", "R") else p
         for p in planned
     ]
+
+
+def _same_update(case: Case, contract: Contract) -> bool:
+    """Whether the reference's update is computed as the ranks' are, to the bit."""
+    return case.reference_device is None and not rounds_by_position(case, contract)
 
 
 def _layers(

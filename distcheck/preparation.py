@@ -136,6 +136,8 @@ def plan_runs(
         run.notes += remarks.notes_on(case, sizes, about.contract)
         if why := remarks.why_no_full_batch(case, about, sizes):
             run.notes.append(why)
+        if not about.updates_again:
+            run.notes.append(remarks.NOT_REPEATED)
         runs.append(run)
     for case, reason in left_out:
         _note_left_out(case, reason, runs)

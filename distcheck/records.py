@@ -147,12 +147,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Every tensor that a trace of one model holds.
 
-    `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`.
+    `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`; `numbers`
+    are those of them that are Python numbers there.
     """
 
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...]
     optimizer: tuple[TensorSpec, ...]
+    numbers: tuple[str, ...] = ()
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):

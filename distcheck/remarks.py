@@ -26,6 +26,10 @@ _ROWS_APART = (
     "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
     f"them a rank normalises by themselves: {_BY_OTHERS}"
 )
+NOT_REPEATED = (
+    "the optimizer keeps more than tensors and numbers of its parameters and groups, or draws "
+    "random numbers: built anew, it does not repeat its own step, and its step is not checked"
+)
 
 
 def notes_on(
@@ -91,6 +95,9 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
         return f"held against the {case.reference_device} it would be judged by S32 alone. {why}"
+    accepted = read(case.accept)
+    if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
+        return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)

@@ -75,7 +75,7 @@ def _compare_rank(
         if kind is Kind.PARAMETER and averages is not None and averages.at(step):
             continue  # owed under R: the mean over the ranks
         for index, expected in enumerate(tensors):
-            if kind is Kind.OPTIMIZER and evidence.contract.optimizer_state == "sharded":
+            if kind is Kind.OPTIMIZER and expectation.update.is_sharded(index):
                 holders = expectation.update.holders(step + 1, index)
                 if rank == 0:
                     _one_holder(evidence, index, step, holders, expected, tally)

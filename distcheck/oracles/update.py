@@ -7,6 +7,7 @@ import xxhash
 
 from distcheck.contract import Contract
 from distcheck.oracles.shards import all_finite, load_state
+from distcheck.ranks.optimizers import is_of_group, put_back
 from distcheck.ranks.training import Ingredients, state_tensors, trainable
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import TraceReader
@@ -28,6 +29,11 @@ class UpdateReference:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model, self._trains = model, trains
 
+    def is_sharded(self, index: int) -> bool:
+        """Whether one rank alone holds it; numbers of an optimizer's groups are on every rank."""
+        name = self._trace.layout.model.optimizer[index].name
+        return self._contract.optimizer_state == "sharded" and not is_of_group(name)
+
     def holders(self, slot: int, index: int) -> list[int]:
         """The ranks that hold a tensor of the optimizer's state."""
         ranks = range(self._trace.layout.world)
@@ -36,7 +42,7 @@ class UpdateReference:
 
     def _source(self, rank: int, kind: Kind, slot: int, index: int) -> int:
         """The rank to take a tensor from: its own, unless another one holds it for all."""
-        if kind is not Kind.OPTIMIZER or self._contract.optimizer_state != "sharded":
+        if kind is not Kind.OPTIMIZER or not self.is_sharded(index):
             return rank
         return next(iter(self.holders(slot, index)), rank)
 
@@ -68,26 +74,19 @@ class UpdateReference:
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer = self._ingredients.loaded.workload.optimizer(model.parameters())
         for index, spec in enumerate(trace.layout.model.optimizer):
-            name, _, key = spec.name.rpartition("/")
             source = self._source(rank, Kind.OPTIMIZER, step, index)
             before = trace.tensor(source, Kind.OPTIMIZER, step, index)
             if before is not None:
-                on_device = key == "step" and _counts_on_device(optimizer)
-                before = before.to(parameters[name].device) if on_device else before
-                optimizer.state[parameters[name]][key] = before.clone()
+                is_number = spec.name in trace.layout.model.numbers
+                put_back(optimizer, parameters, spec.name, before, is_number=is_number)
         training = self._ingredients.training
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         if training.loss_scale is None or all_finite(trace, rank, step):
             optimizer.step()
-        state = dict(state_tensors(model, optimizer))
+        state = state_tensors(model, optimizer, trace.layout.model)
         return {
             # Copies: the next rank's update is computed in the same model.
             Kind.PARAMETER: [p.detach().clone() for p in parameters.values()],
             Kind.OPTIMIZER: [state.get(s.name) for s in trace.layout.model.optimizer],
         }
-
-
-def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps its count of steps beside the parameters, as fused ones on a GPU do."""
-    return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

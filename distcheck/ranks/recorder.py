@@ -140,6 +140,6 @@ class TraceRecorder:
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             self._writer.put(Kind.BUFFER, slot, index, found.get(spec.name))
-        found = dict(state_tensors(model, optimizer))
+        found = state_tensors(model, optimizer, model_layout)
         for index, spec in enumerate(model_layout.optimizer):
             self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))

@@ -13,6 +13,12 @@ from distcheck import datasets, devices, seeds
 from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedWorkload, load_workload
+from distcheck.ranks.optimizers import (
+    group_numbers,
+    is_torchs_own,
+    put_back,
+    tensors_and_numbers,
+)
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 
@@ -107,24 +113,13 @@ def can_train(parameter: nn.Parameter) -> bool:
 
 
 def state_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's tensors, as `<parameter>/<state key>`, in a fixed order.
-
-    An optimizer around another (ZeroRedundancyOptimizer) keeps its state in that one's.
-    """
-    inner = getattr(optimizer, "optim", None)
-    if isinstance(inner, torch.optim.Optimizer):
-        optimizer = inner
-    found = []
-    for name, parameter in trainable(model):
-        state = optimizer.state.get(parameter, {})
-        found += [
-            (f"{name}/{key}", value)
-            for key, value in sorted(state.items())
-            if isinstance(value, torch.Tensor)
-        ]
-    return found
+    model: nn.Module, optimizer: torch.optim.Optimizer, layout: ModelLayout
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state by name, numbers as tensors: all that a trace of this layout holds."""
+    tensors, numbers = tensors_and_numbers(model, optimizer)
+    if layout.numbers:
+        numbers |= group_numbers(optimizer)
+    return tensors | numbers
 
 
 @dataclass(frozen=True)
@@ -203,25 +198,91 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     """What a trace of this model will hold, the optimizer's state included.
 
     The state's shape is only known after a step, so one is taken, with gradients of zero: also of
-    what is frozen now, where the workload may let it train later.
+    what is frozen now, where the workload may let it train later. Which numbers of their groups
+    optimizers change that are not torch's own shows in two steps more, with other gradients; the
+    others (rates, betas) are the workload's, and a trace does not hold them.
 
-    Raises UsageError for a tensor that a trace cannot hold.
+    Raises UsageError for a tensor that a trace cannot hold, and an optimizer that takes no dense
+    gradients.
     """
     workload = ingredients.loaded.workload
     optimizer = workload.optimizer(model.parameters())
+    built = {name: number.item() for name, number in group_numbers(optimizer).items()}
     may_unfreeze = hasattr(workload, "before_step")
     for parameter in model.parameters():
         if parameter.requires_grad or (may_unfreeze and can_train(parameter)):
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    changing = set[str]()
+    for number in range(1 if is_torchs_own(optimizer) else 3):
+        if number:
+            _give_gradients(optimizer)
+        _take_step(ingredients, optimizer)
+        now = group_numbers(optimizer)
+        changing |= {n for n, found in now.items() if n not in built or found.item() != built[n]}
+    tensors, numbers = tensors_and_numbers(model, optimizer)
+    numbers |= {n: found for n, found in group_numbers(optimizer).items() if n in changing}
     try:
         return ModelLayout(
             parameters=tuple(_spec(name, p) for name, p in trainable(model)),
             buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
-            optimizer=tuple(_spec(name, t) for name, t in state_tensors(model, optimizer)),
+            optimizer=tuple(_spec(name, t) for name, t in (tensors | numbers).items()),
+            numbers=tuple(numbers),
         )
     except UsageError as error:
         raise UsageError(f"workload {ingredients.case.workload}: {error}") from None
+
+
+def _take_step(ingredients: Ingredients, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError) as error:  # SparseAdam; LBFGS, which evaluates by itself
+        if not is_torchs_own(optimizer):
+            raise
+        raise UsageError(
+            f"workload {ingredients.case.workload}: {type(optimizer).__name__} does not step on "
+            f"dense gradients alone, as references do: {error}"
+        ) from None
+
+
+def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Numbers between -1 and 1 to all that has a gradient or trains."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad or parameter.grad is not None:
+                numbers = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+                parameter.grad = numbers.to(parameter.dtype)
+
+
+def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
+    """Whether the workload's optimizer, built anew and given what a trace holds of another's state,
+    takes the same step as that one, to the bit: torch's own do. One does not that keeps more than
+    tensors and numbers, or draws random numbers.
+    """
+    build = ingredients.loaded.workload.optimizer
+    if is_torchs_own(build(model.parameters())):
+        return True
+    models = [ingredients.model(), ingredients.model()]
+    optimizer = build(models[0].parameters())
+    for _ in range(2):
+        _give_gradients(optimizer)
+        optimizer.step()
+    with torch.no_grad():
+        for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            two.copy_(one)
+    again = build(models[1].parameters())
+    state, parameters = state_tensors(models[0], optimizer, layout), dict(trainable(models[1]))
+    for spec in layout.optimizer:
+        if spec.name in state:
+            is_number = spec.name in layout.numbers
+            put_back(again, parameters, spec.name, state[spec.name], is_number=is_number)
+    for each in (optimizer, again):
+        _give_gradients(each)
+        try:
+            each.step()
+        except Exception:
+            return False
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return all(torch.equal(one, two) for one, two in pairs)
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

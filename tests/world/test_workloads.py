@@ -1,10 +1,12 @@
 """Workloads of people's own, in the forms that their code has, raise no alarm."""
 
 import random
+from collections.abc import Iterable
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import distcheck
@@ -136,3 +138,110 @@ def test_buffers_of_rare_dtypes() -> None:
 def test_what_cannot_be_recorded_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="Packed: packed is of dtype bits8, whose elements"):
         distcheck.verify("allreduce", world=2, workload=f"{__name__}:Packed", batch=16)
+
+
+class WarmsUp(torch.optim.SGD):
+    """Counts steps in its groups, and in Python numbers of its parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.mul_(1 - 1e-3 / state["count"])
+            group["lr"] = 0.05 * min(1.0, group["k"] / 4)
+        super().step()
+
+
+class Forgets(torch.optim.SGD):
+    """Counts steps where nobody finds it."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / self.steps
+        super().step()
+
+
+class Linear(CellWorkload):
+    """One layer."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 4))
+
+
+class WarmedUp(Linear):
+    """Its optimizer keeps numbers."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return WarmsUp(parameters, lr=0.05, momentum=0.9)
+
+
+class Forgotten(Linear):
+    """Its optimizer keeps what cannot be put back."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Forgets(parameters, lr=0.05)
+
+
+class Sparse(Linear):
+    """Its optimizer takes no dense gradients."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(parameters)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
+def test_numbers_that_an_optimizer_keeps_are_put_back(strategy: str) -> None:
+    case = passed(WarmedUp, strategy, steps=3)
+    (updates,) = [result for result in case.checks if result.check == "parameters"]
+    # Two parameters with a momentum and a count each, and the groups' k and lr.
+    assert updates.compared.tensors == 2 + 4 + 2
+
+
+def test_numbers_that_an_optimizer_keeps_are_owed_as_well() -> None:
+    spec = f"{__name__}:WarmedUp"
+    report = distcheck.verify(f"{__name__}:Hurries", world=2, workload=spec, batch=16, steps=2)
+    failed = {result.check: result for result in report.cases[0].checks if result.verdict == "fail"}
+    assert set(failed) == {"parameters"}
+    assert "param_groups[0]/k" in str(failed["parameters"])
+
+
+class Hurries:
+    """Right gradients, and an optimizer that counts twice."""
+
+    def optimizer(self, build, parameters):  # type: ignore[no-untyped-def]
+        optimizer = build(parameters)
+        optimizer.register_step_post_hook(self.hurry)
+        return optimizer
+
+    @staticmethod
+    def hurry(optimizer, arguments, keywords) -> None:  # type: ignore[no-untyped-def]
+        optimizer.param_groups[0]["k"] += 1
+
+    def sync(self, model, step):  # type: ignore[no-untyped-def]
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(2)
+
+
+def test_a_step_that_cannot_be_repeated_is_not_owed_and_that_is_said() -> None:
+    case = passed(Forgotten, "allreduce")
+    assert layers(case, "parameters") == set()
+    assert layers(case, "gradients") == {"X", "R", "S32"}
+    assert "does not repeat its own step, and its step is not checked" in str(case.notes)
+    with pytest.raises(UsageError, match="--accept local-sgd:2 is judged by every rank's own"):
+        distcheck.verify(
+            "tests.correct:flat_buffer", world=2, workload=f"{__name__}:Forgotten", batch=16,
+            steps=4, accept="local-sgd:2",
+        )  # fmt: skip
+
+
+def test_an_optimizer_without_dense_gradients_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="Sparse: SparseAdam does not step on dense gradients"):
+        distcheck.verify("allreduce", world=2, workload=f"{__name__}:Sparse", batch=16)

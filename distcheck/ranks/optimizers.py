@@ -1,0 +1,104 @@
+"""An optimizer's state by name: as it is recorded, and put back into one that is built anew.
+
+Most of it is tensors, kept for each parameter. Some optimizers keep Python numbers as well: a count
+of steps for each parameter, or what they count and learn in their groups (`k` of schedule-free
+ones, a warm-up within the optimizer). Those are taken as tensors without dimensions.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+_GROUP = "param_groups["
+
+
+def is_of_group(name: str) -> bool:
+    """Whether a name is that of a group's number, and not of something kept for a parameter."""
+    return name.startswith(_GROUP)
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch defines it: what those keep is known."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def tensors_and_numbers(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What the optimizer keeps for parameters, as `<parameter>/<state key>`, in a fixed order: its
+    tensors and its numbers.
+    """
+    optimizer = _innermost(optimizer)
+    tensors, numbers = {}, {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for key, value in sorted(state.items(), key=_by_key):
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = value
+            elif (number := _as_tensor(value)) is not None:
+                numbers[f"{name}/{key}"] = number
+    return tensors, numbers
+
+
+def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every number of its groups, learning rates and the like included, as
+    `param_groups[<n>]/<key>`.
+    """
+    found = {}
+    groups = getattr(_innermost(optimizer), "param_groups", ())  # people's own may have none
+    for index, group in enumerate(groups):
+        for key, value in sorted(group.items(), key=_by_key):
+            if (number := _as_tensor(value)) is not None:
+                found[f"{_GROUP}{index}]/{key}"] = number
+    return found
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer around another (ZeroRedundancyOptimizer) keeps its state in that one's."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _by_key(item: tuple[object, object]) -> str:
+    return str(item[0])
+
+
+def _as_tensor(value: object) -> torch.Tensor | None:
+    """A Python number with all of its bits; None for anything else."""
+    if isinstance(value, bool):
+        return torch.tensor(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return torch.tensor(value, dtype=torch.int64)
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else None
+
+
+def put_back(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    name: str,
+    value: torch.Tensor,
+    *,
+    is_number: bool,
+) -> None:
+    """Gives an optimizer over `parameters` what is called `name` in another."""
+    optimizer = _innermost(optimizer)
+    owner, _, key = name.rpartition("/")
+    if is_of_group(name):
+        groups = optimizer.param_groups
+        number = int(owner.removeprefix(_GROUP).removesuffix("]"))
+        if number < len(groups):
+            groups[number][key] = value.item()
+        return
+    parameter = parameters[owner]
+    if is_number:
+        optimizer.state[parameter][key] = value.item()
+        return
+    if key == "step" and _counts_on_device(optimizer):
+        value = value.to(parameter.device)
+    optimizer.state[parameter][key] = value.clone()
+
+
+def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps its count of steps beside the parameters, as fused ones on a GPU do."""
+    return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))
