@@ -9,8 +9,9 @@ from distcheck import checks, devices, seeds
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.tally import Tally
 from distcheck.jobs import JudgeJob
-from distcheck.oracles.expectation import References, StepExpectation
+from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.lattice import HeadroomError
+from distcheck.oracles.references import References
 from distcheck.oracles.rounding import NotBoundedError
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.ranks.training import Ingredients, open_ingredients

@@ -25,7 +25,8 @@ from distcheck.diagnosis.facts import Facts, Overlap
 from distcheck.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.jobs import ObserveJob
 from distcheck.oracles import order_exact
-from distcheck.oracles.expectation import References, StepExpectation
+from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.references import References
 from distcheck.oracles.rounding import NotBoundedError
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.ranks.training import Ingredients, open_ingredients

@@ -4,30 +4,18 @@ import math
 from functools import cached_property
 
 import torch
-from torch import nn
 
-from distcheck import seeds
 from distcheck.acceptance import Accepted, read
 from distcheck.contract import Contract, DDPBuckets
 from distcheck.oracles import low_rank, order_exact, quantum, rounding
 from distcheck.oracles.averaging import Averages
-from distcheck.oracles.full_batch import (
-    FullBatch,
-    FullBatchReference,
-    module_scales,
-    relative_tolerance,
-)
-from distcheck.oracles.lattice import LatticeOracle, LatticeStep
+from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance
+from distcheck.oracles.lattice import LatticeStep
+from distcheck.oracles.references import References
 from distcheck.oracles.rounding import Interval
-from distcheck.oracles.shards import (
-    NotRecordedError,
-    ShardReference,
-    ShardResult,
-    declared_factor,
-    loss_scale,
-)
+from distcheck.oracles.shards import NotRecordedError, ShardResult, declared_factor, loss_scale
 from distcheck.oracles.update import UpdateReference
-from distcheck.ranks.training import Ingredients, trainable
+from distcheck.ranks.training import Ingredients
 from distcheck.records import LossName
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import StepHeader, TraceReader
@@ -41,7 +29,7 @@ class StepExpectation:
         ingredients: Ingredients,
         contract: Contract,
         trace: TraceReader,
-        references: "References",
+        references: References,
         step: int,
     ) -> None:
         self.ingredients, self.contract, self.trace = ingredients, contract, trace
@@ -155,13 +143,23 @@ class StepExpectation:
             return None
         earlier = []
         for step in range(self.step) if accepted.feedback else ():
-            before = self._references.interval(step, index)
+            before = self._earlier(step)[index]
             result = self.trace.tensor(0, Kind.GRADIENT, step, index)
             if before is None or result is None:
                 raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
             earlier.append((before, result))
         world = self.trace.layout.world
         return low_rank.carried(now, earlier, unit=self._unit, world=world)
+
+    def _earlier(self, step: int) -> list[Interval | None]:
+        """R of every parameter at an earlier step."""
+        kept = self._references.intervals
+        if step not in kept:
+            given = (self.ingredients, self.contract, self.trace, self._references)
+            then = StepExpectation(*given, step)
+            indices = range(len(self.trace.layout.model.parameters))
+            kept[step] = [then.interval(i) for i in indices]
+        return kept[step]
 
     def projected(self, result: torch.Tensor, given: low_rank.Carried) -> low_rank.Projected:
         """How one rank's result fits what went into its exchange."""
@@ -331,79 +329,3 @@ class StepExpectation:
     def lattice(self) -> LatticeStep:
         """The lattice's closed form. Raises HeadroomError."""
         return self._references.lattice_step(self.step)
-
-
-class References:
-    """What expectations are computed with, built once per process."""
-
-    def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
-        self._ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._lattice: list[LatticeStep] = []
-        self._intervals: dict[int, list[Interval | None]] = {}
-
-    @cached_property
-    def _model(self) -> nn.Module:
-        """One model for all: each reference loads the state that it starts from."""
-        seeds.pin_determinism()
-        model = self._ingredients.model()
-        self._trains = [p.requires_grad for _, p in trainable(model)]  # a step may change that
-        return model
-
-    @cached_property
-    def parameters(self) -> list[torch.Tensor]:
-        """Of the model as it was built; their values are those that were loaded last."""
-        return [
-            parameter.detach().requires_grad_(trains)
-            for (_, parameter), trains in zip(trainable(self._model), self._trains, strict=True)
-        ]
-
-    @cached_property
-    def shards(self) -> ShardReference:
-        """For X and R."""
-        return ShardReference(self._ingredients, self._contract, self._trace, self._model)
-
-    @cached_property
-    def full_batch(self) -> FullBatchReference:
-        """For S32 and S64."""
-        return FullBatchReference(self._ingredients, self._contract, self._trace, self._model)
-
-    @cached_property
-    def update(self) -> UpdateReference:
-        """For the optimizer's step."""
-        model = self._model
-        return UpdateReference(self._ingredients, self._contract, self._trace, model, self._trains)
-
-    @cached_property
-    def averages(self) -> Averages | None:
-        """When parameters are averaged, where local SGD is accepted."""
-        accepted = read(self._ingredients.case.accept)
-        if accepted is None or accepted.family != "local-sgd":
-            return None
-        return Averages(self._trace, accepted.amount)
-
-    def interval(self, step: int, index: int) -> Interval | None:
-        """R of a parameter at an earlier step, kept for those that come after it."""
-        if step not in self._intervals:
-            then = StepExpectation(self._ingredients, self._contract, self._trace, self, step)
-            indices = range(len(self._trace.layout.model.parameters))
-            self._intervals[step] = [then.interval(i) for i in indices]
-        return self._intervals[step][index]
-
-    @cached_property
-    def _lattice_oracle(self) -> LatticeOracle:
-        return LatticeOracle(self._contract, self._ingredients.case.dtype)
-
-    def lattice_step(self, step: int) -> LatticeStep:
-        """The lattice trains on from its own beginning, so earlier steps come first."""
-        world = self._trace.layout.world
-        while len(self._lattice) <= step:
-            done = len(self._lattice)
-            headers = [self._trace.header(rank, done) for rank in range(world)]
-            ids = [h.ids for h in headers]
-            total = sum(map(len, ids))
-            loss = self._ingredients.case.loss
-            factors = [
-                h.loss_factor * declared_factor(loss, len(h.ids), total, headers) for h in headers
-            ]
-            self._lattice.append(self._lattice_oracle.step(ids, factors))
-        return self._lattice[step]
