@@ -126,8 +126,13 @@ def _options(item: pytest.Item) -> marker.WorldOptions | None:
     if mark is None:
         return None
     if not isinstance(item, pytest.Function) or hasattr(item, "_testcase"):
-        pytest.fail("a test in a world is a plain function, or a method of a plain class")
+        pytest.fail(
+            f"{item.name}: a test in a world is a plain function, or a method of a plain class",
+            pytrace=False,
+        )
     callspec = getattr(item, "callspec", None)
-    options = marker.check_options(mark)
     size = callspec.params.get(marker.SIZE_PARAMETER) if callspec is not None else None
-    return options if size is None else marker.with_size(options, size)
+    try:
+        return marker.with_size(marker.check_options(mark), size)
+    except pytest.UsageError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None

@@ -9,7 +9,7 @@ from distcheck.devices import DEVICES
 from distcheck.records import MOST_DEADLINE_S
 
 NAME = "world"
-SIZE_PARAMETER = "world_size"
+SIZE_PARAMETER = "_distcheck_world_size"  # a name that no fixture of a user has
 _MOST_RANKS = 256
 _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reuse=False)'
 
@@ -71,6 +71,17 @@ def _refuse(what: str) -> pytest.UsageError:
     return pytest.UsageError(f"the marker `world` {what}; for example {_FORM}")
 
 
-def with_size(options: WorldOptions, size: int) -> WorldOptions:
-    """The options of one of the sizes."""
-    return replace(options, size=size)
+def with_size(options: WorldOptions, size: int | None) -> WorldOptions:
+    """The options of one of the sizes; None where there has been no choice.
+
+    Raises pytest.UsageError where the marker says another thing than at collection, when a list
+    of sizes becomes several tests.
+    """
+    chosen = options.size if size is None else size
+    if chosen not in options.sizes or (size is None and len(options.sizes) > 1):
+        raise _refuse(
+            f"was given the sizes {list(options.sizes)} by add_marker or pytest.param(marks=...), "
+            "when the tests were made already: a list of sizes belongs on the test function, its "
+            "class or its module; one size may be given anywhere"
+        )
+    return replace(options, size=chosen)

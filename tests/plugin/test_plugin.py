@@ -69,6 +69,49 @@ def test_a_bad_marker_gets_a_sentence(run: Run, marker: str, sentence: str) -> N
     assert "1 passed" not in ran.stdout
 
 
+LATE = """
+import unittest
+TWO_OR_THREE = pytest.mark.world([2, 3])
+
+@pytest.fixture
+def world_size(world): return f"mine: {world.size}"
+
+@TWO_OR_THREE
+def test_fixture(world, world_size): assert world_size == f"mine: {world.size}"
+
+@TWO_OR_THREE
+@pytest.mark.parametrize("world_size", [5])
+def test_parameter(world, world_size): assert world_size == 5
+
+def test_marked_late(world): pass
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=TWO_OR_THREE)])
+def test_marked_as_a_parameter(world, n): pass
+
+@pytest.mark.world(2)
+class TestUnit(unittest.TestCase):
+    def test_it(self): pass
+"""
+
+
+def test_sizes_are_chosen_at_collection(run: Run, tmp_path: Path) -> None:
+    """And under a name of the plugin's own; whatever cannot be run is refused in a sentence."""
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    for item in items:\n"
+        "        if item.name == 'test_marked_late': item.add_marker(pytest.mark.world([2, 3]))\n"
+    )
+    ran = run(LATE, "-rA")
+    assert "4 passed, 3 errors" in ran.stdout, ran.stdout
+    for name in ("fixture[world2]", "fixture[world3]", "parameter[world2-5]"):
+        assert f"PASSED test_it.py::test_{name}\n" in ran.stdout
+    assert ran.stdout.count("\nthe marker `world` was given the sizes [2, 3] by add_marker or") == 2
+    assert "\ntest_it: a test in a world is a plain function, or a method of" in ran.stdout
+    assert "pytest_plugin.py" not in ran.stdout
+    assert "During handling" not in ran.stdout
+
+
 def test_a_group_in_the_pytest_process_is_refused(run: Run) -> None:
     ran = run(
         "import torch.distributed as dist\n"
