@@ -7,6 +7,8 @@ parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the 
     fixtures    which fixtures belong to the ranks
     front       in the pytest process: starts a world, waits, decides
     rank        in a rank: runs the body, tells what happened
+    session     in a rank: its copy of pytest's session, kept from the terminal
+    subtests    the ranks' subtests, passed on by the front
     messages    what a rank tells
     failures    many ranks' failures as one report
     kept        worlds that are kept from test to test (`reuse=True`)

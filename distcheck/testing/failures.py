@@ -17,7 +17,7 @@ from _pytest._code.code import (
 )
 
 from distcheck.records import Outcome
-from distcheck.testing.messages import RankReport
+from distcheck.testing.messages import RankReport, Subtest
 
 
 class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
@@ -33,27 +33,42 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a world ended: `outcomes` with causes first, and per rank what it told and printed."""
+    """How a world ended: `outcomes` with causes first, and per rank what it told and printed.
+
+    `subtests` are (rank, subtest) in the order in which they were told.
+    """
 
     size: int
     outcomes: Sequence[Outcome]
     reports: dict[int, RankReport]
     outputs: dict[int, str]
+    subtests: Sequence[tuple[int, Subtest]] = ()
     timeout: str = ""
 
 
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _Entry = ReprEntry | ReprEntryNative
 _types: dict[tuple[str, str], type[WorldFailure]] = {}
 
 
 def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
     """The failure to raise for a world in which a rank failed."""
+    longrepr = longrepr_of(ended, config)
+    groups = _groups(ended)
+    cause = ended.reports.get(groups[0][0][0]) if groups else None
+    failure = _type_for(cause)(f"{_headline(ended, groups)}\n{longrepr}")
+    failure.longrepr = longrepr
+    return failure
+
+
+def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
+    """The report of all ranks."""
     entries: list[_Entry] = [_line(ended.timeout)] if ended.timeout else []
     groups = _groups(ended)
     crash: ReprFileLocation | None = None
     for ranks, outcome in groups:
         report = ended.reports.get(ranks[0])
-        entries.append(_line(f"{_name(ranks, ended.size)} {_verb(outcome, report)}"))
+        entries.append(_line(f"{name_of(ranks, ended.size)} {_verb(outcome, report, len(ranks))}"))
         if report is not None and report.longrepr is not None:
             found, place = _entries_of(report.longrepr, config)
             entries += found
@@ -64,14 +79,10 @@ def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
     headline = _headline(ended, groups)
     place = crash or ReprFileLocation(path="", lineno=0, message="")
     place = ReprFileLocation(path=place.path, lineno=place.lineno, message=headline)
-    longrepr = ReprExceptionInfo(
+    return ReprExceptionInfo(
         reprtraceback=ReprTraceback(reprentries=entries, extraline=None, style="long"),
         reprcrash=place,
     )
-    cause = ended.reports.get(groups[0][0][0]) if groups else None
-    failure = _type_for(cause)(f"{headline}\n{longrepr}")
-    failure.longrepr = longrepr
-    return failure
 
 
 def divided(ended: Ended) -> str:
@@ -79,10 +90,8 @@ def divided(ended: Ended) -> str:
     skipped = [rank for rank, report in ended.reports.items() if report.end == "skipped"]
     others = [rank for rank in range(ended.size) if rank not in skipped]
     reason = ended.reports[skipped[0]].reason
-    return (
-        f"{_name(skipped, ended.size)} skipped ({reason}), {_name(others, ended.size)} did not; "
-        "skip on every rank or on none"
-    )
+    which, rest = name_of(skipped, ended.size), name_of(others, ended.size)
+    return f"{which} skipped ({reason}), {rest} did not; skip on every rank or on none"
 
 
 def resolve(name: str) -> type[BaseException] | None:
@@ -103,9 +112,9 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
         report = ended.reports.get(outcome.rank)
         told = report is not None and report.longrepr is not None
         if report is not None and told:
-            key = (report.exception, report.where, re.sub(r"\d+", "#", report.message))
+            key = (report.exception, report.where, _NUMBER.sub("#", report.message))
         else:
-            key = (outcome.outcome, "", re.sub(r"0x[0-9a-f]+|\d+", "#", outcome.detail))
+            key = (outcome.outcome, "", _NUMBER.sub("#", outcome.detail))
         found.setdefault(key, ([], outcome))[0].append(outcome.rank)
     groups = list(found.values())
     if not groups:  # everybody lost a peer: nobody to blame but the first
@@ -127,13 +136,25 @@ def _bystanders(ended: Ended) -> list[str]:
     lines = []
     victims = [o.rank for o in ended.outcomes if _is_victim(o)]
     if victims:
-        lines.append(f"{_name(victims, ended.size)} lost a peer, and raised for it")
+        lines.append(f"{name_of(victims, ended.size)} lost a peer, and raised for it")
     for outcome in ended.outcomes:
         if outcome.outcome == "ended":
             last = [t for t in outcome.detail.splitlines() if t.startswith("last collective")]
             where = f" ({last[0]})" if last else ""
-            lines.append(f"{_name([outcome.rank], ended.size)} was ended with them{where}")
-    return lines
+            lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
+    hung = ended.timeout or any(outcome.outcome == "hung" for outcome in ended.outcomes)
+    return lines + (_had_ended(ended) if hung else [])
+
+
+def _had_ended(ended: Ended) -> list[str]:
+    """Ranks for which the others may have waited in vain."""
+    found: dict[str, list[int]] = {}
+    for outcome in ended.outcomes:
+        report = ended.reports.get(outcome.rank)
+        if outcome.outcome == "finished" and report is not None:
+            how = f"skipped ({report.reason})" if report.end == "skipped" else "finished"
+            found.setdefault(how, []).append(outcome.rank)
+    return [f"{name_of(ranks, ended.size)} had {how}" for how, ranks in found.items()]
 
 
 def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
@@ -144,7 +165,7 @@ def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
     what = report.message if report is not None and report.message else outcome.outcome
     if report is None or not report.message:
         what += f" {_last_line(outcome)}" if _last_line(outcome) else ""
-    return f"{_name(ranks, ended.size)}: {what}"
+    return f"{name_of(ranks, ended.size)}: {what}"
 
 
 def _last_line(outcome: Outcome) -> str:
@@ -153,18 +174,19 @@ def _last_line(outcome: Outcome) -> str:
     return f"({lines[0]})" if lines else ""
 
 
-def _name(ranks: Sequence[int], size: int) -> str:
+def name_of(ranks: Sequence[int], size: int) -> str:
+    """For a sentence: rank 1 of 4, ranks 0, 2 of 4, all 4 ranks."""
     if len(ranks) == size and size > 1:
         return f"all {size} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} of {size}"
 
 
-def _verb(outcome: Outcome, report: RankReport | None) -> str:
+def _verb(outcome: Outcome, report: RankReport | None, count: int) -> str:
     if report is not None and report.longrepr is not None:
         return "failed:"
-    return {"raised": "raised:", "exited": "exited:", "killed": "was killed:"}.get(
-        outcome.outcome, f"{outcome.outcome}:"
-    )
+    if outcome.outcome == "killed":
+        return "was killed:" if count == 1 else "were killed:"
+    return f"{outcome.outcome}:"
 
 
 def _line(text: str) -> ReprEntryNative:
@@ -181,7 +203,7 @@ def _entries_of(
         entries: list[_Entry] = []
         for traceback, _, description in longrepr.chain:
             entries += traceback.reprentries  # type: ignore[arg-type]
-            if traceback.extraline:
+            if traceback.extraline and "entries are hidden" not in traceback.extraline:
                 entries.append(_line(traceback.extraline))
             if description:
                 entries.append(_line(description))

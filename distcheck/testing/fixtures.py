@@ -18,7 +18,7 @@ _STREAMS = ("capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary")
 # Fixtures that act on the process that uses them, with whatever is built on them ...
 OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn")
 # ... and those that only cannot be sent to another.
-_NOT_SENT = ("request", "pytestconfig")
+_NOT_SENT = ("request", "pytestconfig", "subtests", "record_property")
 
 _inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
 

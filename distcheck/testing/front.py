@@ -3,10 +3,11 @@
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
-from distcheck.testing import failures, kept, rank, turns
+from distcheck.testing import failures, kept, rank, subtests, turns
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -37,6 +38,8 @@ _LOG = "log of rank"
 def call(item: pytest.Function, options: WorldOptions) -> None:
     """Runs a test in a world; with hypothesis, every example in a world of its own."""
     __tracebackhide__ = True
+    if item.config.getoption("trace", False):  # it would quit at the end of an empty input: passed
+        _refuse("--trace: a rank has no terminal that a debugger could use")
     args = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     function = item.obj
     handle = getattr(function, "hypothesis", None)
@@ -46,9 +49,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         ("generator", inspect.isgeneratorfunction),
     ):
         if is_one(body):
-            pytest.fail(
-                f"{item.name} is a {kind} function: a test in a world is a plain one", pytrace=False
-            )
+            _refuse(f"{item.name} is a {kind} function: a test in a world is a plain one")
     if handle is None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
@@ -78,9 +79,18 @@ def run_in_world(prepared: Prepared) -> None:
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
         except DistcheckError as error:
-            pytest.fail(f"no world could be made: {error}", pytrace=False)
-    _tell(item, ended)
+            _refuse(f"no world could be made: {error}")
+    failed_subtests = subtests.pass_on(item, ended)
+    try:
+        _tell(item, ended)
+    except Warning:  # as -W error has it
+        _decide(item, ended)
+        raise
     _decide(item, ended)
+    if failed_subtests:
+        count = len(failed_subtests)
+        text = ", ".join(failed_subtests)
+        _refuse(f"contains {count} failed subtest{'s' * (count > 1)}: {text}")
 
 
 def _make_ready_to_fork(options: WorldOptions) -> None:
@@ -91,16 +101,14 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
     if options.device == "cuda" and torch.cuda.is_initialized():
-        pytest.fail(
+        _refuse(
             "the pytest process itself has used CUDA, which ranks cannot inherit; a test without "
-            "the marker `world` has, or a module on import: let it run in a world, or apart",
-            pytrace=False,
+            "the marker `world` has, or a module on import: let it run in a world, or apart"
         )
     if dist.is_available() and dist.is_initialized():
-        pytest.fail(
+        _refuse(
             "the pytest process itself is in a process group, which ranks cannot inherit; a test "
-            "without the marker `world` has opened it and must call destroy_process_group()",
-            pytrace=False,
+            "without the marker `world` has opened it and must call destroy_process_group()"
         )
 
 
@@ -132,15 +140,22 @@ def settle() -> None:
 
 
 def _tell(item: pytest.Function, ended: Ended) -> None:
-    """Passes on what ranks printed, logged, warned of, left open and had to import."""
+    """Passes on what ranks printed, logged, recorded, warned of, left open and had to import."""
     kinds = (_SECTION, _LOG)
     item._report_sections[:] = [s for s in item._report_sections if not s[1].startswith(kinds)]
     logs = {number: report.log for number, report in ended.reports.items()}
     for kind, texts in ((_SECTION, ended.outputs), (_LOG, logs)):
         for numbers, text in _alike(texts):
             item.add_report_section("call", f"{kind} {numbers}", text)
-    seen = dict.fromkeys(w for _, r in sorted(ended.reports.items()) for w in r.warnings)
-    for warning in seen:
+    for _, report in sorted(ended.reports.items()):
+        new = [pair for pair in report.properties if pair not in item.user_properties]
+        item.user_properties += new
+    seen: dict[Seen, Seen] = {}
+    for _, report in sorted(ended.reports.items()):
+        for warning in report.warnings:
+            alike = re.sub(r"\b0x[0-9a-f]+", "", warning.text)  # but for an object's address
+            seen.setdefault(msgspec.structs.replace(warning, text=alike), warning)
+    for warning in seen.values():
         _warn_again(warning)
     left = {number: "; ".join(report.left) for number, report in ended.reports.items()}
     for numbers, text in _alike(left):
@@ -183,7 +198,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
             return
         if set(ends.values()) == {"skipped"}:
             pytest.skip(reasons["skipped"])
-        pytest.fail(failures.divided(ended), pytrace=False)
+        _refuse(failures.divided(ended))
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
     raise failures.failure_of(ended, item.config)
@@ -198,8 +213,12 @@ def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
 
 def _refuse_drawing_in_ranks(values: list[Any]) -> None:
     if any(type(value).__name__ == "DataObject" for value in values):
-        pytest.fail(
+        _refuse(
             "st.data() draws while the test runs, and ranks would draw apart; draw what they need "
-            "with @given or st.composite, above the world",
-            pytrace=False,
+            "with @given or st.composite, above the world"
         )
+
+
+def _refuse(text: str) -> NoReturn:
+    """No frame for a traceback to hide: pytest remarks on a failure of which every one is."""
+    pytest.fail(text, pytrace=False)

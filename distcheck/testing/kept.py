@@ -56,9 +56,10 @@ def run(prepared: Prepared) -> Ended:
 
 def _left_something(ended: Ended) -> bool:
     """Whether a test has left its ranks in a state that the next one would meet: a collective that
-    only some have entered, a thread that goes on.
+    only some have entered, a thread that goes on, whatever a failed subtest has not come to.
     """
-    return any(report.left_stays for report in ended.reports.values())
+    failed = any(subtest.failure for _, subtest in ended.subtests)
+    return failed or any(report.left_stays for report in ended.reports.values())
 
 
 def close_all() -> None:
@@ -112,7 +113,7 @@ class KeptWorld:
             arguments=arguments,
             options=msgspec.msgpack.encode(prepared.options),
         )
-        reports = listen(self._world, prepared.item)
+        told = listen(self._world, prepared.item)
         self._world.begin_again(prepared.options.deadline_s)
         data = messages.frame(test)
         for channel in self._channels:
@@ -120,14 +121,15 @@ class KeptWorld:
                 channel.sendall(data)
             except OSError:  # a rank is gone; the world says how
                 break
-        ended = wait(self._pool, self._world, reports, enough=lambda: self._all_well(reports))
+        ended = wait(self._pool, self._world, told, enough=lambda: self._all_well(told.reports))
         if ended is None:
             self._pool.pump(0)  # what was printed before the reports were sent
             ended = Ended(
                 size=len(self._channels),
                 outcomes=[Outcome(rank=r, outcome="finished") for r in range(len(self._channels))],
-                reports=reports,
+                reports=told.reports,
                 outputs=outputs_of(self._world),
+                subtests=told.subtests,
             )
             for child in self._world.children:
                 child.forget_output()

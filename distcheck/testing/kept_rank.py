@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.testing import fixtures, rank
+from distcheck.testing import fixtures, rank, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import KeptTest
+from distcheck.testing.messages import KeptTest, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight, messages
 from distcheck.worlds.child import Reporter
@@ -28,6 +28,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     rendezvous = msgspec.msgpack.decode(payload, type=Rendezvous)
     channel = _own_channel(fds[1:], rendezvous.rank)
     items = {item.nodeid: item for item in first.item.session.items}
+    session.take_over(first.item.config, reporter.say)
     rank.enter(rendezvous, fds[0], first.options, reporter)
     before = _Before()
     while True:
@@ -48,9 +49,9 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             report, error = rank.execute(prepared)
         sys.stdout.flush()
         sys.stderr.flush()
-        reporter.say(msgspec.msgpack.encode(report))
+        reporter.say(encoded(report))
         if error is not None and report.end != "skipped":
-            raise error
+            raise rank.to_raise(error, report)
 
 
 def _own_channel(fds: list[int], number: int) -> socket.socket:

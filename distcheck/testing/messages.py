@@ -16,13 +16,14 @@ class Seen(msgspec.Struct, frozen=True):
     line: int
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How the test ended on one rank.
 
     `exception` names its class ("module:qualified name"); `longrepr` is pytest's own report of
     it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
     first line. `left` says what it left open, `left_stays` whether a next test in the same rank
-    would meet that. `preloads` are modules that the rank had to import and that every rank will.
+    would meet that. `preloads` are modules that the rank had to import and that every rank will;
+    `properties` are pytest's "user properties".
     """
 
     end: End
@@ -36,6 +37,23 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     left: tuple[str, ...] = ()
     left_stays: bool = False
     preloads: tuple[str, ...] = ()
+    properties: tuple[tuple[str, Any], ...] = ()
+
+
+class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a subtest ended on one rank, told when it has: pytest's own report of it, serialised.
+    `failure` is what its rank would have told had the test failed as the subtest did, less the
+    report itself.
+    """
+
+    name: str
+    report: dict[str, Any]
+    failure: RankReport | None = None
+
+    def as_failure(self) -> RankReport:
+        """What its rank would have told, complete."""
+        assert self.failure is not None
+        return msgspec.structs.replace(self.failure, longrepr=self.report)
 
 
 class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,3 +62,26 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
     nodeid: str
     arguments: bytes
     options: bytes
+
+
+def encoded(message: RankReport | Subtest) -> bytes:
+    """As msgpack, whatever a test has put into it: text that is no UTF-8 is escaped, values of
+    other types are told as text.
+    """
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=str)
+    except UnicodeEncodeError:  # a lone surrogate
+        return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(message, enc_hook=str)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def printable(text: str) -> str:
+    """Text without lone surrogates, which cannot be written anywhere."""
+    return text.encode(errors="backslashreplace").decode()

@@ -3,6 +3,7 @@
 import logging
 import random
 import sys
+import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ import pytest
 
 from distcheck import devices
 from distcheck.errors import CannotRunError
-from distcheck.testing import fixtures, leaks
+from distcheck.testing import fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import End, RankReport, Seen
+from distcheck.testing.messages import End, RankReport, Seen, encoded, printable
 from distcheck.testing.view import WorldView
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -64,12 +65,23 @@ def view() -> WorldView | None:
 def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """The job of a fresh rank: one test."""
     prepared = inherited()
+    session.take_over(prepared.item.config, reporter.say)
     enter(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0], prepared.options, reporter)
     report, error = execute(prepared)
-    reporter.say(msgspec.msgpack.encode(report))
+    reporter.say(encoded(report))
     if error is not None and report.end != "skipped":
-        raise error  # a failed rank leaves at once, so that its peers notice
+        raise to_raise(error, report)  # a failed rank leaves at once, so that its peers notice
     return b""
+
+
+def to_raise(error: BaseException, report: RankReport) -> BaseException:
+    """The test's own exception; another in place of one that cannot be told as text."""
+    try:
+        "".join(traceback.format_exception(error)).encode()
+        str(error).encode()
+    except Exception:
+        return RuntimeError(printable(report.message))
+    return error
 
 
 def enter(
@@ -128,7 +140,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     """Runs the body with this rank's fixtures; never raises what the test raised."""
     __tracebackhide__ = True
     item = prepared.item
-    threads = leaks.threads_now()
+    threads, properties = leaks.threads_now(), len(item.user_properties)
     missing = [name for name in _PRELOADS if name not in sys.modules]
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
@@ -136,22 +148,29 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     error: BaseException | None = None
     with _seen_warnings(item) as seen:
         try:
-            with fixtures.own_streams(item), fixtures.set_up_in_rank(item) as values:
+            with (
+                session.hearing(item),
+                fixtures.own_streams(item),
+                fixtures.set_up_in_rank(item) as values,
+            ):
                 args = [fixtures.fill_in(value, values) for value in prepared.args]
                 kwargs = {k: fixtures.fill_in(v, values) for k, v in prepared.kwargs.items()}
                 _refuse_a_result(item, prepared.body(*args, **kwargs))
         except BaseException as raised:
             error = raised
+        error = session.with_unheard(item, error)
     left = leaks.left_behind(threads) if error is None else leaks.Left()
     report = RankReport(
         end=_end_of(error),
-        reason=str(error) if error is not None else "",
+        reason=_reason(error),
         warnings=tuple(_as_seen(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
         left_stays=left.stays,
         preloads=tuple(name for name in missing if name in sys.modules),
+        properties=tuple(item.user_properties[properties:]),
     )
+    del item.user_properties[properties:]
     if report.end == "failed":
         assert error is not None
         report = _with_failure(report, item, error)
@@ -178,8 +197,18 @@ def _end_of(error: BaseException | None) -> End:
     return "exit" if isinstance(error, pytest.exit.Exception) else "failed"
 
 
+def _reason(error: BaseException | None) -> str:
+    try:
+        return str(error) if error is not None else ""
+    except Exception:
+        return f"<a {type(error).__name__} that cannot be printed>"
+
+
 def _with_failure(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:
     """Adds pytest's own report of the failure, made here, where the frames are."""
+    frame = error.__traceback__
+    if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
+        error.__traceback__ = frame.tb_next  # our own, which --tb=native would show
     excinfo = pytest.ExceptionInfo.from_exception(error)
     longrepr = item.repr_failure(excinfo)
     crash = getattr(longrepr, "reprcrash", None)
@@ -196,7 +225,7 @@ def _with_failure(report: RankReport, item: pytest.Function, error: BaseExceptio
     return msgspec.structs.replace(
         report,
         exception=f"{kind.__module__}:{kind.__qualname__}",
-        message=crash.message if crash is not None else f"{kind.__name__}: {error}",
+        message=crash.message if crash is not None else f"{kind.__name__}: {report.reason}",
         where=f"{crash.path}:{crash.lineno}" if crash is not None else "",
         longrepr=data,
     )

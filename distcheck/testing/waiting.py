@@ -3,44 +3,55 @@
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import overload
 
 import msgspec
 import pytest
 
 from distcheck.testing.failures import Ended
-from distcheck.testing.messages import RankReport
+from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
 from distcheck.worlds.launch import end_now
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
 
-def listen(world: World, item: pytest.Function) -> dict[int, RankReport]:
-    """Collects what each rank says; under `-s`, prints what it prints."""
-    reports: dict[int, RankReport] = {}
+@dataclass
+class Told:
+    """What ranks have said so far: each one's report, and their subtests as (rank, subtest)."""
+
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    subtests: list[tuple[int, Subtest]] = field(default_factory=list)
+
+
+def listen(world: World, item: pytest.Function) -> Told:
+    """Collects what each rank says; without capturing, prints what it prints."""
+    told = Told()
 
     def take(number: int, payload: bytes) -> None:
-        reports[number] = msgspec.msgpack.decode(payload, type=RankReport)
+        said = msgspec.msgpack.decode(payload, type=RankReport | Subtest)
+        if isinstance(said, Subtest):
+            told.subtests.append((number, said))
+        else:
+            told.reports[number] = said
 
-    live = item.config.getoption("capture") == "no"
+    live = item.config.getoption("capture", "no") == "no"  # -p no:capture takes the option along
     for number, child in enumerate(world.children):
         child.on_said = functools.partial(take, number)
         if live:
             child.on_output = functools.partial(_print_live, number)
-    return reports
+    return told
 
 
 @overload
-def wait(pool: Pool, world: World, reports: dict[int, RankReport]) -> Ended: ...
+def wait(pool: Pool, world: World, told: Told) -> Ended: ...
 @overload
-def wait(
-    pool: Pool, world: World, reports: dict[int, RankReport], *, enough: Callable[[], bool]
-) -> Ended | None: ...
+def wait(pool: Pool, world: World, told: Told, *, enough: Callable[[], bool]) -> Ended | None: ...
 def wait(
     pool: Pool,
     world: World,
-    reports: dict[int, RankReport],
+    told: Told,
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> Ended | None:
@@ -67,8 +78,9 @@ def wait(
     ended = Ended(
         size=len(world.children),
         outcomes=blame.outcomes(world.children, hung=world.hung),
-        reports=reports,
+        reports=told.reports,
         outputs=outputs_of(world),
+        subtests=told.subtests,
         timeout=timeout,
     )
     world.close()

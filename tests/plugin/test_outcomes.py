@@ -10,6 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distcheck.records import Outcome
+from distcheck.testing import failures
+from distcheck.testing.failures import Ended
+from distcheck.testing.messages import RankReport
+
 EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"
 
 ENDS = {
@@ -26,7 +31,8 @@ ENDS = {
         "test_deadlock", "test_segfault", "test_segfault_after_the_last_collective",
         "test_killed", "test_leaves_with_success", "test_sys_exit", "test_pytest_fail",
         "test_one_skips", "test_xfail_of_another_type", "test_hypothesis_shrinks",
-        "test_hypothesis_data", "test_coroutine",
+        "test_hypothesis_data", "test_coroutine", "test_one_skips_and_is_waited_for",
+        "test_exception_without_text", "test_no_utf8", "test_debugger",
     ],
     "error": ["test_without_marker"],
 }  # fmt: skip
@@ -104,6 +110,13 @@ def test_different_failures_are_all_shown(ran: str) -> None:
     ("name", "phrases"),
     [
         ("test_deadlock", ["rank 0 of 3 hung:", "time.sleep(1000)", "last collective: barrier"]),
+        (
+            "test_one_skips_and_is_waited_for",
+            ["rank 0 of 2 hung:", "last collective: barrier", "rank 1 of 2 had skipped (not here)"],
+        ),
+        ("test_exception_without_text", ["in test_exception_without_text", "NoText: <"]),
+        ("test_no_utf8", ["in test_no_utf8", "E     + \\udcff"]),
+        ("test_debugger", ["in test_debugger", "a rank has no terminal that a debugger"]),
         ("test_segfault", ["rank 1 of 3 was killed:", "SIGSEGV", "in test_segfault"]),
         ("test_segfault_after_the_last_collective", ["rank 1 of 2 was killed:", "SIGSEGV"]),
         ("test_killed", ["rank 1 of 2 was killed:", "SIGKILL", "out-of-memory"]),
@@ -123,6 +136,30 @@ def test_what_is_said(ran: str, name: str, phrases: list[str]) -> None:
     for phrase in phrases:
         assert phrase in text
     assert "_pytest/" not in text
+    assert "entries are hidden" not in text
+
+
+def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -> None:
+    passed, skipped = RankReport(end="passed"), RankReport(end="skipped", reason="not here")
+    ended = Ended(
+        size=5,
+        outcomes=[Outcome(rank=0, outcome="hung"), Outcome(rank=2, outcome="hung")]
+        + [Outcome(rank=rank, outcome="finished") for rank in (1, 3, 4)],
+        reports={1: passed, 3: skipped, 4: passed},
+        outputs={},
+    )
+    assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
+        "ranks 0, 2 of 5 hung:",
+        "ranks 1, 4 of 5 had finished",
+        "rank 3 of 5 had skipped (not here)",
+    ]
+
+
+@pytest.mark.parametrize(("size", "words"), [(1, "rank 0 of 1 was"), (2, "all 2 ranks were")])
+def test_killed_in_the_plural(pytestconfig: pytest.Config, size: int, words: str) -> None:
+    killed = [Outcome(rank=rank, outcome="killed") for rank in range(size)]
+    ended = Ended(size=size, outcomes=killed, reports={}, outputs={})
+    assert str(failures.longrepr_of(ended, pytestconfig)) == f"{words} killed:"
 
 
 def test_warnings_are_pytests_own(ran: str) -> None:

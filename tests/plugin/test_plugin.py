@@ -102,7 +102,7 @@ def test_sizes_are_chosen_at_collection(run: Run, tmp_path: Path) -> None:
         "    for item in items:\n"
         "        if item.name == 'test_marked_late': item.add_marker(pytest.mark.world([2, 3]))\n"
     )
-    ran = run(LATE, "-rA")
+    ran = run(LATE, "-rA", "-p", "no:capture")  # which takes the option along
     assert "4 passed, 3 errors" in ran.stdout, ran.stdout
     for name in ("fixture[world2]", "fixture[world3]", "parameter[world2-5]"):
         assert f"PASSED test_it.py::test_{name}\n" in ran.stdout
@@ -213,6 +213,107 @@ def test_a_worker_of_xdist_that_crashes_takes_nobody_along(run: Run, tmp_path: P
     assert_gone(tmp_path)
 
 
+QUIET = """
+import threading
+FRESH, KEPT = pytest.mark.world(2), pytest.mark.world(2, reuse=True)
+both = pytest.mark.parametrize(
+    "kind", [pytest.param("fresh", marks=FRESH), pytest.param("kept", marks=KEPT)]
+)
+
+@both
+def test_thread(world, kind):
+    if world.rank == 1:
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+
+@both
+def test_thread_and_failure(world, kind):
+    test_thread(world, kind)
+    assert world.rank == 0, "on its own account"
+
+@both
+def test_finalizer(world, kind):
+    class Fragile:
+        def __del__(self):
+            raise ValueError("while it was deleted")
+    Fragile()
+"""
+
+
+def test_what_nobody_could_catch_is_a_warning_as_ever(run: Run) -> None:
+    """Of threads an error here, and of finalizers a warning."""
+    ran = run(QUIET, "-W", "error::pytest.PytestUnhandledThreadExceptionWarning")
+    assert "4 failed, 2 passed, 2 warnings" in ran.stdout, ran.stdout
+    assert ran.stdout.count("test_thread[fresh] - rank 1 of 2: pytest.PytestUnhandled") == 1
+    assert ran.stdout.count("test_thread[kept] - rank 1 of 2: pytest.PytestUnhandled") == 1
+    assert ran.stdout.count("E   ZeroDivisionError: division by zero") == 2
+    assert ran.stdout.count("AssertionError: on its own account") >= 2
+    assert ran.stdout.count("E   also: Exception in thread") == 2
+    assert ran.stdout.count("PytestUnraisableExceptionWarning: Exception ignored in") == 2
+    assert "entries are hidden" not in ran.stdout
+
+
+SUBTESTS = """
+import torch.distributed as dist
+FRESH, KEPT = pytest.mark.world(2), pytest.mark.world(2, reuse=True)
+both = pytest.mark.parametrize(
+    "kind", [pytest.param("fresh", marks=FRESH), pytest.param("kept", marks=KEPT)]
+)
+
+@both
+def test_one_fails(world, kind, subtests):
+    for number in range(3):
+        with subtests.test(number=number):
+            print("printed in", number)
+            assert number != 1 or world.rank == 0
+
+@both
+def test_all_fail(world, kind, subtests):
+    with subtests.test("mine"):
+        assert world.rank == 9
+
+@both
+def test_fine(world, kind, subtests, capsys):
+    with subtests.test("left out"):
+        pytest.skip("not here")
+    with capsys.disabled(), subtests.test("mine"):
+        print("to the terminal")
+
+@pytest.mark.world(2, deadline_s=1)
+def test_hangs(world, subtests):
+    with subtests.test("mine"):
+        assert world.rank == 0
+        dist.barrier()
+"""
+
+
+def test_a_failed_subtest_fails_its_test(run: Run) -> None:
+    pytest.importorskip("_pytest.subtests", reason="pytest has the fixture from 9.0 on")
+    ran = run(SUBTESTS)
+    for kind in ("fresh", "kept"):
+        one, every = f"test_it.py::test_one_fails[{kind}]", f"test_it.py::test_all_fail[{kind}]"
+        assert f"SUBFAILED(number=1) {one} - rank 1 of 2: assert" in ran.stdout, ran.stdout
+        assert f"FAILED {one} - Failed: contains 1 failed subtest: " in ran.stdout
+        assert f"SUBFAILED[mine] {every} - all 2 ranks: assert 0 == 9" in ran.stdout
+        assert f"FAILED {every} - Failed: contains 1 failed" in ran.stdout
+    assert ran.stdout.count("Captured stdout call of rank 1") == 2
+    assert "printed in 1" in ran.stdout
+    assert "printed in 0" not in ran.stdout
+    assert "SUBFAILED[mine] test_it.py::test_hangs - rank 1 of 2: assert 1 == 0" in ran.stdout
+    assert "FAILED test_it.py::test_hangs - rank 0 of 2: hung" in ran.stdout
+    assert "rank 1 of 2 had finished" in ran.stdout
+    assert "\ntest_it.py uFuFuFuF..uF " in ran.stdout, "ranks write nothing to the terminal"
+
+
+def test_no_debugger_starts_in_a_rank(run: Run) -> None:
+    """It would read the end of an empty input, and quit: what never ran would have passed."""
+    text = "@pytest.mark.world(2)\ndef test_it(world): assert 0\n"
+    ran = run(text, "--trace", stdin=subprocess.DEVNULL)
+    assert "1 failed" in ran.stdout, ran.stdout
+    assert "--trace: a rank has no terminal that a debugger could use" in ran.stdout
+
+
 def test_output_is_live_without_capture(run: Run) -> None:
     text = "@pytest.mark.world(2)\ndef test_it(world): print('I am', world.rank)\n"
     ran = run(text, "-s")
@@ -229,9 +330,12 @@ def test_the_session_goes_on_after_any_end(run: Run) -> None:
         "def test_it(world, how, round):\n"
         "    if how == 'kill' and world.rank: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if how == 'exit' and world.rank: os._exit(3)\n"
-        "    assert how != 'raise' or world.rank == 0\n"
+        "    assert how != 'raise' or world.rank == 0\n",
+        "--tb=native",
     )
     assert "12 failed, 4 passed" in ran.stdout
+    assert "rank 1 of 2 failed:\nTraceback (most recent call last):" in ran.stdout
+    assert "distcheck/testing" not in ran.stdout
 
 
 def test_the_conformance_suite(tmp_path: Path) -> None:

@@ -74,6 +74,33 @@ def test_deadlock(world):
         time.sleep(1000)
 
 
+@pytest.mark.world(2, deadline_s=2)
+def test_one_skips_and_is_waited_for(world):
+    if world.rank == 1:
+        pytest.skip("not here")
+    dist.barrier()
+
+
+class NoText(Exception):  # noqa: N818
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.world(2)
+def test_exception_without_text(world):
+    raise NoText
+
+
+@pytest.mark.world(2)
+def test_no_utf8(world):
+    assert "\udcff" == "x"
+
+
+@pytest.mark.world(2)
+def test_debugger(world):
+    breakpoint()
+
+
 @pytest.mark.world(3)
 def test_segfault(world):
     if world.rank == 1:

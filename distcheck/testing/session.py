@@ -1,0 +1,92 @@
+"""In a rank: its copy of pytest's session, which tells the pytest process and writes nothing."""
+
+import pdb
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from distcheck.testing.messages import RankReport, Subtest, encoded
+
+# Hooks by which a report reaches the terminal, a file or a debugger, all of which are the pytest
+# process's own.
+_OUTWARD = ("pytest_runtest_logreport", "pytest_exception_interact")
+# Plugins of pytest that warn of what nobody could catch; up to pytest 8.3 by a generator.
+_UNHEARD = {
+    "threadexception": "thread_exception_runtest_hook",
+    "unraisableexception": "unraisable_exception_runtest_hook",
+}
+
+_line: tuple[pytest.Config, Callable[[bytes], None]] | None = None  # to the pytest process
+_inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
+
+
+def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
+    """Leaves of these hooks what this plugin does; lets go of what holds the terminal."""
+    global _line
+    _line = config, say
+    for name in _OUTWARD:
+        caller = getattr(config.hook, name)
+        for implementation in caller.get_hookimpls():
+            if implementation.function.__module__ != "distcheck.pytest_plugin":
+                caller._remove_plugin(implementation.plugin)
+    captures: Any = config.pluginmanager.getplugin("capturemanager")
+    if captures is not None:  # to suspend it would be to write where the pytest process writes
+        _inherited.append(captures._global_capturing)
+        captures._global_capturing = None
+    sys.breakpointhook = pdb.set_trace = _no_debugger
+
+
+def _no_debugger(*_: Any, **__: Any) -> None:
+    pytest.fail("a rank has no terminal that a debugger could use: print, or log", pytrace=True)
+
+
+def tell(report: pytest.TestReport) -> None:
+    """In a rank, tells of a subtest, the only thing that is reported there; at once, since the rank
+    may hang after it.
+    """
+    if _line is None:
+        return
+    config, say = _line
+    data = config.hook.pytest_report_to_serializable(config=config, report=report)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    failure = None
+    if report.failed:
+        failure = RankReport(
+            end="failed",
+            message=crash.message if crash is not None else str(report.longrepr),
+            where=f"{crash.path}:{crash.lineno}" if crash is not None else "",
+        )
+    say(encoded(Subtest(name=report.head_line or report.nodeid, report=data, failure=failure)))
+
+
+@contextmanager
+def hearing(item: pytest.Function) -> Iterator[None]:
+    """Where pytest listens to threads and finalizers test by test, which it did up to 8.3."""
+    with ExitStack() as stack:
+        for name, generator in _UNHEARD.items():
+            plugin: Any = item.config.pluginmanager.getplugin(name)
+            if hasattr(plugin, generator):
+                stack.enter_context(contextmanager(getattr(plugin, generator))())
+        yield
+
+
+def with_unheard(item: pytest.Function, error: BaseException | None) -> BaseException | None:
+    """Has pytest warn, in this process, of what threads and finalizers raised. Under `-W error`
+    that is how the test has failed, or is noted where it has on its own account.
+    """
+    __tracebackhide__ = True
+    for name, generator in _UNHEARD.items():
+        plugin: Any = item.config.pluginmanager.getplugin(name)
+        if plugin is None or hasattr(plugin, generator):
+            continue
+        try:
+            plugin.pytest_runtest_call(item)
+        except Exception as told:
+            if error is None:
+                error = told
+            else:
+                error.add_note(f"also: {told.args[0]}".partition("\n")[0])
+    return error
