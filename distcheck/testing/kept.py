@@ -10,6 +10,7 @@ import atexit
 import os
 import pickle
 import socket
+import warnings
 from typing import Any
 
 import msgspec
@@ -156,7 +157,7 @@ class KeptWorld:
 
 def _pickled(prepared: Prepared) -> bytes:
     try:
-        return pickle.dumps((prepared.args, prepared.kwargs))
+        return pickle.dumps((prepared.args, prepared.kwargs, warnings.filters))
     except Exception as error:
         reason = str(error)
     values: dict[str, Any] = {f"argument {n}": v for n, v in enumerate(prepared.args)}

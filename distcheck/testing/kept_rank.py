@@ -4,12 +4,14 @@ import os
 import pickle
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import pytest
+from _pytest.logging import caplog_handler_key, caplog_records_key
 
 from distcheck.testing import fixtures, rank, session
 from distcheck.testing.marker import WorldOptions
@@ -39,9 +41,10 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
-        args, kwargs = pickle.loads(test.arguments)
+        args, kwargs, filters = pickle.loads(test.arguments)
         prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
-        with before.put_back():
+        with before.put_back(), warnings.catch_warnings():
+            warnings.filters[:] = filters  # type: ignore[index]
             rank.seed_everything(options.seed)
             rank.look_from(options)
             _make_room(item)
@@ -77,6 +80,11 @@ def _make_room(item: pytest.Function) -> None:
     stack.clear()
     for node in item.listchain():
         stack[node] = ([], None)
+    logs: Any = item.config.pluginmanager.getplugin("logging-plugin")
+    if logs is not None:
+        logs.caplog_handler.reset()
+        item.stash[caplog_handler_key] = logs.caplog_handler
+        item.stash[caplog_records_key] = {"call": logs.caplog_handler.records}
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 

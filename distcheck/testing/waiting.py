@@ -9,6 +9,7 @@ from typing import overload
 import msgspec
 import pytest
 
+from distcheck.records import Outcome
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
@@ -77,7 +78,7 @@ def wait(
         raise
     ended = Ended(
         size=len(world.children),
-        outcomes=blame.outcomes(world.children, hung=world.hung),
+        outcomes=_of_the_test(blame.outcomes(world.children, hung=world.hung), told),
         reports=told.reports,
         outputs=outputs_of(world),
         subtests=told.subtests,
@@ -85,6 +86,16 @@ def wait(
     )
     world.close()
     return ended
+
+
+def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
+    """A kept rank that waits for its next test has finished this one, whatever others do."""
+    waiting = {
+        number for number, report in told.reports.items() if report.end in ("passed", "skipped")
+    }
+    still = [o for o in outcomes if o.rank not in waiting or o.outcome not in ("hung", "ended")]
+    done = [Outcome(rank=o.rank, outcome="finished") for o in outcomes if o not in still]
+    return still + done
 
 
 def outputs_of(world: World) -> dict[int, str]:

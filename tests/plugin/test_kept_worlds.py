@@ -23,18 +23,21 @@ def test_kept_worlds(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--tb=short"],
+        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--tb=short",
+         "--junitxml=results.xml", "-o", "junit_family=xunit1"],
         cwd=tmp_path,
         env={**os.environ, "KEPT_PIDS": str(pids), "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=240,
-    )
+    )  # fmt: skip
     text = done.stdout
-    assert "2 failed, 24 passed, 1 skipped" in text, text
+    assert "2 failed, 28 passed, 1 skipped" in text, text
     assert "test_fails - rank 1 of 3: assert 1 != 1" in text
     assert "what the test is given cannot be sent to a kept world (cannot_be_sent: Can't" in text
     assert "test_first left on rank 0, 1: 1 process group not destroyed" in text
+    results = (tmp_path / "results.xml").read_text()
+    assert all(f'<property name="rank" value="{rank}" />' in results for rank in range(3))
     for rank in range(3):
         *kept, last = (pids / str(rank)).read_text().split()
         assert len(kept) == 22
@@ -61,6 +64,12 @@ def test_hangs(world):
     if world.rank:
         time.sleep(1000)
     dist.barrier()
+
+@pytest.mark.world(2, reuse=True, deadline_s=2)
+def test_skips_alone(world):
+    if world.rank:
+        pytest.skip("not here")
+    dist.barrier()
 """
 
 
@@ -75,9 +84,12 @@ def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None
         text=True,
         timeout=400,
     )
-    assert "1 failed, 6 passed" in done.stdout, done.stdout
+    assert "2 failed, 6 passed" in done.stdout, done.stdout
     assert "last collective: barrier" in done.stdout, "ranks were asked, and answered"
     assert "if world.rank" in done.stdout or "time.sleep(1000)" in done.stdout
+    alone = done.stdout.partition("___ test_skips_alone ___")[2]
+    assert "rank 1 of 2 hung" not in alone
+    assert "rank 1 of 2 had skipped (not here)" in alone
     assert done.stdout.index("rank 1 of 2 hung:") < done.stdout.index("rank 0 of 2 hung:")
 
 

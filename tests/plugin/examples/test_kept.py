@@ -1,6 +1,8 @@
 """Tests in kept worlds."""
 
+import logging
 import os
+import warnings
 
 import pytest
 import torch
@@ -63,6 +65,26 @@ def test_everything_is_put_back(world, number):
 @given(n=st.integers(0, 1000))
 def test_examples(world, n):
     assert world.gather(n) == [n] * 3
+
+
+def test_logs(world, caplog):
+    logging.getLogger("mine").warning("rank %d", world.rank)
+    assert caplog.messages == [f"rank {world.rank}"]
+    assert caplog.text.endswith(f"rank {world.rank}\n")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_filters(world):
+    with pytest.raises(UserWarning, match="an error here"):
+        warnings.warn("an error here", stacklevel=1)
+
+
+def test_filters_of_another_test(world):
+    warnings.warn("no error here", stacklevel=1)
+
+
+def test_properties(world, record_property):
+    record_property("rank", world.rank)
 
 
 def test_all_skip(world):
