@@ -74,8 +74,9 @@ class LoadedStrategy:
     """A strategy with every optional method filled in; `file` and `line` are where it was
     defined, 0 where no line is known.
 
-    `backward` is None where one forward and backward over the whole shard will do. `stepped` is
-    called after the optimizer's step. `update` says where gradients are final: before the `loop`
+    `backward` is None where one forward and backward over the whole shard will do. `begun` is
+    called before every forward. `zero_grad` is called in place of the optimizer's; None where the
+    strategy has none of its own. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
     `sync` begins it, which then takes the step itself. `note` says which form the code was taken
     as, where it was not written for distcheck.
@@ -87,7 +88,8 @@ class LoadedStrategy:
     wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = _same_module
     scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = _same_loss
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
-    stepped: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
     close: Callable[[], None] = _no_close
     optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
         build_optimizer

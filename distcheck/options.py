@@ -72,7 +72,7 @@ def adapter_options(command: F) -> F:
         click.option("--set", "variables", multiple=True, metavar="NAME=VALUE",
                      help="A value for a name of its module."),
         click.option("--finish", metavar="METHOD", help="Of a wrapper: called after backward."),
-        click.option("--reset", metavar="METHOD", help="Of a wrapper: called after the step."),
+        click.option("--reset", metavar="METHOD", help="Of a wrapper: called before every step."),
         click.option("--without-data", multiple=True, type=int, metavar="RANK",
                      help="A rank that has no shard of the batch, such as a parameter server."),
         click.option("--loss", default="mean", show_default=True, metavar="NAME",

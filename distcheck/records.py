@@ -39,7 +39,7 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
     form       the name of a form, or None: chosen from the signature
     arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
     variables  the same for names of its module
-    finish, reset  methods of a wrapper to call after backward, and after the optimizer's step
+    finish, reset  methods of a wrapper to call after backward, and before every step
     without_data  ranks that have no shard of the batch, such as a parameter server
     """
 

@@ -79,5 +79,5 @@ FINISH = (
 RESET = (
     "on_train_batch_start", "reset", "reset_buckets", "reset_state", "reset_gradients",
     "reset_grads", "reset_buffers", "reset_handles", "zero_grad_buffer", "zero_grad_buffers",
-    "clear_handles", "clear_buckets", "zero_grad",
+    "clear_handles", "clear_buckets",
 )  # fmt: skip

@@ -107,7 +107,8 @@ class Loop:
         self._observer.reading(number, stretch.epoch, ids)
 
         progress(number, "forward")
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear(step)
+        self._strategy.begun(self.wrapped, step)
         if self._has_data:
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
         else:
@@ -115,8 +116,19 @@ class Loop:
         progress(number, "sync")
         self._synchronise(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
-        self._strategy.stepped(self.wrapped, step)
         return loss_value, len(ids), time.perf_counter() - begun
+
+    def _clear(self, step: Step) -> None:
+        """As a training loop does. A wrapper that has its own zero_grad() may hold gradients that
+        are views of its buffers: None in their place would cut them off.
+        """
+        own = type(self.wrapped).zero_grad
+        if self._strategy.zero_grad is not None:
+            self._strategy.zero_grad(self.wrapped, step)
+        elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
+            self.wrapped.zero_grad()
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def _synchronise(self, step: Step) -> None:
         """Sync and update. Code that takes the optimizer's step itself, or synchronises within it,
@@ -202,7 +214,7 @@ class Loop:
             given = loss * (1 / step.shards)
         elif case.loss == "sum/global":
             given = loss * (step.samples / step.total_samples)
-        scaled = self._strategy.scale_loss(given, step)
+        scaled = self._strategy.scale_loss(given.clone(), step)  # which may work in place
         self._observer.scaled(given, scaled)
         self._progress(step.index, "backward")
         self._scaler.scale(scaled).backward()

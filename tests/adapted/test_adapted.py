@@ -114,6 +114,10 @@ GIVEN = [
         steps=2,
     ),
     Given("classes:Reducer", "wrapper", steps=2),
+    Given("classes:FlatViews", "wrapper", steps=2),
+    Given("classes:FlatViewsBeside", "wrapper", steps=2),
+    Given("classes:ForgetsToClear", "wrapper", {*SCALE}, steps=2),
+    Given("classes:StartsWithTheBatch", "wrapper", steps=2),
     Given("classes:Agent.average_gradients", "method"),
     Given("classes:Agent.forgets", "method", {*SCALE, "agreement -"}),
     Given("classes:Agent.with_scale", "method", options={"arguments": {"self.scale": 0.5}}),
@@ -181,6 +185,14 @@ def test_pieces_are_found_where_few_integers_are_exact() -> None:
     ).raise_for_verdict()
     (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
     assert gradients.compared.elements == 2 * 402_250
+
+
+def test_a_loss_that_is_weighted_in_place() -> None:
+    """On 24 and 23 samples."""
+    place = f"{HERE / 'classes.py'}:WeightsInPlace"
+    distcheck.verify(
+        place, workload="mlp", dtype="float32", batch=47, world=2, steps=1
+    ).raise_for_verdict()
 
 
 @needs_mpi

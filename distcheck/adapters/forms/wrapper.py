@@ -31,7 +31,7 @@ def fits(target: Target) -> bool:
     meanings = [names.MEANINGS.get(p.name, "") for p in _required(made)]
     if "model" in meanings or any("Module" in str(p.annotation) for p in _required(made)):
         return True
-    return "parameters" in meanings or "named_parameters" in meanings
+    return any(meaning.endswith("parameters") for meaning in meanings)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -50,6 +50,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     finish = target.name if target.is_unbound else target.adaptation.finish
     finish = _method(target, build, finish, names.FINISH, "--finish", scene)
     reset = _method(target, build, target.adaptation.reset, names.RESET, "--reset", scene)
+    clears = _method(target, build, None, ["zero_grad"], "", scene)
     is_trained = _is_trained(build)
     if not is_trained and not finish:
         raise refusal(
@@ -71,6 +72,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         def call(model: nn.Module, step: Step) -> None:
             if not name:
                 return
+            scene.step = step
             method = getattr(made[-1], name, None)
             if not callable(method):
                 raise UsageError(f"{what} made an object without a method {name}()")
@@ -78,14 +80,17 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 
         return call
 
+    begins = f", reset {reset}() before every step" if reset else ""
+    begins += ", its zero_grad() in place of the optimizer's" if clears else ""
     how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.value),
         wrap=wrap,
         sync=calling(finish),
-        stepped=calling(reset),
-        note=f"{target.name} around the module, {how}{f', reset {reset}()' if reset else ''}",
+        begun=calling(reset if reset != clears else ""),
+        zero_grad=calling(clears) if clears else None,
+        note=f"{target.name} around the module, {how}{begins}",
     )
 
 
@@ -200,12 +205,15 @@ class Carrier(nn.Module):
         super().__init__()
         self.carried = model
         self._forward, self._made = forward, made
+        for name in ("no_sync", "set_requires_gradient_sync"):  # which the loop asks for
+            if callable(method := getattr(made, name, None)):
+                setattr(self, name, method)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The wrapper's own, where it has such a method."""
         own = getattr(self._made, "parameters", None)
         return iter(own()) if callable(own) else super().parameters(recurse)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapper's."""
-        return self._forward(*inputs)
+        return self._forward(*inputs, **named)
