@@ -179,7 +179,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
 def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedStrategy:
     """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
     from distcheck.adapters.adapting import adapt
-    from distcheck.adapters.target import Target
+    from distcheck.adapters.target import Target, unwrapped
 
     before = {name: text for name, text in adaptation.variables if not text.startswith("@")}
     target, owner, module = _resolve(
@@ -188,7 +188,7 @@ def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedSt
         _registered_for(spec),
         before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
     )
-    home = sys.modules.get(getattr(target, "__module__", None) or "", module)
+    home = sys.modules.get(getattr(unwrapped(target), "__module__", None) or "", module)
     return adapt(Target(spec, target, owner, home, adaptation), _find)
 
 
@@ -315,6 +315,8 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
     last = [f for f in own if f.filename != __file__][-1:]
     where = f" ({last[0].filename}, line {last[0].lineno})" if last else ""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if "default process group twice" in text:
+        text += " distcheck has initialised it already; guard it with dist.is_initialized()"
     return f"importing {what} {place} raised {text}{where}"
 
 
@@ -356,7 +358,12 @@ def _construct(spec: str, target: type) -> Any:
 
 
 def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
-    """Accepts f(model, step) and f(model). Raises UsageError for anything else."""
+    """Accepts f(model), f(model, step), and f(model, step: int), which gets the step's index.
+
+    Raises UsageError for anything else.
+    """
+    from distcheck.adapters.names import MEANINGS
+
     try:
         parameters = inspect.signature(sync).parameters.values()
     except (TypeError, ValueError):
@@ -365,12 +372,22 @@ def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Modul
     required = [p for p in positional if p.default is p.empty]
     keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    takes_two = len(required) == 2 or variadic or [p.name for p in positional[1:2]] == ["step"]
+    second = positional[1:2]
+    takes_two = len(required) == 2 or variadic or [p.name for p in second] == ["step"]
     if keyword or len(required) > 2 or (not positional and not variadic):
         raise UsageError(
             f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
             "wanted is sync(model) or sync(model, step)"
         )
+    asked = [p.name for p in second if MEANINGS.get(p.name, "step") != "step"]
+    if len(required) == 2 and asked:
+        raise UsageError(
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, whose "
+            f"second argument would be the step, and no {asked[0]}; where it is to be filled in, "
+            f"name the method itself, such as {spec}.{sync.__name__}"
+        )
+    if takes_two and any(p.annotation in (int, "int") for p in second):
+        return lambda model, step: sync(model, step.index)
     if takes_two:
         return sync
 

@@ -35,6 +35,13 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     target = _bound(target, scene)
     asked = target.adaptation.form
     name = asked or choose_form(target)
+    if not name and target.is_class and issubclass(target.value, torch.optim.Optimizer):
+        raise refusal(
+            target,
+            f"strategy {target.spec!r} is an optimizer {target.signature}; one that synchronises "
+            "within its step() is seen where it stands around another: a class whose constructor "
+            "takes an optimizer, and whose step() calls that one's",
+        )
     if not name:
         raise refusal(
             target,
@@ -57,7 +64,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         return loaded
     _check_used(target, scene, name)
     declared = hasattr(target.value, CONTRACT_ATTRIBUTE)
-    note = "" if declared and asked is None else _note(loaded.note, name, asked, free)
+    said = _with_generators(loaded.note, scene)
+    note = "" if declared and asked is None else _note(said, name, asked, free)
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
@@ -82,6 +90,17 @@ def _refuse_deferred(target: Target) -> None:
                 f"strategy {target.spec!r} is {kind}, of which a call runs nothing; give a "
                 "function that runs it to its end, such as one that calls asyncio.run"
             )
+
+
+def _with_generators(note: str, scene: Scene) -> str:
+    """What is said of the form, and of what can be gone through once."""
+    for name in dict.fromkeys(scene.handed_once):
+        named = "named_" if MEANINGS.get(name) == "named_parameters" else ""
+        note += (
+            f"; {name} is model.{named}parameters(), a generator "
+            f"(--arg {name}=@{named}param_list gives a list)"
+        )
+    return note.removeprefix("; ")
 
 
 def _note(note: str, name: str, asked: str | None, free: FreeNames) -> str:
@@ -186,7 +205,7 @@ def _watched(
     """The same, with the scene kept up to date, and an error where nothing was ever called."""
 
     def wrap(model: nn.Module) -> nn.Module:
-        scene.model = model
+        scene.begin(model)
         free.publish()
         return loaded.wrap(model)
 

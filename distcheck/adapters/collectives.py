@@ -25,7 +25,8 @@ def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStr
     as_arrays = "ndarray" in target.first_annotation or target.first.endswith(("array", "arr"))
 
     def reduce(gradient: torch.Tensor) -> torch.Tensor:
-        sent = gradient.contiguous()
+        # The gradient itself: whoever works on a copy of it is to be seen doing so.
+        sent = gradient.contiguous() if as_arrays else gradient
         received = torch.zeros_like(sent)
         given = [sent, received][: len(supplied)]
         handed = [t.cpu() for t in given] if as_arrays else given  # arrays know no other device

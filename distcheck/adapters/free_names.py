@@ -13,7 +13,7 @@ from typing import Any
 
 from distcheck.adapters import names
 from distcheck.adapters.scene import Scene
-from distcheck.adapters.target import Target
+from distcheck.adapters.target import Target, function_of
 from distcheck.errors import UsageError
 
 _LATER = ("model", "optimizer", "step", "index", "rate", "device")  # as training goes on
@@ -28,7 +28,7 @@ class FreeNames:
         told = dict(target.adaptation.variables)
         for text in told.values():
             scene.check(text)
-        missing = sorted(_missing(target.value, target.module))
+        missing = sorted(_missing(function_of(target.value), target.module))
         self.filled = {n: names.FREE[n] for n in missing if n in names.FREE and n not in told}
         unknown = [n for n in missing if n not in names.FREE and n not in told]
         if unknown:
@@ -38,18 +38,28 @@ class FreeNames:
                 f"define; give {words}"
             )
         self._told = told
+        self._written: set[str] = set()
 
     def publish(self) -> None:
-        """Writes into the module what is known by now."""
+        """Writes into the module what is known by now. What does not change as training goes on is
+        written once: the code may keep something under the name from step to step.
+        """
         if self._module is None:
             return
         for name, meaning in self.filled.items():
-            if meaning not in _LATER or self._is_known(meaning):
+            if self._is_due(name, meaning):
                 setattr(self._module, name, self._scene.value(meaning))
         for name, text in self._told.items():
             meaning = names.MEANINGS.get(text[1:], "") if text.startswith("@") else ""
-            if meaning not in _LATER or self._is_known(meaning):
+            if self._is_due(name, meaning):
                 self._write(name, self._scene.read(text))
+
+    def _is_due(self, name: str, meaning: str) -> bool:
+        if meaning in _LATER:
+            return self._is_known(meaning)
+        new = name not in self._written
+        self._written.add(name)
+        return new
 
     def _is_known(self, meaning: str) -> bool:
         needs = {"index": "step", "rate": "optimizer", "device": "model"}.get(meaning, meaning)

@@ -14,7 +14,8 @@ MODELS = _names(
     "base_model student m mlp"
 )
 OPTIMIZERS = _names("optimizer optim opt base_optimizer inner_optimizer optimiser")
-PARAMETERS = _names("params parameters param_list parameter_list model_params weights")
+LISTED_PARAMETERS = _names("param_list parameter_list")
+PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETERS
 GRADIENTS = _names(
     "grads gradients grad_list gradient_list grads_list tensors tensor_list local_grads"
 )
@@ -51,8 +52,10 @@ _FACTS = {
     "samples": "batch_size bs num_samples local_batch_size",
     "root": "root root_rank master_rank",
     "model": " ".join(MODELS),
-    "parameters": " ".join(PARAMETERS),
+    "parameters": " ".join(PARAMETERS - LISTED_PARAMETERS),
+    "listed_parameters": " ".join(LISTED_PARAMETERS),
     "named_parameters": "named_parameters named_params",
+    "listed_named_parameters": "named_param_list named_parameter_list",
     "gradients": " ".join(GRADIENTS),
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
@@ -62,7 +65,8 @@ MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names
 FREE = {
     name: meaning
     for name, meaning in MEANINGS.items()
-    if meaning not in ("gradients", "parameters", "named_parameters", "samples", "sum", "root")
+    if not meaning.endswith(("parameters", "gradients"))
+    and meaning not in ("samples", "sum", "root")
     and len(name) > 2
 }
 

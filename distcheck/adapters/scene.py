@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.adapters import names
-from distcheck.adapters.target import named_parameters, takes_any_name
+from distcheck.adapters.target import Source, counts, named_parameters, takes_any_name, wants_list
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation
@@ -36,6 +36,9 @@ class Scene:
     calls: int = 0
     used: set[str] = field(default_factory=set)
     uses: set[str] = field(default_factory=set)  # meanings that come in some other way
+    handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
+    _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
+    _namespace: SimpleNamespace | None = None
 
     @property
     def live_model(self) -> nn.Module:
@@ -43,6 +46,13 @@ class Scene:
         if self.model is None:
             raise UsageError("the code asks for the model before there is one")
         return self.model
+
+    def begin(self, model: nn.Module) -> None:
+        """Takes the model that is going to be trained, whose device was not known before."""
+        self.model = model
+        told = {name.partition(".")[2] for name, _ in self.adaptation.arguments}
+        if self._namespace is not None and "device" not in told:
+            self._namespace.device = self.value("device")
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters."""
@@ -67,8 +77,10 @@ class Scene:
             "rate": lambda: self.rate or self._live("optimizer").param_groups[0]["lr"],
             "samples": lambda: self._live("step").samples,
             "root": lambda: 0,
-            "parameters": self.parameters,
-            "named_parameters": lambda: list(self.live_model.named_parameters()),
+            "parameters": lambda: self.live_model.parameters(),
+            "listed_parameters": self.parameters,
+            "named_parameters": lambda: self.live_model.named_parameters(),
+            "listed_named_parameters": lambda: list(self.live_model.named_parameters()),
             "gradients": lambda: [p.grad for p in self.parameters() if p.grad is not None],
         }
         return makers[meaning]()
@@ -94,6 +106,14 @@ class Scene:
             return filling.call()
         return found
 
+    def keep(self, name: str, text: str) -> Any:
+        """The same, made once for a name: the code may keep something in it from step to step."""
+        if text.startswith("@") and ":" not in text:
+            return self.read(text)
+        if name not in self._kept:
+            self._kept[name] = self.read(text)
+        return self._kept[name]
+
     def check(self, text: str) -> None:
         """Raises UsageError for a value that stands for nothing."""
         if text.startswith("@") and ":" not in text:
@@ -118,7 +138,11 @@ class Scene:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _arguments(self) -> SimpleNamespace:
-        """What a parsed command line usually holds, and what `--arg args.name=value` adds."""
+        """What a parsed command line usually holds, and what `--arg args.name=value` adds; one for
+        all calls, since the code may keep something in it.
+        """
+        if self._namespace is not None:
+            return self._namespace
         rank, size = self.value("rank"), self.value("world_size")
         facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": _gpu(rank)}
         facts |= {"world_size": size, "size": size, "nprocs": size, "num_nodes": size}
@@ -129,7 +153,8 @@ class Scene:
             if dot and names.MEANINGS.get(head) == "arguments":
                 facts[rest] = self.read(text)
                 self.used.add(name)
-        return SimpleNamespace(**facts)
+        self._namespace = SimpleNamespace(**facts)
+        return self._namespace
 
 
 class Filling:
@@ -170,6 +195,7 @@ class Filling:
             elif p.default is p.empty or p.name in given:
                 meaning = scene.meaning_of(p.name)
                 if meaning:
+                    meaning = self._exactly(meaning, p)
                     self._note_namespace(meaning)
                     self._sources.append((p, "meaning", meaning))
                 else:
@@ -182,6 +208,16 @@ class Filling:
             known = {p.name for p in parameters}
             self._more = {n: t for n, t in told.items() if n not in known and "." not in n}
             scene.used.update(self._more)
+
+    def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
+        """The meaning, with what the parameter's annotation and use say beside its name."""
+        if meaning == "step" and counts(parameter):
+            return "index"
+        if meaning in ("parameters", "named_parameters"):
+            if wants_list(parameter, Source(self._function)):
+                return f"listed_{meaning}"
+            self._scene.handed_once.append(parameter.name)
+        return meaning
 
     def _note_namespace(self, meaning: str) -> None:
         if meaning == "arguments":
@@ -201,16 +237,32 @@ class Filling:
             if how == "supplied":
                 value = given[source]
             elif how == "told":
-                value = self._scene.read(source)
+                value = self._read(parameter.name, source)
             else:
                 value = self._scene.value(source)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(value)
             else:
                 keywords[parameter.name] = value
-        keywords |= {name: self._scene.read(text) for name, text in self._more.items()}
+        keywords |= {name: self._read(name, text) for name, text in self._more.items()}
         self._scene.calls += 1
-        return self._function(*positional, **keywords)
+        try:
+            return self._function(*positional, **keywords)
+        except TypeError as error:
+            if "generator" not in str(error) or not self._scene.handed_once:
+                raise
+            words = " ".join(
+                f"--arg {name}=@param_list" for name in dict.fromkeys(self._scene.handed_once)
+            )
+            raise UsageError(
+                f"the code was handed a generator, as model.parameters() is, and raised {error}; "
+                f"where it is called with a list, give {words}"
+            ) from error
+
+    def _read(self, name: str, text: str) -> Any:
+        """What was said; of a constructor, which may be called for several objects, anew."""
+        is_made = inspect.isclass(self._function)
+        return self._scene.read(text) if is_made else self._scene.keep(name, text)
 
 
 def _communicator() -> Any:

@@ -1,6 +1,7 @@
 """The code that is to be adapted, and what can be told of it without calling it."""
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -152,12 +153,40 @@ class Target:
         return ""
 
 
+def unwrapped(value: Any) -> Any:
+    """What a partial calls."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value
+
+
+def function_of(value: Any) -> Any:
+    """What is run when it is called: the function of a partial, or the __call__ of an object."""
+    value = unwrapped(value)
+    is_named = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+    return value if is_named or not callable(value) else type(value).__call__
+
+
+def wants_list(parameter: inspect.Parameter, source: "Source") -> bool:
+    """Whether a parameter that takes parameters needs a list: by its name, its annotation, or by
+    what is done with it. The others get what people hand over, `model.parameters()`.
+    """
+    text = str(parameter.annotation)
+    by_type = any(word in text for word in ("ist[", "list", "List", "equence", "uple"))
+    return parameter.name in names.LISTED_PARAMETERS or by_type or source.indexes(parameter.name)
+
+
+def counts(parameter: inspect.Parameter) -> bool:
+    """Whether it takes a number, as in `step: int`."""
+    return parameter.annotation in (int, "int")
+
+
 class Source:
     """A function's syntax tree; empty where its source cannot be had."""
 
     def __init__(self, value: Any) -> None:
         try:
-            text = textwrap.dedent(inspect.getsource(value))
+            text = textwrap.dedent(inspect.getsource(function_of(value)))
             self._tree: ast.AST = ast.parse(text)
         except (OSError, TypeError, SyntaxError):
             self._tree = ast.Module(body=[], type_ignores=[])
@@ -176,6 +205,36 @@ class Source:
             and isinstance(node.value, ast.Name)
             and node.value.id == name
         }
+
+    @property
+    def returns_many(self) -> bool:
+        """Whether it returns a list, tuple or dict that it makes."""
+        made = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp)
+        nodes = list(ast.walk(self._tree))
+        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        filled = {
+            place.id
+            for node in assigned
+            for place in node.targets
+            if isinstance(place, ast.Name) and isinstance(node.value, made)
+        }
+        return any(
+            isinstance(value, made) or (isinstance(value, ast.Name) and value.id in filled)
+            for value in returned
+        )
+
+    def indexes(self, name: str) -> bool:
+        """Whether it does with a variable what lists can and generators cannot: x[0], len(x),
+        reversed(x).
+        """
+        for node in ast.walk(self._tree):
+            used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                used = list(node.args) if node.func.id in ("len", "reversed") else []
+            if any(isinstance(u, ast.Name) and u.id == name for u in used):
+                return True
+        return False
 
     @cached_property
     def words(self) -> set[str]:

@@ -94,6 +94,15 @@ def replaces_entries(tensor_list, world_size):
         tensor_list[i] = t / world_size
 
 
+def means_of_the_model(model):
+    means = []
+    for p in model.parameters():
+        total = p.grad.clone()
+        dist.all_reduce(total)
+        means.append(total / dist.get_world_size())
+    return means
+
+
 def drops_the_last(grads):
     """The last tensor of the list is forgotten."""
     for g in grads[:-1]:

@@ -60,6 +60,7 @@ GIVEN = [
     Given("functions:over_gradients", "gradients"),
     Given("functions:returns_gradients", "gradients"),
     Given("functions:replaces_entries", "gradients"),
+    Given("functions:means_of_the_model", "model"),
     Given("functions:drops_the_last", "gradients", {*SCALE, "agreement -"}),
     Given("functions:ring", "tensor-mean", SCALE),
     Given("functions:ring", "tensor-sum", options={"form": "tensor-sum"}),

@@ -162,6 +162,11 @@ def test_a_file_may_be_called_like_a_loaded_module(
         ("import nowhere_to_be_found", "f", r"ModuleNotFoundError.*line 1"),
         ("\n\nraise ValueError('no')", "f", r"raised ValueError: no .*line 3"),
         ("import sys; sys.exit(3)", "f", "raised SystemExit"),
+        (
+            "\nraise ValueError('trying to initialize the default process group twice!')",
+            "f",
+            "twice! distcheck has initialised it already; guard it with dist.is_initialized",
+        ),
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
         ("f = 3", "f", "is a int; wanted is a function"),

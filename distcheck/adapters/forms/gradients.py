@@ -15,12 +15,13 @@ EXAMPLE = "f(grads), a list of tensors, in place or returning a list"
 
 def fits(target: Target) -> bool:
     """A function whose first parameter is a list of gradients."""
-    return callable(target.value) and target.kind_of_first == "gradients"
+    is_function = callable(target.value) and not target.is_class
+    return is_function and target.kind_of_first == "gradients"
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called after every backward with the gradients that there are."""
-    if not target.first:
+    if not target.first or target.is_class:
         raise refusal(target, f"strategy {target.spec!r} takes no list of gradients")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     filling = Filling(scene, target.value, what=what, supplied=[target.first])

@@ -15,7 +15,8 @@ EXAMPLE = "f(model), called once: registers hooks that synchronise during backwa
 def fits(target: Target) -> bool:
     """A function of a model whose source registers hooks."""
     is_function = callable(target.value) and not target.is_class
-    return is_function and target.source.registers_hooks and target.kind_of_first in ("model", "")
+    kinds = ("model", "parameters", "")
+    return is_function and target.source.registers_hooks and target.kind_of_first in kinds
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -27,7 +28,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     filling = Filling(scene, target.value, what=what, supplied=supplied)
 
     def wrap(model: nn.Module) -> nn.Module:
-        answer = filling.call(*([model] if supplied else []))
+        given = model.parameters() if target.kind_of_first == "parameters" else model
+        answer = filling.call(*([given] if supplied else []))
         return answer if isinstance(answer, nn.Module) else model
 
     return LoadedStrategy(

@@ -95,8 +95,10 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str]) -> Any:
             if name in modules:
                 return modules[name]
         if name in told:
-            return scene.read(told[name])
+            return scene.keep(f"self.{name}", told[name])
         meaning = scene.meaning_of(name)
+        if meaning in ("parameters", "named_parameters"):  # what an object keeps is no generator
+            meaning = f"listed_{meaning}"
         if not meaning:
             raise AttributeError(f"{owner.__name__!r} has no attribute {name!r}")
         try:

@@ -1,13 +1,14 @@
 """A function of the model, or of whatever else it asks for by its usual name."""
 
 import inspect
+from typing import Any
 
 from torch import nn
 
-from distcheck.adapters.gradients import Stillness, wait_for
+from distcheck.adapters.after_backward import AfterBackward, returned
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
-from distcheck.adapters.target import Target
+from distcheck.adapters.target import Target, counts
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy, source_file
@@ -29,44 +30,41 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     takes_all = _takes_all(target)
     if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:
         raise refusal(target, f"{what}, which takes neither a model nor gradients")
-    stepped = [p.name for p in target.parameters[1:2] if p.name == "step"]
+    stepped = [p.name for p in target.parameters[1:2] if p.name == "step" and not counts(p)]
     subject = _subject(target, scene)
     try:
         filling = Filling(scene, target.value, what=what, supplied=[*subject, *stepped])
     except UsageError as error:
         raise refusal(target, str(error)) from None
-    first = True
+    after = AfterBackward(scene, repr(target.spec))
+
+    def call(model: nn.Module, step: Step) -> Any:
+        if not takes_all:
+            handed = [model] if subject else []
+            return filling.call(*handed, *([step] if stepped else []))
+        scene.calls += 1
+        return target.value(model, step)
 
     def sync(model: nn.Module, step: Step) -> None:
-        nonlocal first
-        still = Stillness(scene.live_model) if first else None
-        first = False
-        if takes_all:
-            scene.calls += 1
-            answer = target.value(model, step)
-        else:
-            handed = [model] if subject else []
-            answer = filling.call(*handed, *([step] if stepped else []))
+        answer = after.run(lambda: call(model, step))
         if isinstance(answer, nn.Module) and answer not in (model, scene.model):
             raise UsageError(
                 f"{target.spec!r} returned another module when it was called after backward; if it "
                 "wraps the model once, give --as wrapper"
             )
-        wait_for(answer)
-        if still is not None:
-            still.check(repr(target.spec))
 
+    said = returned(target)
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.value),
         sync=sync,
-        note="" if _is_plain(target) else f"{target.signature}, called after backward",
+        note="" if _is_plain(target) else f"{target.signature}, called after backward{said}",
     )
 
 
 def _is_plain(target: Target) -> bool:
     """Whether it is f(model) or f(model, step), which need no remark."""
-    if target.adaptation.arguments:
+    if target.adaptation.arguments or target.source.returns_many:
         return False
     return len(target.required) <= 1 and target.kind_of_first in ("model", "")
 

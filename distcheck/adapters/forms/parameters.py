@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from distcheck.adapters.gradients import Stillness, wait_for
+from distcheck.adapters.after_backward import AfterBackward, returned
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
-from distcheck.adapters.target import Target
+from distcheck.adapters.target import Target, wants_list
 from distcheck.contract import Step, contract_of
 from distcheck.loading import LoadedStrategy, source_file
 
@@ -15,28 +15,31 @@ EXAMPLE = "f(params), which works on every p.grad"
 
 def fits(target: Target) -> bool:
     """A function whose first parameter is a list of parameters."""
-    return callable(target.value) and target.kind_of_first == "parameters"
+    is_function = callable(target.value) and not target.is_class
+    return is_function and target.kind_of_first == "parameters"
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Called after every backward with `list(model.parameters())`."""
-    if not target.first:
+    """Called after every backward with `model.parameters()`, or with a list of them."""
+    if not target.first or target.is_class:
         raise refusal(target, f"strategy {target.spec!r} takes no list of parameters")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
-    filling = Filling(scene, target.value, what=what, supplied=[target.first])
-    first = True
+    (parameter,) = [p for p in target.parameters if p.name == target.first]
+    told = any(name == target.first for name, _ in target.adaptation.arguments)
+    supplied = [] if told else [target.first]
+    filling = Filling(scene, target.value, what=what, supplied=supplied)
+    listed = wants_list(parameter, target.source)
+    if supplied and not listed:
+        scene.handed_once.append(target.first)
+    after = AfterBackward(scene, repr(target.spec))
 
     def sync(model: nn.Module, step: Step) -> None:
-        nonlocal first
-        still = Stillness(scene.live_model) if first else None
-        first = False
-        wait_for(filling.call(scene.parameters()))
-        if still is not None:
-            still.check(repr(target.spec))
+        given = scene.parameters() if listed else scene.live_model.parameters()
+        after.run(lambda: filling.call(*([given] if supplied else [])))
 
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.value),
         sync=sync,
-        note=f"{target.signature} of the list of parameters, called after backward",
+        note=f"{target.signature} of the parameters, called after backward{returned(target)}",
     )
