@@ -205,8 +205,12 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     batch = ingredients.batch(torch.arange(2), 2)
     roundings = _Roundings(model)
     before, libraries_before = torch.get_rng_state(), seeds.library_states()
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
-        ingredients.loaded.workload.loss(model, batch)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
+            ingredients.loaded.workload.loss(model, batch)
+    except Exception:  # theirs, or of something compiled that bears no such mode
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been loaded within; then there is nothing to hold its state against.
     draws = draws or not seeds.library_states().startswith(libraries_before)
@@ -242,6 +246,8 @@ class _Roundings(TorchDispatchMode):
     """Notes the floating-point dtypes of a model's parameters, and those that operations round
     longer ones to. An autocast that is for a GPU rounds nothing here, and is noted as well.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

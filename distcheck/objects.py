@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from distcheck.errors import UsageError
@@ -19,8 +19,10 @@ def names_of(
     """
     if isinstance(strategy, str | os.PathLike):
         return (os.fspath(strategy),)
-    if isinstance(strategy, Sequence) and all(isinstance(name, str) for name in strategy):
-        return tuple(strategy)
+    if isinstance(strategy, Iterable) and not callable(strategy):
+        names = list(strategy)
+        if names and all(isinstance(name, str | os.PathLike) for name in names):
+            return tuple(os.fspath(name) for name in names)
     if not callable(strategy):
         raise UsageError(
             f"strategy {strategy!r} is nothing that can be judged; give a name, "

@@ -31,7 +31,8 @@ class AfterBackward:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Calls it, waits for what it began, and returns its answer. Gradients that it returns, one
-        for each parameter in a list, tuple or dict, become the parameters'.
+        for each parameter in a list, tuple or dict, become the parameters' if its first call left
+        those as they were.
 
         Raises UsageError for what the first call must not do.
         """
@@ -56,14 +57,9 @@ class AfterBackward:
             )
         still.check(self._what)
         pairs = _gradients_of(model, answer)
-        if any(tensor is not p.grad and not _same(tensor, p.grad) for p, tensor in pairs):
-            if any(not _same(p.grad, kept) for p, kept in before):
-                raise UsageError(
-                    f"{self._what} changes gradients in place, and returns other tensors of their "
-                    "shapes; which of them are meant cannot be told: let it return nothing, or "
-                    "leave the gradients alone"
-                )
-            self._returns = True
+        in_place = any(not _same(p.grad, kept) for p, kept in before)
+        if not in_place and any(not _same(tensor, p.grad) for p, tensor in pairs):
+            self._returns = True  # beside gradients in place, it is something else
             self._take(pairs)
         return answer
 
@@ -124,4 +120,4 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None or not _is_plain(one) or not _is_plain(other):
         return False
     alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-    return alike and torch.equal(one, other)
+    return alike and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -91,6 +91,14 @@ class Scene:
         """
         return names.MEANINGS.get(name, "")
 
+    def about_lists(self) -> str:
+        """What is to be done where the code needs a list of what it was given a generator of."""
+        words = " ".join(f"--arg {name}=@param_list" for name in dict.fromkeys(self.handed_once))
+        return words and (
+            "; it was handed a generator, as model.parameters() is: where it is called with a "
+            f"list, give {words}"
+        )
+
     def read(self, text: str) -> Any:
         """The value that `--arg` or `--set` wrote down: a literal, `@name`, or `@module:object`
         (an object of it, with what its constructor asks for, where that is a class).
@@ -142,6 +150,7 @@ class Scene:
         all calls, since the code may keep something in it.
         """
         if self._namespace is not None:
+            self._renew(self._namespace)
             return self._namespace
         rank, size = self.value("rank"), self.value("world_size")
         facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": _gpu(rank)}
@@ -155,6 +164,14 @@ class Scene:
                 self.used.add(name)
         self._namespace = SimpleNamespace(**facts)
         return self._namespace
+
+    def _renew(self, namespace: SimpleNamespace) -> None:
+        """What stands for something else in every step."""
+        for name, text in self.adaptation.arguments:
+            head, dot, rest = name.partition(".")
+            stands_for_it = text.startswith("@") and ":" not in text
+            if dot and stands_for_it and names.MEANINGS.get(head) == "arguments":
+                setattr(namespace, rest, self.read(text))
 
 
 class Filling:
@@ -251,13 +268,7 @@ class Filling:
         except TypeError as error:
             if "generator" not in str(error) or not self._scene.handed_once:
                 raise
-            words = " ".join(
-                f"--arg {name}=@param_list" for name in dict.fromkeys(self._scene.handed_once)
-            )
-            raise UsageError(
-                f"the code was handed a generator, as model.parameters() is, and raised {error}; "
-                f"where it is called with a list, give {words}"
-            ) from error
+            raise UsageError(f"the code raised {error}{self._scene.about_lists()}") from error
 
     def _read(self, name: str, text: str) -> Any:
         """What was said; of a constructor, which may be called for several objects, anew."""

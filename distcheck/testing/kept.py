@@ -7,6 +7,7 @@ one failed is thrown away.
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import socket
@@ -155,9 +156,19 @@ class KeptWorld:
         )
 
 
+def _filters() -> list[Any]:
+    """The filters of warnings, without those of a category that ranks could not find."""
+    found = []
+    for warning_filter in warnings.filters:
+        with contextlib.suppress(Exception):
+            pickle.dumps(warning_filter)
+            found.append(warning_filter)
+    return found
+
+
 def _pickled(prepared: Prepared) -> bytes:
     try:
-        return pickle.dumps((prepared.args, prepared.kwargs, warnings.filters))
+        return pickle.dumps((prepared.args, prepared.kwargs, _filters()))
     except Exception as error:
         reason = str(error)
     values: dict[str, Any] = {f"argument {n}": v for n, v in enumerate(prepared.args)}

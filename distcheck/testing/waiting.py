@@ -20,9 +20,12 @@ from distcheck.worlds.world import World
 
 @dataclass
 class Told:
-    """What ranks have said so far: each one's report, and their subtests as (rank, subtest)."""
+    """What ranks have said so far: each one's report, which of them did so before anybody had to
+    ask what they were doing, and their subtests as (rank, subtest).
+    """
 
     reports: dict[int, RankReport] = field(default_factory=dict)
+    in_time: set[int] = field(default_factory=set)
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
 
 
@@ -36,6 +39,8 @@ def listen(world: World, item: pytest.Function) -> Told:
             told.subtests.append((number, said))
         else:
             told.reports[number] = said
+            if not world.hung:
+                told.in_time.add(number)
 
     live = item.config.getoption("capture", "no") == "no"  # -p no:capture takes the option along
     for number, child in enumerate(world.children):
@@ -63,7 +68,7 @@ def wait(
     timeout = ""
     try:
         while not world.over:
-            if enough():
+            if not world.hung and enough():
                 return None
             pool.pump(0.05)
             world.tick()
@@ -89,10 +94,10 @@ def wait(
 
 
 def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
-    """A kept rank that waits for its next test has finished this one, whatever others do."""
-    waiting = {
-        number for number, report in told.reports.items() if report.end in ("passed", "skipped")
-    }
+    """A kept rank that waits for its next test has finished this one, whatever others do; not one
+    that went on when it was asked.
+    """
+    waiting = {number for number in told.in_time if told.reports[number].end != "failed"}
     still = [o for o in outcomes if o.rank not in waiting or o.outcome not in ("hung", "ended")]
     done = [Outcome(rank=o.rank, outcome="finished") for o in outcomes if o not in still]
     return still + done

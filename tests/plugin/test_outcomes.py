@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.testing import failures
+from distcheck.testing import failures, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
 
@@ -153,6 +153,15 @@ def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -
         "ranks 1, 4 of 5 had finished",
         "rank 3 of 5 had skipped (not here)",
     ]
+
+
+def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
+    """Being asked ends a sleep; a kept rank that had told its end before only waits."""
+    outcomes = [Outcome(rank=rank, outcome="hung", detail="there") for rank in range(3)]
+    reports = {0: RankReport(end="passed"), 1: RankReport(end="passed")}
+    told = waiting.Told(reports=reports, in_time={0})
+    ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, told)}
+    assert ends == {0: "finished", 1: "hung", 2: "hung"}
 
 
 @pytest.mark.parametrize(("size", "words"), [(1, "rank 0 of 1 was"), (2, "all 2 ranks were")])

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distcheck import plan
@@ -422,12 +423,24 @@ def test_what_else_is_returned_is_left_alone(tmp_path: Path, returned: str) -> N
     assert gradients(run(strategy, steps=2)) == {1.0}
 
 
-def test_gradients_in_place_and_others_returned_cannot_both_be_meant(tmp_path: Path) -> None:
+def test_a_namespace_says_what_is_so_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the first, from which on it is the same object."""
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+    source = "def f(model, args):\n    model.weight.grad *= args.now + 2\n"
+    strategy = loaded(tmp_path, source, arguments={"args.now": "@iteration"})
+    assert gradients(run(strategy, steps=4)) == {1.0, 5.0}
+
+
+def test_what_is_returned_beside_gradients_in_place_is_something_else(tmp_path: Path) -> None:
+    """What is left over for the next step, or the buffers that were sent."""
     strategy = loaded(
         tmp_path, "def f(model):\n    return [p.grad.mul_(2) / 2 for p in model.parameters()]\n"
     )
-    with pytest.raises(UsageError, match="changes gradients in place, and returns other tensors"):
-        run(strategy)
+    assert gradients(run(strategy)) == {2.0}
 
 
 def test_a_list_that_an_object_keeps_is_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -88,3 +89,4 @@ def test_a_script_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_names() -> None:
     assert names_of("ddp") == ("ddp",)
     assert names_of(["ddp", "ring"]) == ("ddp", "ring")
+    assert names_of(name for name in ("ddp", Path("a.py:f"))) == ("ddp", "a.py:f")

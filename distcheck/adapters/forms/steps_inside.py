@@ -74,7 +74,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             if stepped and not moved and step.samples:
                 raise UsageError(
                     f"{target.spec!r} was taken to write its own step into the parameters, and "
-                    "wrote none where they are zero; --as says otherwise"
+                    f"wrote none where they are zero; --as says otherwise{scene.about_lists()}"
                 )
             for parameter, kept in zip(parameters, before, strict=True):
                 gradient = parameter.detach().neg() / rate
