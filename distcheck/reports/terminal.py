@@ -280,11 +280,13 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
 def _describe_outcome(outcome: Outcome) -> str:
     lines = outcome.detail.splitlines()
     if len(lines) > _DETAIL_LINES:
+        about = [line for line in lines[1:3] if line.startswith("last collective: ")]
         left_out = len(lines) - _DETAIL_LINES
         lines = [
             lines[0],
+            *about,
             f"  ... {left_out} lines more in the JSON report ...",
-            *lines[-_DETAIL_LINES + 1 :],
+            *lines[-_DETAIL_LINES + 1 + len(about) :],
         ]
     return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])
 

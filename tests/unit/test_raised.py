@@ -1,0 +1,27 @@
+"""What a rank tells of an exception, whatever that is."""
+
+import msgspec
+import pytest
+
+from distcheck.worlds.child import _as_event
+
+
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("the reason"), "the reason"),
+        (ValueError("half \udcff"), "half \\udcff"),
+        (WithoutText(), "(its text cannot be had: KeyError)"),
+    ],
+)
+def test_an_exception_is_told_whatever_its_text(error: Exception, message: str) -> None:
+    """One that could not be sent would end its rank as if nothing had been."""
+    event = _as_event(error)
+    assert (event.kind, event.message) == (type(error).__name__, message)
+    assert type(error).__name__ in event.traceback
+    assert msgspec.msgpack.encode(event)
