@@ -6,7 +6,7 @@ import pytest
 from distcheck.worlds.child import _as_event
 
 
-class WithoutText(Exception):
+class TextlessError(Exception):
     def __str__(self) -> str:
         raise KeyError("no text")
 
@@ -16,7 +16,7 @@ class WithoutText(Exception):
     [
         (ValueError("the reason"), "the reason"),
         (ValueError("half \udcff"), "half \\udcff"),
-        (WithoutText(), "(its text cannot be had: KeyError)"),
+        (TextlessError(), "(its text cannot be had: KeyError)"),
     ],
 )
 def test_an_exception_is_told_whatever_its_text(error: Exception, message: str) -> None:
