@@ -54,7 +54,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         sys.stderr.flush()
         reporter.say(encoded(report))
         if error is not None and report.end != "skipped":
-            raise rank.to_raise(error, report)
+            raise error
 
 
 def _own_channel(fds: list[int], number: int) -> socket.socket:

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from distcheck.worlds.messages import printable
+
 End = Literal["passed", "skipped", "xfailed", "exit", "failed"]
 
 
@@ -80,8 +82,3 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, dict):
         return {_escaped(key): _escaped(inner) for key, inner in value.items()}
     return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def printable(text: str) -> str:
-    """Text without lone surrogates, which cannot be written anywhere."""
-    return text.encode(errors="backslashreplace").decode()

@@ -3,7 +3,6 @@
 import logging
 import random
 import sys
-import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,9 +17,10 @@ from distcheck import devices
 from distcheck.errors import CannotRunError
 from distcheck.testing import fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import End, RankReport, Seen, encoded, printable
+from distcheck.testing.messages import End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
 from distcheck.worlds.child import Reporter
+from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 # What ranks import as they go and cannot do without for long: the first optimizer imports
@@ -70,18 +70,8 @@ def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     report, error = execute(prepared)
     reporter.say(encoded(report))
     if error is not None and report.end != "skipped":
-        raise to_raise(error, report)  # a failed rank leaves at once, so that its peers notice
+        raise error  # a failed rank leaves at once, so that its peers notice
     return b""
-
-
-def to_raise(error: BaseException, report: RankReport) -> BaseException:
-    """The test's own exception; another in place of one that cannot be told as text."""
-    try:
-        "".join(traceback.format_exception(error)).encode()
-        str(error).encode()
-    except Exception:
-        return RuntimeError(printable(report.message))
-    return error
 
 
 def enter(
@@ -162,7 +152,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     left = leaks.left_behind(threads) if error is None else leaks.Left()
     report = RankReport(
         end=_end_of(error),
-        reason=_reason(error),
+        reason="" if error is None else text_of(error),
         warnings=tuple(_as_seen(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
@@ -195,13 +185,6 @@ def _end_of(error: BaseException | None) -> End:
     if isinstance(error, pytest.xfail.Exception):
         return "xfailed"
     return "exit" if isinstance(error, pytest.exit.Exception) else "failed"
-
-
-def _reason(error: BaseException | None) -> str:
-    try:
-        return str(error) if error is not None else ""
-    except Exception:
-        return f"<a {type(error).__name__} that cannot be printed>"
 
 
 def _with_failure(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:

@@ -128,25 +128,13 @@ def _as_event(error: BaseException) -> messages.Raised:
     exit_code = int(error.exit_code) if isinstance(error, DistcheckError) else None
     return messages.Raised(
         kind=type(error).__qualname__,
-        message=_printable(_text_of(error)),
-        traceback=_printable(text),
+        message=messages.printable(messages.text_of(error)),
+        traceback=messages.printable(text),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),
         collectives=flight.latest(),
     )
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as another:  # theirs
-        return f"(its text cannot be had: {type(another).__name__})"
-
-
-def _printable(text: str) -> str:
-    """Without lone surrogates, which cannot be sent."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:

@@ -117,6 +117,19 @@ Event = Progress | Said | Done | Raised | Stacks
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says, or that it cannot."""
+    try:
+        return str(error)
+    except Exception as another:  # theirs
+        return f"(its text cannot be had: {type(another).__name__})"
+
+
+def printable(text: str) -> str:
+    """Text without lone surrogates, which can be sent and written nowhere."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """A message with its length in front."""
     body = _encode(message)
