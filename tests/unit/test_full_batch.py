@@ -99,7 +99,7 @@ class OwnForward(CellWorkload):
 def opened(workload: type, dtype: str = "float64") -> Ingredients:
     case = Case(
         id="one", strategy="allreduce", world=2, batch=len(IDS), steps=1, dtype=dtype,
-        workload=f"{__name__}:{workload.__name__}",
+        workload=f"{workload.__module__}:{workload.__name__}",
     )  # fmt: skip
     return open_ingredients(case, b"", None)
 
