@@ -7,6 +7,7 @@
     ghost_batch.py   BatchNorm in it, as the ranks have it
     lattice.py       integers in closed form
     calibration.py   whether the orders that X relies on hold on this machine
+    expectation.py   all of one step; references.py has what is built once a process
 
 Every step starts from what the ranks recorded before it: free-running trajectories diverge
 chaotically, re-synchronised ones do not.
