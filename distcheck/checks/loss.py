@@ -1,5 +1,6 @@
 """Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +44,7 @@ def _compare_mean(evidence: Evidence, expectation: StepExpectation, tally: Tally
     mean = _mean(expectation, [header.loss for header in expectation.headers])
     expected = expectation.full_batch.loss
     bound = loss_tolerance(tally.layer, expected)
-    if not abs(mean - expected) <= bound:  # terms of both signs may have cancelled in it
+    if bound < abs(mean - expected) < math.inf:  # terms of both signs may have cancelled in it
         bound = loss_tolerance(tally.layer, expectation.loss_magnitude)
     comparison = by_norm(_scalar(mean), _scalar(expected), bound)
     _sum_up(expectation, tally, expected=expected, bound=bound)
