@@ -44,10 +44,12 @@ def raises_on_one_rank(model: nn.Module, step: Step) -> None:
 
 @mutant(caught="outcome", exit_code=4, world=3, hangs=True)
 def ring_with_a_fixed_peer(model: nn.Module, step: Step) -> None:
-    """`rank ^ 1` is everybody's peer at 2 and 4 ranks; at 3 rank 2 waits for a rank 3."""
+    """`rank ^ 1` is everybody's peer at 2 and 4 ranks; at 3 rank 2 waits for rank 0, which has
+    another. (Without the remainder it would ask gloo for a rank 3, which reads beyond its table.)
+    """
     for parameter in model.parameters():
         other = torch.empty_like(parameter.grad)
-        peer = step.rank ^ 1
+        peer = (step.rank ^ 1) % step.world_size
         if step.rank < peer:
             dist.send(parameter.grad, peer)
             dist.recv(other, peer)

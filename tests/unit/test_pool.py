@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,17 +41,25 @@ class Helper:
         return []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever started the tests in a shell's background has had SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_heard_when_nothing_is_left() -> None:
     """Its message says so."""
     helper = Helper(ready=True)
     pool = Pool(helper)
     pool.open()
     helper.interrupt = True
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         pool.close()
     assert helper.ended
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_helper_that_has_forked_nothing_is_not_waited_for() -> None:
