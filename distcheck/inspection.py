@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from distcheck import __version__, acceptance, devices, seeds
 from distcheck.backends.mpi import library
 from distcheck.contract import Contract
+from distcheck.cores import cores
 from distcheck.errors import UsageError
 from distcheck.jobs import CaseFacts, Facts, InspectionJob
 from distcheck.loading import LoadedStrategy, load_strategy
@@ -138,7 +139,7 @@ def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "backend": backend,
         "device": device,
         **seeds.describe_settings(),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing import fixtures, marker
+from distcheck.worlds import turns
 
 _HELP = (
     "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False): run the test "
@@ -35,10 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the marker known."""
+    """Makes the marker known; under xdist, has worlds take turns with those of other processes."""
     config.addinivalue_line("markers", _HELP)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
+    about = getattr(config, "workerinput", None)
+    if about is not None:
+        turns.share(about["testrunuid"], processes=about["workercount"])
 
 
 def pytest_sessionfinish() -> None:

@@ -19,6 +19,7 @@ import msgspec
 from distcheck import diagnosis, limits
 from distcheck.cells import CELLS
 from distcheck.contract import Contract
+from distcheck.cores import cores
 from distcheck.diagnosis.facts import Facts
 from distcheck.errors import CannotRunError, ExitCode
 from distcheck.jobs import JUDGE, OBSERVE, RECORD, CaseFacts, JudgeJob, ObserveJob, RecordJob
@@ -119,7 +120,7 @@ class Session:
         self._judges: list[tuple[World, _Judging]] = []
         self._on_finished: Callable[[CaseRun], None] = lambda run: None
         # Twice the cores, so that the last few share them instead of leaving one idle.
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
     def run(self, runs: Sequence[CaseRun], *, on_finished: Callable[[CaseRun], None]) -> None:

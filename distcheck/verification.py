@@ -29,6 +29,7 @@ from distcheck.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen
 from distcheck.session import CaseRun, Listener, Session
 from distcheck.store import SavedCase, Store
+from distcheck.worlds import turns
 from distcheck.worlds.pool import Pool
 
 _DELAY = ("rank", "collective", "ms")
@@ -132,8 +133,10 @@ def verify(
 
 
 def verify_cases(cases: Sequence[Case], *, keep: Store | None = None) -> Report:
-    """Runs and judges cases on this process's own pool, as `verify` does."""
-    with _pool_lock:
+    """Runs and judges cases on this process's own pool, as `verify` does; in a turn of its own
+    where many processes run tests.
+    """
+    with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
             return run_cases(cases, pool=pool, keep=keep)

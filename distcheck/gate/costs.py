@@ -1,10 +1,10 @@
 """What a case is likely to cost: what an earlier run of it took here, or a rough model."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distcheck.cores import cores
 from distcheck.errors import DistcheckError
 from distcheck.records import Case
 from distcheck.reports.json_report import read_document
@@ -65,6 +65,6 @@ def _cell(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _spent_s(case: Mapping[str, Any]) -> float:
     spent = case["timings_s"]
-    judges = 2 * len(os.sched_getaffinity(0))  # as many as the session lets run
+    judges = 2 * cores()  # as many as the session lets run
     others = sum(s for what, s in spent.items() if what not in ("world", "rerun"))
     return float(spent.get("world", 0.0) + spent.get("rerun", 0.0) + others / judges)

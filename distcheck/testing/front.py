@@ -15,7 +15,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
-from distcheck.testing import failures, kept, rank, subtests, turns
+from distcheck.testing import failures, kept, rank, subtests
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -23,6 +23,7 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import Seen
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, wait
+from distcheck.worlds import turns
 from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.pool import Pool
@@ -75,7 +76,7 @@ def run_in_world(prepared: Prepared) -> None:
     if why := devices.missing(options.device, options.backend, options.size):
         pytest.skip(why)
     _make_ready_to_fork(options)
-    with turns.turn(item.config):
+    with turns.turn():
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
         except DistcheckError as error:

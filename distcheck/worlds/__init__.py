@@ -9,6 +9,7 @@ pool.py         the front's side of the helper: start, kill, pump events
 children.py     one forked process, as the front sees it
 shares.py       the ranks of a world that live in one place
 world.py        one world of ranks: linger, deadline, blame
+turns.py        how many worlds run at once under pytest-xdist
 stalls.py       telling a hung rank from a slow machine
 rendezvous.py   how the ranks of a world find each other
 fleet.py        a pool whose ranks are spread over processes that a launcher started ...

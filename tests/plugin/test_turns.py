@@ -1,15 +1,19 @@
 """Turns under xdist: bounded, given back, and never kept by a fork."""
 
 import os
+import select
 import subprocess
 import sys
 import threading
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from distcheck.testing.turns import turn
+import pytest
+
+from distcheck import verification
+from distcheck.cores import cores
+from distcheck.worlds import turns
+from distcheck.worlds.turns import turn
 
 KEPT = """
 import pytest
@@ -23,46 +27,75 @@ def test_fresh(world, number): assert world.gather(number) == [number] * 2
 """
 
 
-def config(processes: int) -> Any:
-    return SimpleNamespace(workerinput={"workercount": processes, "testrunuid": uuid.uuid4().hex})
-
-
 def turns_here() -> int:
-    return max(2, len(os.sched_getaffinity(0)))
+    return max(2, cores())
+
+
+@pytest.fixture
+def crowd(monkeypatch: pytest.MonkeyPatch) -> int:
+    """One process more than there are turns, in a test run of its own."""
+    monkeypatch.setattr(turns, "_names", [])
+    turns.share(uuid.uuid4().hex, processes=turns_here() + 1)
+    return turns_here() + 1
 
 
 def test_no_more_at_once_than_there_are_turns() -> None:
-    crowd = turns_here() + 3
-    shared, running, most = config(crowd), 0, 0
-    lock, full = threading.Lock(), threading.Event()
+    run, crowd = uuid.uuid4().hex, turns_here() + 3
+    inside, enter = os.pipe()
+    waiting, go = os.pipe()
+    children = []
+    for _ in range(crowd):
+        child = os.fork()
+        if child == 0:
+            turns.share(run, processes=crowd)
+            with turn():
+                os.write(enter, b"+")
+                os.read(waiting, 1)
+            os._exit(0)
+        children.append(child)
+    for _ in range(turns_here()):
+        assert os.read(inside, 1) == b"+"
+    one_more, _, _ = select.select([inside], [], [], 0.3)
+    for _ in range(crowd):
+        os.write(go, b".")
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    for fd in (inside, enter, waiting, go):
+        os.close(fd)
+    assert not one_more
+    assert ends == [0] * crowd, "every one had its turn"
 
-    def work() -> None:
-        nonlocal running, most
-        with turn(shared):
-            with lock:
-                running += 1
-                most = max(most, running)
-                if running == turns_here():
-                    full.set()
-            full.wait(10)
-            with lock:
-                running -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(crowd)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "every one had its turn"
-    assert most == turns_here()
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nobody_waits_where_there_are_turns_for_all(
+    monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setattr(turns, "_names", ["of the last run"])
+    turns.share("run", processes=processes)
+    assert not turns._names
 
 
-def test_a_fork_does_not_keep_the_turn_of_its_parent() -> None:
-    shared = config(turns_here() + 1)
+def test_a_turn_within_a_turn_is_the_same(crowd: int) -> None:
+    """A test in a world may call verify, and others hold all the turns by then."""
+    with turn():
+        held = list(turns._held)
+        with turn():
+            assert turns._held == held
+        assert turns._held == held
+    assert not turns._held
+
+
+def test_verify_takes_a_turn(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    monkeypatch.setattr(verification, "run_cases", lambda cases, **_: held.append(len(turns._held)))
+    verification.verify_cases([])
+    assert held == [1]
+
+
+def test_a_fork_does_not_keep_the_turn_of_its_parent(crowd: int) -> None:
     reading, writing = os.pipe()
     children = []
     for _ in range(turns_here()):
-        with turn(shared):
+        with turn():
             child = os.fork()
             if child == 0:
                 os.close(writing)
@@ -72,7 +105,7 @@ def test_a_fork_does_not_keep_the_turn_of_its_parent() -> None:
     got_it = threading.Event()
 
     def take() -> None:
-        with turn(shared):
+        with turn():
             got_it.set()
 
     thread = threading.Thread(target=take, daemon=True)

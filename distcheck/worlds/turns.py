@@ -12,23 +12,30 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
+from distcheck.cores import cores
 
 _LEAST_TURNS = 2  # one world alone leaves gaps while its ranks wait for each other
 _LOOK_EVERY_S = 0.004
 
+_names: list[str] = []  # of the turns of this test run; none where nobody has to wait
 _held: list[socket.socket] = []
 
 
+def share(run: str, *, processes: int) -> None:
+    """From here on this process takes turns with the others of a test run."""
+    turns = max(_LEAST_TURNS, cores())
+    _names[:] = [f"\0distcheck-{run}-{n}" for n in range(turns)] if processes > turns else []
+
+
 @contextmanager
-def turn(config: pytest.Config) -> Iterator[None]:
-    """Waits until this process may run a world. Without xdist there is nothing to wait for."""
-    about = getattr(config, "workerinput", None)
-    turns = max(_LEAST_TURNS, len(os.sched_getaffinity(0)))
-    if about is None or about["workercount"] <= turns:
+def turn() -> Iterator[None]:
+    """Waits until this process may run a world, where there are more processes than turns. Within
+    a turn of its own it need not wait again.
+    """
+    if not _names or _held:
         yield
         return
-    holder = _take(about["testrunuid"], turns)
+    holder = _take()
     _held.append(holder)
     try:
         yield
@@ -39,8 +46,9 @@ def turn(config: pytest.Config) -> Iterator[None]:
 
 def _let_go_in_fork() -> None:
     """A name is taken as long as anybody has the socket open, and a kept world's helper, forked
-    during a turn, lives on after it.
+    during a turn, lives on after it. What a rank runs belongs to the turn of its test.
     """
+    _names.clear()
     while _held:
         _held.pop().close()
 
@@ -48,12 +56,12 @@ def _let_go_in_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
-def _take(run: str, turns: int) -> socket.socket:
+def _take() -> socket.socket:
     holder = socket.socket(socket.AF_UNIX)
     while True:
-        for number in range(turns):
+        for name in _names:
             try:
-                holder.bind(f"\0distcheck-{run}-{number}")
+                holder.bind(name)
             except OSError:
                 continue
             return holder
