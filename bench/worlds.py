@@ -7,7 +7,10 @@ as DeepSpeed's tests use it (kept, or new for every test), and an MPI program pe
 mpi4py and mpiexec are installed. What the plugin spends once on making its forks cheap
 (docs/decisions/testing.md) is spread over the 100 tests that are timed.
 
-    python bench/worlds.py [RANKS ...]
+Then 32 mixed tests (worlds of 2, 4 and 8; an exchange, some training, a verification) under
+pytest-xdist, and how long they take with another number of worlds at a time.
+
+    python bench/worlds.py [RANKS ... | turns]
 """
 
 import os
@@ -21,6 +24,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from distcheck.cores import cores
+from distcheck.worlds.turns import _LEAST_TURNS
+
 ROUNDS = 3
 PEERS = Path(__file__).parent.resolve() / "peers" / "worlds"
 OURS = """
@@ -33,13 +39,65 @@ def test_trivial(world, number):
     dist.all_reduce(total)
     assert total.item() == {size}
 """
+MIXED_TESTS = 32
+MIXED = """
+import distcheck, pytest, torch, torch.distributed as dist
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.world([2, 4, 8])
+def test_exchange(world, number):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world.size
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.world([2, 4, 8])
+def test_training(world, number):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(64, 256)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world.size
+        optimizer.step()
+    sums = world.gather(sum(p.double().sum().item() for p in model.parameters()))
+    assert len(set(sums)) == 1
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_verification(world_size):
+    distcheck.verify("allreduce", world=world_size, workload="mlp", steps=1).raise_for_verdict()
+"""
+# In the peer's place: this many worlds at a time, whatever the number of cores.
+TURNS = """
+from distcheck.worlds import turns
+
+def pytest_configure(config):
+    about = getattr(config, "workerinput", None)
+    if about is not None:
+        turns._names[:] = [f"\\0bench-{{about['testrunuid']}}-{{n}}" for n in range({turns})]
+"""
 
 
-def ours(size: int, tests: int, *, reuse: bool, processes: int = 0) -> float:
-    """Seconds of a pytest run of so many tests."""
+def ours(size: int, tests: int, *, reuse: bool) -> float:
+    """Seconds of a pytest run of so many trivial tests."""
+    return pytest_run({"test_ours.py": OURS.format(size=size, reuse=reuse, tests=tests)}, tests)
+
+
+def mixed(processes: str, *, turns: int | None = None) -> float:
+    """Seconds of a pytest run of the mixed tests, with another number of turns if that is given."""
+    files = {"test_mixed.py": MIXED}
+    if turns is not None:
+        files["conftest.py"] = TURNS.format(turns=turns)
+    return pytest_run(files, MIXED_TESTS, "-n", processes)
+
+
+def pytest_run(files: dict[str, str], tests: int, *options: str) -> float:
+    """Seconds of a run in a folder of these files; the program ends if not all pass."""
     folder = Path(tempfile.mkdtemp())
-    (folder / "test_ours.py").write_text(OURS.format(size=size, reuse=reuse, tests=tests))
-    options = ["-n", str(processes)] if processes else []
+    for name, text in files.items():
+        (folder / name).write_text(text)
     begun = time.perf_counter()
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
@@ -96,6 +154,9 @@ def compare_worlds(size: int) -> None:
         if name != "mpiexec_per_test" or shutil.which("mpiexec"):
             rows[name] = per_test(partial(peer, name, size), few, many)
     print(f"world {size}: seconds per test (least to most of {ROUNDS})")
+    if size == 4:
+        print("  aims: over fresh, torch_multiprocess 100, spawn_per_test 40; over kept,")
+        print("        torch_continuous 1")
     for name, (median, least, most) in rows.items():
         print(
             f"  {name:<25} {median:8.4f} ({least:.4f} to {most:.4f})"
@@ -119,18 +180,47 @@ def cold_start() -> None:
 
 
 def many_processes() -> None:
-    """Prints what pytest-xdist does to 32 tests."""
-    for processes in (0, 1, 2, 4, 8):
-        spent = sorted(ours(4, 32, reuse=False, processes=processes) for _ in range(ROUNDS))
+    """Prints what pytest-xdist does to the mixed tests."""
+    spent: dict[str, list[float]] = {"1": [], "2": [], "auto": []}
+    for _ in range(ROUNDS):
+        for processes, found in spent.items():
+            found.append(mixed(processes))
+    _print_ratios(f"{MIXED_TESTS} mixed tests, -n", spent)
+
+
+def numbers_of_turns() -> None:
+    """Prints what the bound on worlds at a time does to the mixed tests in eight processes."""
+    choices = {"1": 1, f"{own_turns()} (ours)": None, "4": 4, "8 (no bound)": 8}
+    spent: dict[str, list[float]] = {name: [] for name in choices}
+    for _ in range(ROUNDS):
+        for name, turns in choices.items():
+            spent[name].append(mixed("8", turns=turns))
+    _print_ratios(f"{MIXED_TESTS} mixed tests, -n 8, worlds at a time", spent)
+
+
+def own_turns() -> int:
+    """How many there are where nothing else is said."""
+    return max(_LEAST_TURNS, cores())
+
+
+def _print_ratios(what: str, spent: dict[str, list[float]]) -> None:
+    first = next(iter(spent.values()))
+    for name, found in spent.items():
+        ratios = sorted(mine / other for mine, other in zip(found, first, strict=True))
         print(
-            f"32 tests at world 4, -n {processes}: {statistics.median(spent):.2f} s "
-            f"({spent[0]:.2f} to {spent[-1]:.2f})",
+            f"{what} {name}: {statistics.median(found):.1f} s; over the first "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
             flush=True,
         )
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["turns"]:
+        many_processes()
+        numbers_of_turns()
+        sys.exit()
     for wanted in [int(word) for word in sys.argv[1:]] or [4, 2, 8, 16, 32]:
         compare_worlds(wanted)
     cold_start()
     many_processes()
+    numbers_of_turns()
