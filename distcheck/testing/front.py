@@ -1,5 +1,6 @@
 """In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -84,7 +85,8 @@ def run_in_world(prepared: Prepared) -> None:
     try:
         _tell(item, ended)
     except Warning:  # as -W error has it
-        _decide(item, ended)
+        with contextlib.suppress(pytest.skip.Exception):
+            _decide(item, ended)
         raise
     _decide(item, ended)
     if failed_subtests:

@@ -149,9 +149,11 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         except BaseException as raised:
             error = raised
         error = session.with_unheard(item, error)
-    left = leaks.left_behind(threads) if error is None else leaks.Left()
+    end = _end_of(error)
+    # What failed has seldom come to closing what it opened; its ranks are thrown away.
+    left = leaks.left_behind(threads) if end in ("passed", "skipped") else leaks.Left()
     report = RankReport(
-        end=_end_of(error),
+        end=end,
         reason="" if error is None else text_of(error),
         warnings=tuple(_as_seen(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",

@@ -1,4 +1,4 @@
-"""Fixtures that ask for `world`: set up on every rank, and torn down there, whatever their scope."""
+"""Fixtures that ask for `world`: set up and torn down on every rank, whatever their scope."""
 
 import os
 import subprocess
