@@ -13,6 +13,7 @@ parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the 
     failures    many ranks' failures as one report
     kept        worlds that are kept from test to test (`reuse=True`)
     turns       how many worlds run at once under xdist
+    blas        one thread for it in a rank
     leaks       what a test left behind in a rank
     view        the `world` that a test sees
 """

@@ -16,7 +16,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
-from distcheck.testing import failures, kept, rank, subtests, turns
+from distcheck.testing import blas, failures, kept, rank, subtests, turns
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -102,6 +102,7 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
 
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
+    blas.look()
     if options.device == "cuda" and torch.cuda.is_initialized():
         _refuse(
             "the pytest process itself has used CUDA, which ranks cannot inherit; a test without "

@@ -15,7 +15,7 @@ import pytest
 
 from distcheck import devices
 from distcheck.errors import CannotRunError
-from distcheck.testing import fixtures, leaks, session
+from distcheck.testing import blas, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
@@ -83,6 +83,7 @@ def enter(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    blas.take_one_thread()
     # torch's record of its own failed calls, at DEBUG: a failure is told better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if options.device == "cuda" and torch.cuda._is_in_bad_fork():
