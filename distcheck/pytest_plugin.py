@@ -79,7 +79,9 @@ def world() -> Any:
     view = rank.view()
     if view is None:
         pytest.fail(
-            "the fixture `world` is there on ranks only: mark the test with @pytest.mark.world(4)",
+            "the fixture `world` is there on ranks only: mark the test with @pytest.mark.world(4); "
+            "where it is marked, a fixture has to take `world` as an argument, by which it becomes "
+            "the ranks' own, and cannot ask for it with request.getfixturevalue()",
             pytrace=False,
         )
     return view

@@ -12,6 +12,7 @@ parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the 
     messages    what a rank tells
     failures    many ranks' failures as one report
     kept        worlds that are kept from test to test (`reuse=True`)
+    blas        one thread for it in a rank
     leaks       what a test left behind in a rank
     view        the `world` that a test sees
 """

@@ -5,12 +5,15 @@ ask for `world`, directly or through another fixture: they are set up and torn d
 rank. In the pytest process a `Deferred` stands in their place.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from distcheck.worlds.messages import text_of
 
 WORLD = "world"
 # Fixtures that hold on to streams, which every rank has of its own.
@@ -64,25 +67,79 @@ def defer(item: pytest.Function, names: list[str]) -> None:
 
 @contextmanager
 def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
-    """Sets up what was deferred; yields the values by name, and tears down after."""
+    """Sets up what was deferred; yields the values by name, and tears down after, whatever the
+    scope. A block that failed raises what it did, with a note of every fixture that did as well.
+    """
+    __tracebackhide__ = True
     names = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
-    finalizers = item.session._setupstate.stack[item][0]
-    before = len(finalizers)
+    _make_own(item, names)
     values = {}
     try:
         for name in names:
-            del item.funcargs[name]
-            item._request._fixture_defs.pop(name, None)
-            for definition in item._fixtureinfo.name2fixturedefs.get(name, ()):
-                # From an earlier test in this rank, or one that asked for it outside of a world.
-                definition.cached_result = None
-                definition._finalizers.clear()
-        for name in names:
             values[name] = item.funcargs[name] = item._request.getfixturevalue(name)
         yield values
-    finally:
-        while len(finalizers) > before:
-            finalizers.pop()()
+    except BaseException as error:
+        undone = _torn_down(item)
+        if undone is not None and not _has_failed(error):
+            raise undone  # noqa: B904 - pytest tells of both
+        for one in _single(undone):
+            error.add_note(f"also, when fixtures were torn down: {_told(one)}")
+        raise
+    undone = _torn_down(item)
+    if undone is not None:
+        raise undone
+
+
+def _make_own(item: pytest.Function, names: list[str]) -> None:
+    """Has pytest set these up here, and tear down here what it sets up here, nothing else: the
+    rest belongs to the pytest process, or to an earlier test in this rank.
+    """
+    stack = item.session._setupstate.stack
+    stack.clear()
+    for node in item.listchain():
+        stack[node] = ([], None)
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        for definition in definitions:
+            definition._finalizers.clear()
+    for name in names:
+        del item.funcargs[name]
+        item._request._fixture_defs.pop(name, None)
+        for definition in item._fixtureinfo.name2fixturedefs.get(name, ()):
+            # From an earlier test in this rank, or one that asked for it outside of a world.
+            definition.cached_result = None
+
+
+def _torn_down(item: pytest.Function) -> BaseException | None:
+    """Runs all finalizers, in pytest's order and by its own hand. Returns what they raised."""
+    try:
+        item.session._setupstate.teardown_exact(None)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _has_failed(error: BaseException) -> bool:
+    """Whether it says more than that there is nothing to test."""
+    from unittest import SkipTest
+
+    return not isinstance(error, pytest.skip.Exception | pytest.xfail.Exception | SkipTest)
+
+
+def _single(error: BaseException | None) -> Iterator[BaseException]:
+    """The exceptions of a group, of groups in it, or the one that is none."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _single(one)
+    elif error is not None:
+        yield error
+
+
+def _told(error: BaseException) -> str:
+    """In a line: what, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    first, _, _ = text_of(error).partition("\n")
+    return f"{type(error).__name__}: {first}{where}"
 
 
 def fill_in(value: Any, values: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -15,7 +16,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError
 from distcheck.records import Outcome
-from distcheck.testing import failures, kept, rank, subtests
+from distcheck.testing import blas, failures, kept, rank, subtests
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -85,7 +86,8 @@ def run_in_world(prepared: Prepared) -> None:
     try:
         _tell(item, ended)
     except Warning:  # as -W error has it
-        _decide(item, ended)
+        with contextlib.suppress(pytest.skip.Exception):
+            _decide(item, ended)
         raise
     _decide(item, ended)
     if failed_subtests:
@@ -101,6 +103,7 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
 
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
+    blas.look()
     if options.device == "cuda" and torch.cuda.is_initialized():
         _refuse(
             "the pytest process itself has used CUDA, which ranks cannot inherit; a test without "

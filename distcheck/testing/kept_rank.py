@@ -76,10 +76,6 @@ def _body(item: pytest.Function) -> Callable[..., object]:
 def _make_room(item: pytest.Function) -> None:
     """Readies pytest's own state for fixtures of this test; nothing of it ran here before."""
     item._initrequest()
-    stack = item.session._setupstate.stack
-    stack.clear()
-    for node in item.listchain():
-        stack[node] = ([], None)
     logs: Any = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         logs.caplog_handler.reset()

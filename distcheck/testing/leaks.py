@@ -10,6 +10,9 @@ from distcheck.worlds import flight
 
 _LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
 _LOOK_EVERY_S = 0.001
+# Libraries of which a process keeps daemon threads that no test can end: a queue's feeder, a bar's
+# monitor, those of a loader or a compiler.
+_WITH_THREADS = ("multiprocessing", "torch", "tqdm")
 
 
 class LeakWarning(UserWarning):
@@ -35,12 +38,8 @@ class Left:
 
 def left_behind(threads_before: set[int]) -> Left:
     """Looks for process groups, unfinished collectives, and threads that were not there before."""
-    staying = _unfinished_work()
-    stray = [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.ident not in threads_before and not thread.daemon
-    ]
+    staying = _unfinished_work() or _results_never_asked_for()
+    stray = _stray_threads(threads_before)
     if stray:
         staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
     return Left((*_process_groups(), *staying), stays=bool(staying))
@@ -64,6 +63,36 @@ def _unfinished_work() -> list[str]:
         return []
     names = ", ".join(dict.fromkeys(open_calls))
     return [f"{_many(len(open_calls), 'collective')} not waited for ({names})"]
+
+
+def _results_never_asked_for() -> list[str]:
+    """Functional collectives, of which torch keeps the work until somebody waits for it."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    count = c10d._get_work_registry_size() if c10d is not None else 0
+    return [f"{_many(count, 'functional collective')} not waited for"] if count else []
+
+
+def _stray_threads(before: set[int]) -> list[str]:
+    """Names of the threads that go on, once those that were told to end have had time to."""
+    for _ in range(_LOOKS):
+        stray = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.ident not in before and not (thread.daemon and _is_of_a_library(thread))
+        ]
+        if not stray:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return stray
+
+
+def _is_of_a_library(thread: threading.Thread) -> bool:
+    """Whether it was made by torch or C++, or by what a library has running once it was used."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    runs = getattr(thread, "_target", None) or type(thread).run
+    package, _, _ = str(getattr(runs, "__module__", "")).partition(".")
+    return package in _WITH_THREADS
 
 
 def _many(count: int, what: str) -> str:

@@ -104,11 +104,14 @@ def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
 
 
 def outputs_of(world: World) -> dict[int, str]:
-    """What each rank has printed, unless it was shown already."""
-    return {
-        number: child.output.strip("\n") if child.on_output is None else ""
-        for number, child in enumerate(world.children)
-    }
+    """What each rank has printed, unless it was shown already; how much of it is not kept."""
+    found = {}
+    for number, child in enumerate(world.children):
+        text = child.output.strip("\n") if child.on_output is None else ""
+        if text and child.output_left_out:
+            text = f"(the first {child.output_left_out} bytes are left out)\n{text}"
+        found[number] = text
+    return found
 
 
 def _print_live(number: int, data: bytes) -> None:

@@ -140,4 +140,5 @@ def _output(child: Child) -> str:
         return ""
     lines = text.splitlines()
     shown = "\n".join(lines[-20:])
-    return f"\nits output{f' (last 20 of {len(lines)} lines)' if len(lines) > 20 else ''}:\n{shown}"
+    of = f" of {len(lines)}" if not child.output_left_out else ""
+    return f"\nits output{f' (last 20{of} lines)' if len(lines) > 20 else ''}:\n{shown}"

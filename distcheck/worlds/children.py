@@ -32,6 +32,7 @@ class Child:
     stacks: messages.Stacks | None = None
     progress: messages.Progress | None = None
     progress_count: int = 0
+    output_left_out: int = 0  # bytes that it wrote before those that `output` has
     on_progress: Callable[[messages.Progress], None] | None = None
     on_said: Callable[[bytes], None] | None = None
     on_output: Callable[[bytes], None] | None = None
@@ -94,7 +95,7 @@ class Child:
     def forget_output(self) -> None:
         """Begins anew, with nothing kept."""
         self._output.clear()
-        self._output_bytes = 0
+        self._output_bytes = self.output_left_out = 0
 
     def take_output(self, data: bytes) -> None:
         """Keeps the end of the output."""
@@ -103,4 +104,6 @@ class Child:
         self._output.append(data)
         self._output_bytes += len(data)
         while self._output_bytes - len(self._output[0]) >= _OUTPUT_KEPT_BYTES:
-            self._output_bytes -= len(self._output.popleft())
+            dropped = len(self._output.popleft())
+            self._output_bytes -= dropped
+            self.output_left_out += dropped

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 LEAKS = """
-import threading, time
+import multiprocessing, threading, time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.ops import _c10d_functional as functional
 
 kept = []
 
@@ -34,7 +35,30 @@ def test_thread(world):
         thread.start()
 
 @pytest.mark.world(2, reuse={reuse})
+def test_daemon(world):
+    threading.Thread(target=time.sleep, args=(60,), name="my-daemon", daemon=True).start()
+
+@pytest.mark.world(2, reuse={reuse})
+def test_functional(world):
+    kept.append(functional.all_reduce(torch.ones(1), "sum", world.group.group_name))
+
+@pytest.mark.world(2, reuse={reuse})
+def test_skips(world):
+    if world.rank == 0:
+        kept.append(dist.all_reduce(torch.zeros(1), async_op=True))
+    pytest.skip("later")
+
+@pytest.mark.world(2, reuse={reuse})
 def test_nothing(world):
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones.item() == 2
+    functional.wait_tensor(functional.all_reduce(ones, "sum", world.group.group_name))
+    queue = multiprocessing.Queue()
+    queue.put("its feeder runs on")
+    ending = threading.Event()
+    threading.Thread(target=lambda: ending.wait() and time.sleep(0.1), daemon=True).start()
+    ending.set()
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
     dist.destroy_process_group(group)
@@ -80,20 +104,23 @@ def run(folder: Path, text: str, *options: str) -> str:
 @pytest.mark.parametrize("reuse", [False, True])
 def test_leaks_are_told(tmp_path: Path, reuse: bool) -> None:
     text = run(tmp_path, LEAKS.format(reuse=reuse))
-    assert "4 passed" in text, text
+    assert "6 passed, 1 skipped" in text, text
     told = [line for line in text.splitlines() if "LeakWarning: " in line]
     expected = [
         "test_group left on rank 0, 1: 1 process group not destroyed",
         "test_unwaited left on rank 0: 1 collective not waited for (all_reduce)",
         "test_thread left on rank 1: 1 thread running (my-thread)",
+        "test_daemon left on rank 0, 1: 1 thread running (my-daemon)",
+        "test_functional left on rank 0, 1: 1 functional collective not waited for",
+        "test_skips left on rank 0: 1 collective not waited for (all_reduce)",
     ]
     for line, part in zip(told, expected, strict=True):
         assert part in line, told
 
 
 def test_a_leak_may_be_made_an_error(tmp_path: Path) -> None:
-    text = run(tmp_path, LEAKS.format(reuse=False), "-k", "thread", "-W", "error")
-    assert "1 failed" in text, text
+    text = run(tmp_path, LEAKS.format(reuse=False), "-k", "thread or skips", "-W", "error")
+    assert "2 failed" in text, text
     assert "my-thread" in text
 
 

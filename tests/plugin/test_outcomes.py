@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +16,8 @@ from distcheck.records import Outcome
 from distcheck.testing import failures, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
+from distcheck.worlds import blame
+from distcheck.worlds.children import Child
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"
 
@@ -34,7 +38,7 @@ ENDS = {
         "test_hypothesis_data", "test_coroutine", "test_one_skips_and_is_waited_for",
         "test_exception_without_text", "test_no_utf8", "test_debugger",
     ],
-    "error": ["test_without_marker"],
+    "error": ["test_without_marker", "test_world_unseen"],
 }  # fmt: skip
 
 
@@ -129,6 +133,10 @@ def test_different_failures_are_all_shown(ran: str) -> None:
         ("test_hypothesis_data", ["st.data() draws while the test runs"]),
         ("test_coroutine", ["is a coroutine function"]),
         ("ERROR at setup of test_without_marker", ["mark the test with @pytest.mark.world(4)"]),
+        (
+            "ERROR at setup of test_world_unseen",
+            ["a fixture has to take `world` as an argument", "with request.getfixturevalue()"],
+        ),
     ],
 )
 def test_what_is_said(ran: str, name: str, phrases: list[str]) -> None:
@@ -169,6 +177,21 @@ def test_killed_in_the_plural(pytestconfig: pytest.Config, size: int, words: str
     killed = [Outcome(rank=rank, outcome="killed") for rank in range(size)]
     ended = Ended(size=size, outcomes=killed, reports={}, outputs={})
     assert str(failures.longrepr_of(ended, pytestconfig)) == f"{words} killed:"
+
+
+def test_how_much_of_a_long_output_is_left_out() -> None:
+    child = Child()
+    for number in range(1000):
+        child.take_output(b"%99d\n" % number)
+    assert child.output_left_out + len(child.output) == 100_000
+    world: Any = SimpleNamespace(children=[child])
+    first, second, *_ = waiting.outputs_of(world)[0].splitlines()
+    assert first == f"(the first {child.output_left_out} bytes are left out)"
+    assert int(second) == child.output_left_out / 100
+    assert "its output (last 20 lines):" in blame.outcomes([child], hung=False)[0].detail
+    child.forget_output()
+    child.take_output(b"of the next test")
+    assert waiting.outputs_of(world)[0] == "of the next test"
 
 
 def test_warnings_are_pytests_own(ran: str) -> None:

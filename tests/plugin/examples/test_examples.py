@@ -244,6 +244,16 @@ def test_without_marker(world):
     raise AssertionError("never run")
 
 
+@pytest.fixture
+def world_unseen(request):
+    return request.getfixturevalue("world")
+
+
+@pytest.mark.world(2)
+def test_world_unseen(world_unseen):
+    raise AssertionError("never run")
+
+
 class TestMethods:
     @pytest.mark.world(2)
     def test_method(self, world):
