@@ -10,8 +10,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
-from distcheck.testing import fixtures, marker
+from distcheck.testing import fixtures, limits, marker
 
 _HELP = (
     "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False): run the test "
@@ -47,6 +48,13 @@ def pytest_sessionfinish() -> None:
     if kept is not None:
         kept.close_all()
     _settle()
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Tells what the ranks of an interrupted test were doing."""
+    interrupts = sys.modules.get("distcheck.testing.interrupts")
+    if interrupts is not None:
+        interrupts.show(terminalreporter)
 
 
 def _settle() -> None:
@@ -119,6 +127,13 @@ def pytest_runtest_makereport(
                 longrepr.addsection("hypothesis", "\n".join(notes[:end]))
             report.longrepr = longrepr
     return report
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Has a world keep pytest-timeout's limit by itself; pytest-timeout sets its timer as ever."""
+    if item.get_closest_marker(marker.NAME) is not None:
+        limits.note(item, settings)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
