@@ -441,15 +441,19 @@ def test_the_session_goes_on_after_any_end(run: Run) -> None:
     ran = run(
         "import os, signal\n"
         "@pytest.mark.parametrize('round', range(4))\n"
-        "@pytest.mark.parametrize('how', ['kill', 'exit', 'raise', 'pass'])\n"
+        "@pytest.mark.parametrize('how', ['kill', 'exit', 'raise', 'helper', 'pass'])\n"
         "@pytest.mark.world(2)\n"
         "def test_it(world, how, round):\n"
         "    if how == 'kill' and world.rank: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if how == 'exit' and world.rank: os._exit(3)\n"
+        "    if how == 'helper' and world.rank: os.kill(os.getppid(), signal.SIGKILL)\n"
         "    assert how != 'raise' or world.rank == 0\n",
         "--tb=native",
     )
-    assert "12 failed, 4 passed" in ran.stdout
+    assert "16 failed, 4 passed" in ran.stdout
+    lost = "\nthe world was lost: the process that forks the ranks ended unexpectedly"
+    assert ran.stdout.count(lost) == 4
+    assert "During handling" not in ran.stdout
     assert "rank 1 of 2 failed:\nTraceback (most recent call last):" in ran.stdout
     assert "distcheck/testing" not in ran.stdout
 
