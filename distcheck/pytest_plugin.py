@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from _pytest.terminal import TerminalReporter
 
-from distcheck.testing import fixtures, limits, marker
+from distcheck.testing import fixtures, marker
 
 _HELP = (
     "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False): run the test "
@@ -133,6 +133,8 @@ def pytest_runtest_makereport(
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     """Has a world keep pytest-timeout's limit by itself; pytest-timeout sets its timer as ever."""
     if item.get_closest_marker(marker.NAME) is not None:
+        from distcheck.testing import limits
+
         limits.note(item, settings)
 
 
