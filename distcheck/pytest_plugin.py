@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 from distcheck.testing import fixtures, marker
 from distcheck.worlds import turns
@@ -51,6 +52,13 @@ def pytest_sessionfinish() -> None:
     if kept is not None:
         kept.close_all()
     _settle()
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Tells what the ranks of an interrupted test were doing."""
+    interrupts = sys.modules.get("distcheck.testing.interrupts")
+    if interrupts is not None:
+        interrupts.show(terminalreporter)
 
 
 def _settle() -> None:
@@ -125,6 +133,15 @@ def pytest_runtest_makereport(
                 longrepr.addsection("hypothesis", "\n".join(notes[:end]))
             report.longrepr = longrepr
     return report
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Has a world keep pytest-timeout's limit by itself; pytest-timeout sets its timer as ever."""
+    if item.get_closest_marker(marker.NAME) is not None:
+        from distcheck.testing import limits
+
+        limits.note(item, settings)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -17,7 +17,12 @@ _WORKLOADS = ("lattice", "cnn")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Strategies x worlds x workloads x properties, as the command line asks for them."""
     config = metafunc.config
-    strategies = config.getoption("distcheck_strategy")
+    strategies = config.getoption("distcheck_strategy", None)
+    if strategies is None:
+        raise pytest.UsageError(
+            "the conformance suite is told what to test by options of distcheck's pytest plugin: "
+            "leave -p no:distcheck out"
+        )
     if not strategies:
         raise pytest.UsageError(
             "the conformance suite tests a strategy: give --distcheck-strategy NAME, FILE.py:OBJ "

@@ -134,20 +134,23 @@ def _is_victim(outcome: Outcome) -> bool:
 
 def _bystanders(ended: Ended) -> list[str]:
     lines = []
-    victims = [o.rank for o in ended.outcomes if _is_victim(o)]
-    if victims:
-        lines.append(f"{name_of(victims, ended.size)} lost a peer, and raised for it")
+    victims: dict[str, list[int]] = {}
+    for outcome in filter(_is_victim, ended.outcomes):
+        where = outcome.detail.partition("\n")[0].partition("its peer was gone")[2]
+        victims.setdefault(where, []).append(outcome.rank)
+    for where, ranks in victims.items():
+        lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}, and raised for it")
     for outcome in ended.outcomes:
         if outcome.outcome == "ended":
             last = [t for t in outcome.detail.splitlines() if t.startswith("last collective")]
             where = f" ({last[0]})" if last else ""
             lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
-    hung = ended.timeout or any(outcome.outcome == "hung" for outcome in ended.outcomes)
-    return lines + (_had_ended(ended) if hung else [])
+    silent = any(outcome.outcome in ("hung", "killed", "exited") for outcome in ended.outcomes)
+    return lines + (_had_ended(ended) if ended.timeout or silent else [])
 
 
 def _had_ended(ended: Ended) -> list[str]:
-    """Ranks for which the others may have waited in vain."""
+    """Ranks for which the others may have waited in vain, or which saw nothing of their end."""
     found: dict[str, list[int]] = {}
     for outcome in ended.outcomes:
         report = ended.reports.get(outcome.rank)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from distcheck import devices
-from distcheck.errors import DistcheckError
+from distcheck.errors import DistcheckError, HelperError
 from distcheck.records import Outcome
 from distcheck.testing import blas, failures, kept, rank, subtests
 from distcheck.testing.failures import Ended
@@ -81,7 +81,9 @@ def run_in_world(prepared: Prepared) -> None:
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
         except DistcheckError as error:
-            _refuse(f"no world could be made: {error}")
+            lost = isinstance(error, HelperError)
+            what = "the world was lost" if lost else "no world could be made"
+            raise pytest.fail.Exception(f"{what}: {error}", pytrace=False) from None
     failed_subtests = subtests.pass_on(item, ended)
     try:
         _tell(item, ended)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
+from distcheck.testing import interrupts, limits
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
@@ -21,9 +22,10 @@ from distcheck.worlds.world import World
 @dataclass
 class Told:
     """What ranks have said so far: each one's report, which of them did so before anybody had to
-    ask what they were doing, and their subtests as (rank, subtest).
+    ask what they were doing, and their subtests as (rank, subtest). `item` is the test.
     """
 
+    item: pytest.Item | None = None
     reports: dict[int, RankReport] = field(default_factory=dict)
     in_time: set[int] = field(default_factory=set)
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
@@ -31,7 +33,7 @@ class Told:
 
 def listen(world: World, item: pytest.Function) -> Told:
     """Collects what each rank says; without capturing, prints what it prints."""
-    told = Told()
+    told = Told(item=item)
 
     def take(number: int, payload: bytes) -> None:
         said = msgspec.msgpack.decode(payload, type=RankReport | Subtest)
@@ -63,13 +65,15 @@ def wait(
 ) -> Ended | None:
     """Until the world is over, or there is `enough`: then None, and the world goes on.
 
-    A timeout that strikes meanwhile is told with the ranks' stacks.
+    A timeout that strikes meanwhile is told with the ranks' stacks, and so is Ctrl-C.
     """
     timeout = ""
     try:
         while not world.over:
             if not world.hung and enough():
                 return None
+            if told.item is not None and not world.hung:
+                limits.check(told.item)
             pool.pump(0.05)
             world.tick()
     except pytest.fail.Exception as struck:
@@ -78,8 +82,12 @@ def wait(
         while not world.over:
             pool.pump(0.05)
             world.tick()
-    except BaseException:
-        end_now(pool, world)
+    except BaseException as struck:
+        try:
+            if isinstance(struck, KeyboardInterrupt) and told.item is not None:
+                interrupts.note(told.item, pool, world, told.in_time)
+        finally:
+            end_now(pool, world)
         raise
     ended = Ended(
         size=len(world.children),

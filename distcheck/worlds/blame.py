@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from distcheck.records import Outcome, OutcomeName
+from distcheck.worlds import messages
 from distcheck.worlds.children import Child
 
 # What gloo and NCCL say on the ranks that are left when another one has gone.
@@ -16,6 +17,8 @@ _LOST_PEER = re.compile(
     r"remote process exited|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
@@ -77,7 +80,7 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.raised is not None:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
-        victim = "; its peer was gone" if is_victim(child) else ""
+        victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
         return "raised", f"{where}{victim}\n{text}{_output(child)}"
     if finished(child, hung=hung):
         return "finished", ""
@@ -104,7 +107,22 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
         return "killed", f"{where}\nkilled by {name}{_output(child)}"
     after = " after its last step" if child.done is not None else " without a word"
-    return "exited", f"{where}\nleft with exit code {child.exit_code}{after}{_output(child)}"
+    told = child.stacks  # where it has called os._exit
+    last = f"\nlast collective: {told.collective}" if told and told.collective else ""
+    stack = f"\n{told.text.rstrip()}" if told else ""
+    left = f"left with exit code {child.exit_code}{after}{last}{stack}"
+    return "exited", f"{where}\n{left}{_output(child)}"
+
+
+def _lost_at(raised: messages.Raised) -> str:
+    """Where a rank was when it lost its peer. Whether its last collective had completed nobody
+    knows: gloo says so of one that has failed, too.
+    """
+    frames = _FRAME.findall(raised.traceback)
+    places = [f"{path}:{line}" for path, line in frames if "/torch/" not in path]
+    at = f" at {places[-1]}" if places else ""
+    collective = raised.collective.replace(", not finished", "").removesuffix(at)
+    return at + (f" (last collective: {collective})" if collective else "")
 
 
 def _without_plumbing(stacks: str) -> str:

@@ -13,7 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from distcheck.errors import DistcheckError
 from distcheck.worlds import flight, linux, messages
@@ -55,6 +56,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     _settle(request, fds)
     reporter = Reporter(fds[EVENTS])
     threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
+    leave = _tell_before_exit(reporter)
     code = 0
     inherited = len(sys.modules)
     try:
@@ -71,7 +73,25 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         code = 1
     finally:
         _flush()
-        os._exit(code)
+        leave(code)
+
+
+def _tell_before_exit(reporter: Reporter) -> Callable[[int], NoReturn]:
+    """Has `os._exit` tell where it was called, which nobody could ask afterwards; not in processes
+    that this one forks. Returns it as it was.
+    """
+    leave, own = os._exit, os.getpid()
+
+    def tell_and_leave(status: int) -> NoReturn:
+        try:
+            if os.getpid() == own:
+                stack = _shown_of(sys._getframe())
+                reporter.send(messages.Stacks(stack, last_collective(), flight.latest()))
+        finally:
+            leave(status)
+
+    os._exit = tell_and_leave
+    return leave
 
 
 def _imported_since(inherited: int) -> list[str]:
@@ -147,11 +167,15 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
     parts = []
     for ident, frame in sys._current_frames().items():
         if ident != own:
-            summary = _since_fork(traceback.extract_stack(frame))
-            shown = [f for f in summary if not _is_own(f.filename)]
-            theirs = [f for f in shown if "/torch/" not in f.filename]
-            parts.append("".join(traceback.format_list(theirs or shown)))
+            parts.append(_shown_of(frame))
     reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
+
+
+def _shown_of(frame: FrameType) -> str:
+    """A stack less distcheck's plumbing, and less torch's where there is anybody else's."""
+    shown = [f for f in _since_fork(traceback.extract_stack(frame)) if not _is_own(f.filename)]
+    theirs = [f for f in shown if "/torch/" not in f.filename]
+    return "".join(traceback.format_list(theirs or shown))
 
 
 def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -182,7 +206,8 @@ def last_collective() -> str:
         return str(mpi.latest()) if mpi is not None else ""
     entry = found[-1]
     shapes = flight.shapes_of(entry)
-    frames = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
+    names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
+    frames = [f for f in names if not _is_own(f["filename"])]
     where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
     state = "" if entry.get("retired") else ", not finished"
     number = flight.number_of(entry)

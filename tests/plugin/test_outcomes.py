@@ -33,8 +33,9 @@ ENDS = {
     "failed": [
         "test_one_rank_fails", "test_all_fail_alike", "test_each_fails_its_own_way",
         "test_deadlock", "test_segfault", "test_segfault_after_the_last_collective",
-        "test_killed", "test_leaves_with_success", "test_sys_exit", "test_pytest_fail",
-        "test_one_skips", "test_xfail_of_another_type", "test_hypothesis_shrinks",
+        "test_killed", "test_aborts", "test_leaves_with_success", "test_sys_exit",
+        "test_pytest_fail", "test_one_skips", "test_xfail_of_another_type",
+        "test_hypothesis_shrinks",
         "test_hypothesis_data", "test_coroutine", "test_one_skips_and_is_waited_for",
         "test_exception_without_text", "test_no_utf8", "test_debugger",
     ],
@@ -123,8 +124,22 @@ def test_different_failures_are_all_shown(ran: str) -> None:
         ("test_debugger", ["in test_debugger", "a rank has no terminal that a debugger"]),
         ("test_segfault", ["rank 1 of 3 was killed:", "SIGSEGV", "in test_segfault"]),
         ("test_segfault_after_the_last_collective", ["rank 1 of 2 was killed:", "SIGSEGV"]),
-        ("test_killed", ["rank 1 of 2 was killed:", "SIGKILL", "out-of-memory"]),
-        ("test_leaves_with_success", ["rank 1 of 2 exited:", "left with exit code 0"]),
+        (
+            "test_killed",
+            ["rank 1 of 2 was killed:", "SIGKILL", "out-of-memory", "\nrank 0 of 2 ",
+             " (last collective: barrier of [], number 2"],
+        ),
+        (
+            "test_aborts",
+            ["rank 1 of 2 was killed:", "SIGABRT", "in test_aborts", "\nrank 0 of 2 ",
+             " (last collective: all_reduce of [5], number 1"],
+        ),
+        (
+            "test_leaves_with_success",
+            ["rank 1 of 2 exited:", "left with exit code 0 without a word\nlast collective: "
+             "all_reduce of [3], number 1 at /", "in test_leaves_with_success", "os._exit(0)",
+             "rank 0 of 2 had finished"],
+        ),
         ("test_sys_exit", ["SystemExit"]),
         ("test_pytest_fail", ["by request"]),
         ("test_one_skips", ["rank 1 of 2 skipped (not here)", "skip on every rank or on none"]),
@@ -138,7 +153,7 @@ def test_different_failures_are_all_shown(ran: str) -> None:
             ["a fixture has to take `world` as an argument", "with request.getfixturevalue()"],
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_said(ran: str, name: str, phrases: list[str]) -> None:
     text = section(ran, name)
     for phrase in phrases:
@@ -160,6 +175,29 @@ def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -
         "ranks 0, 2 of 5 hung:",
         "ranks 1, 4 of 5 had finished",
         "rank 3 of 5 had skipped (not here)",
+    ]
+
+
+def test_what_ranks_were_in_when_they_lost_a_peer(pytestconfig: pytest.Config) -> None:
+    there = (
+        "step 0, test; its peer was gone at mine.py:3 (last collective: barrier of [], number 2)"
+    )
+    ended = Ended(
+        size=5,
+        outcomes=[Outcome(rank=1, outcome="killed", detail="step 0, test\nkilled by SIGKILL")]
+        + [Outcome(rank=rank, outcome="raised", detail=f"{there}\nlong") for rank in (2, 0)]
+        + [Outcome(rank=3, outcome="raised", detail="step 0, test; its peer was gone\nlong")]
+        + [Outcome(rank=4, outcome="finished")],
+        reports={4: RankReport(end="passed")},
+        outputs={},
+    )
+    assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
+        "rank 1 of 5 was killed:",
+        "killed by SIGKILL",
+        "ranks 0, 2 of 5 lost a peer at mine.py:3 (last collective: barrier of [], number 2), "
+        "and raised for it",
+        "rank 3 of 5 lost a peer, and raised for it",
+        "rank 4 of 5 had finished",
     ]
 
 

@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,8 @@ def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
     outcomes, _ = run(pool, "exits", 3, culprit=1, code=code)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, "exited")
     assert f"exit code {code} without a word" in outcomes[0].detail
+    assert "in exits\n    os._exit(about" in outcomes[0].detail
+    assert_lost(outcomes[1:], "exits")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,44 @@ def test_signals_are_named(pool: Pool, number: signal.Signals, said: str) -> Non
     assert (outcomes[0].rank, outcomes[0].outcome) == (2, "killed")
     assert f"killed by {number.name}" in outcomes[0].detail
     assert said in outcomes[0].detail
+    assert_lost(outcomes[1:], "killed")
+
+
+def assert_lost(victims: list[Outcome], job: str) -> None:
+    """The dead tell nothing: what the others were in when they lost it is what there is."""
+    for victim in victims:
+        assert victim.outcome in ("raised", "ended")
+        first, _, rest = victim.detail.partition("\n")
+        lost = r"; its peer was gone at /.*/jobs\.py:\d+ \(last collective: .* \[1\], number 1\)$"
+        assert victim.outcome == "ended" or re.search(lost, first)
+        assert f"in {job}" in rest
+        assert "last collective: all_reduce of [1], number 1" in rest
+
+
+_FRAMES = """  File "/x/mine.py", line 8, in sync
+    mean(model)
+  File "/x/mean.py", line 3, in mean
+    dist.barrier()
+  File "/y/torch/distributed/c10d_logger.py", line 9, in wrapper
+    return func()
+RuntimeError: Connection reset by peer
+"""
+
+
+@pytest.mark.parametrize(
+    ("collective", "said"),
+    [
+        ("barrier of [], number 2, not finished at /x/mean.py:3", "barrier of [], number 2"),
+        ("barrier of [], number 1 at /x/mine.py:5", "barrier of [], number 1 at /x/mine.py:5"),
+        ("", ""),
+    ],
+)
+def test_a_victim_says_where_it_was_when_it_lost_its_peer(collective: str, said: str) -> None:
+    child = RemoteChild(gone=True, exit_code=1)
+    child.take(messages.Raised("RuntimeError", "Connection reset", _FRAMES, 1.0, None, collective))
+    first, *_ = blame.outcomes([child], hung=False)[0].detail.splitlines()
+    last = f" (last collective: {said})" if said else ""
+    assert first == f"before the first step; its peer was gone at /x/mean.py:3{last}"
 
 
 def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> None:

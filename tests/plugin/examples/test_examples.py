@@ -117,12 +117,22 @@ def test_segfault_after_the_last_collective(world):
 
 @pytest.mark.world(2)
 def test_killed(world):
+    dist.all_reduce(torch.ones(7))
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+@pytest.mark.world(2)
+def test_aborts(world):
+    if world.rank == 1:
+        os.abort()
+    dist.all_reduce(torch.ones(5))
 
 
 @pytest.mark.world(2)
 def test_leaves_with_success(world):
+    dist.all_reduce(torch.ones(3))
     if world.rank == 1:
         os._exit(0)
 
