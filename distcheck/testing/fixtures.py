@@ -32,6 +32,10 @@ class Deferred:
     def __repr__(self) -> str:
         return f"<{self.name} of each rank>"
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """How hypothesis shows it among the arguments of an example; it knows dataclasses."""
+        printer.text(repr(self))
+
 
 def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
     """The fixtures of a test that the ranks set up, in pytest's order of setting up: those that
