@@ -113,10 +113,10 @@ def pytest_runtest_makereport(
     if call.excinfo is not None and report.outcome == "failed":
         longrepr = getattr(call.excinfo.value, "longrepr", None)
         if longrepr is not None and item.get_closest_marker(marker.NAME) is not None:
-            notes = getattr(call.excinfo.value, "__notes__", [])
-            if notes:  # hypothesis' explanation is of lines that ran in this process: ours
-                end = next((n for n, note in enumerate(notes) if "Explanation" in note), None)
-                longrepr.addsection("hypothesis", "\n".join(notes[:end]))
+            from distcheck.testing import examples
+
+            if notes := examples.notes_on(call.excinfo.value):
+                longrepr.addsection("hypothesis", "\n".join(notes))
             report.longrepr = longrepr
     return report
 

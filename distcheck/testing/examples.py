@@ -109,6 +109,19 @@ def pass_on(told: Iterable[Said]) -> None:
             hypothesis.target(value, label=label)
 
 
+def notes_on(failure: BaseException) -> list[str]:
+    """What hypothesis has noted on a failure, without its explanation: that is of lines which ran
+    in this process, which are ours.
+    """
+    kept: list[str] = []
+    explains = False
+    for note in getattr(failure, "__notes__", []):
+        explains = note.startswith("Explanation") or (explains and note.startswith("    "))
+        if not explains:
+            kept.append(note)
+    return kept
+
+
 # In a rank.
 
 

@@ -5,12 +5,14 @@ ask for `world`, directly or through another fixture: they are set up and torn d
 rank. In the pytest process a `Deferred` stands in their place.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from _pytest.scope import Scope
 
 WORLD = "world"
 # Fixtures that hold on to streams, which every rank has of its own.
@@ -57,13 +59,16 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
 def defer(item: pytest.Function, names: list[str]) -> None:
     """Before pytest fills a test's fixtures in: has it leave these alone.
 
-    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test.
+    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test, and
+    refuses one that is not set up anew for every example. These are.
     """
     for name in names:
         item.funcargs[name] = Deferred(name)
         definitions = item._fixtureinfo.name2fixturedefs.get(name)
         if definitions:
-            item._request._fixture_defs[name] = definitions[-1]
+            known: Any = copy.copy(definitions[-1])
+            known._scope = Scope.Session
+            item._request._fixture_defs[name] = known
 
 
 @contextmanager
