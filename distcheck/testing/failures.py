@@ -238,7 +238,8 @@ def _type_for(report: RankReport | None) -> type[WorldFailure]:
 def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]:
     if base is not None and issubclass(base, Exception):
         try:
-            kind = type(name, (WorldFailure, base), {"__init__": _plain_init})
+            of_a_text = {"__init__": _plain_init, "__str__": Exception.__str__}
+            kind = type(name, (WorldFailure, base), of_a_text)
             kind("tried")
         except TypeError:  # a class that cannot be mixed, or made from a text
             pass

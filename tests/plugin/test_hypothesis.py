@@ -325,3 +325,28 @@ def test_only_the_explanation_is_left_out() -> None:
     assert examples.notes_on(failure) == [
         "Failing test case: n=7", "\nYou can reproduce this", "Highest target score: 1",
     ]  # fmt: skip
+
+
+class Coded(Exception):  # noqa: N818
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+@pytest.mark.parametrize("kind", [KeyError, Coded])
+def test_a_failure_reads_as_the_report_of_all_ranks(
+    pytestconfig: pytest.Config, kind: type[Exception]
+) -> None:
+    """Where it is shown as one of a group, of all that hypothesis has found; whatever its class
+    would make of its text.
+    """
+    report = RankReport(
+        end="failed", exception=f"{kind.__module__}:{kind.__qualname__}", message="told"
+    )
+    raised = [Outcome(rank=0, outcome="raised", detail="told")]
+    ended = Ended(size=1, outcomes=raised, reports={0: report}, outputs={})
+    failure = failures.failure_of(ended, pytestconfig)
+    assert isinstance(failure, kind)
+    assert str(failure).splitlines()[0] == "rank 0 of 1: told"
