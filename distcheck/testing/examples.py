@@ -109,17 +109,22 @@ def pass_on(told: Iterable[Said]) -> None:
             hypothesis.target(value, label=label)
 
 
-def notes_on(failure: BaseException) -> list[str]:
-    """What hypothesis has noted on a failure, without its explanation: that is of lines which ran
-    in this process, which are ours.
+def leave_out_explanation(found: BaseException) -> None:
+    """Takes hypothesis' explanation off its notes on what it has found, one failure or a group: it
+    is of lines that ran in this process, which are ours.
     """
+    notes: list[str] = getattr(found, "__notes__", [])
     kept: list[str] = []
     explains = False
-    for note in getattr(failure, "__notes__", []):
+    for note in notes:
         explains = note.startswith("Explanation") or (explains and note.startswith("    "))
         if not explains:
             kept.append(note)
-    return kept
+    if kept != notes:
+        found.__notes__ = kept
+    if isinstance(found, BaseExceptionGroup):
+        for failure in found.exceptions:
+            leave_out_explanation(failure)
 
 
 # In a rank.

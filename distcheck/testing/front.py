@@ -68,6 +68,9 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     try:
         with examples.own_deadline(function) as deadline:
             function(**args)
+    except BaseException as found:
+        examples.leave_out_explanation(found)
+        raise
     finally:
         handle.inner_test = body
 

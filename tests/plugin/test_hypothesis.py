@@ -318,13 +318,17 @@ def test_what_ranks_set_up_is_shown_as_such() -> None:
 
 
 def test_only_the_explanation_is_left_out() -> None:
-    failure = AssertionError()
-    for note in ("Failing test case: n=7", "Explanation:", "    These lines", "        front.py:1",
-                 "\nYou can reproduce this", "Highest target score: 1"):  # fmt: skip
-        failure.add_note(note)
-    assert examples.notes_on(failure) == [
-        "Failing test case: n=7", "\nYou can reproduce this", "Highest target score: 1",
-    ]  # fmt: skip
+    failures = [AssertionError(), KeyError()]
+    notes = ["Failing test case: n=7", "Explanation:", "    These lines", "        front.py:1"]
+    for failure in failures:
+        for note in [*notes, "\nYou can reproduce this"]:
+            failure.add_note(note)
+    found = ExceptionGroup("2 distinct failures", failures)
+    found.add_note("Highest target score: 1")
+    examples.leave_out_explanation(found)
+    assert found.__notes__ == ["Highest target score: 1"]
+    for failure in failures:
+        assert failure.__notes__ == ["Failing test case: n=7", "\nYou can reproduce this"]
 
 
 class Coded(Exception):  # noqa: N818
