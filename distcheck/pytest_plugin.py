@@ -127,10 +127,8 @@ def pytest_runtest_makereport(
     if call.excinfo is not None and report.outcome == "failed":
         longrepr = getattr(call.excinfo.value, "longrepr", None)
         if longrepr is not None and item.get_closest_marker(marker.NAME) is not None:
-            notes = getattr(call.excinfo.value, "__notes__", [])
-            if notes:  # hypothesis' explanation is of lines that ran in this process: ours
-                end = next((n for n, note in enumerate(notes) if "Explanation" in note), None)
-                longrepr.addsection("hypothesis", "\n".join(notes[:end]))
+            if notes := getattr(call.excinfo.value, "__notes__", []):  # of hypothesis
+                longrepr.addsection("hypothesis", "\n".join(notes))
             report.longrepr = longrepr
     return report
 

@@ -8,6 +8,7 @@ parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the 
     front       in the pytest process: starts a world, waits, decides
     rank        in a rank: runs the body, tells what happened
     session     in a rank: its copy of pytest's session, kept from the terminal
+    examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
     subtests    the ranks' subtests, passed on by the front
     messages    what a rank tells
     failures    many ranks' failures as one report

@@ -46,6 +46,8 @@ class Ended:
     timeout: str = ""
 
 
+# Ends of a rank that found nothing to test: how they are told, and what it has done.
+_LEFT_OUT = {"skipped": ("skipped", "skip"), "rejected": ("rejected the example", "reject")}
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _Entry = ReprEntry | ReprEntryNative
 _types: dict[tuple[str, str], type[WorldFailure]] = {}
@@ -87,11 +89,19 @@ def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
 
 def divided(ended: Ended) -> str:
     """What to say of ranks that did not agree on whether there was anything to test."""
-    skipped = [rank for rank, report in ended.reports.items() if report.end == "skipped"]
-    others = [rank for rank in range(ended.size) if rank not in skipped]
-    reason = ended.reports[skipped[0]].reason
-    which, rest = name_of(skipped, ended.size), name_of(others, ended.size)
-    return f"{which} skipped ({reason}), {rest} did not; skip on every rank or on none"
+    left_out: dict[str, list[int]] = {}
+    for rank, report in sorted(ended.reports.items()):
+        if report.end in _LEFT_OUT:
+            left_out.setdefault(report.end, []).append(rank)
+    told = [
+        f"{name_of(ranks, ended.size)} {_LEFT_OUT[end][0]} ({ended.reports[ranks[0]].reason})"
+        for end, ranks in left_out.items()
+    ]
+    known = {rank for ranks in left_out.values() for rank in ranks}
+    if others := [rank for rank in range(ended.size) if rank not in known]:
+        told.append(f"{name_of(others, ended.size)} did not")
+    what = " or ".join(_LEFT_OUT[end][1] for end in left_out)
+    return f"{', '.join(told)}; {what} on every rank or on none"
 
 
 def resolve(name: str) -> type[BaseException] | None:
@@ -146,7 +156,8 @@ def _bystanders(ended: Ended) -> list[str]:
             where = f" ({last[0]})" if last else ""
             lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
     silent = any(outcome.outcome in ("hung", "killed", "exited") for outcome in ended.outcomes)
-    return lines + (_had_ended(ended) if ended.timeout or silent else [])
+    rejected = any(report.end == "rejected" for report in ended.reports.values())
+    return lines + (_had_ended(ended) if ended.timeout or silent or rejected else [])
 
 
 def _had_ended(ended: Ended) -> list[str]:
@@ -155,7 +166,8 @@ def _had_ended(ended: Ended) -> list[str]:
     for outcome in ended.outcomes:
         report = ended.reports.get(outcome.rank)
         if outcome.outcome == "finished" and report is not None:
-            how = f"skipped ({report.reason})" if report.end == "skipped" else "finished"
+            left_out = report.end in _LEFT_OUT
+            how = f"{_LEFT_OUT[report.end][0]} ({report.reason})" if left_out else "finished"
             found.setdefault(how, []).append(outcome.rank)
     return [f"{name_of(ranks, ended.size)} had {how}" for how, ranks in found.items()]
 
@@ -229,7 +241,8 @@ def _type_for(report: RankReport | None) -> type[WorldFailure]:
 def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]:
     if base is not None and issubclass(base, Exception):
         try:
-            kind = type(name, (WorldFailure, base), {"__init__": _plain_init})
+            of_a_text = {"__init__": _plain_init, "__str__": Exception.__str__}
+            kind = type(name, (WorldFailure, base), of_a_text)
             kind("tried")
         except TypeError:  # a class that cannot be mixed, or made from a text
             pass

@@ -5,6 +5,7 @@ ask for `world`, directly or through another fixture: they are set up and torn d
 rank. In the pytest process a `Deferred` stands in their place.
 """
 
+import copy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from _pytest.scope import Scope
 
 from distcheck.worlds.messages import text_of
 
@@ -35,6 +37,10 @@ class Deferred:
     def __repr__(self) -> str:
         return f"<{self.name} of each rank>"
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """How hypothesis shows it among the arguments of an example; it knows dataclasses."""
+        printer.text(repr(self))
+
 
 def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
     """The fixtures of a test that the ranks set up, in pytest's order of setting up: those that
@@ -56,13 +62,16 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
 def defer(item: pytest.Function, names: list[str]) -> None:
     """Before pytest fills a test's fixtures in: has it leave these alone.
 
-    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test.
+    They are entered as set up, too: hypothesis asks for the scope of every fixture of a test, and
+    refuses one that is not set up anew for every example. These are.
     """
     for name in names:
         item.funcargs[name] = Deferred(name)
         definitions = item._fixtureinfo.name2fixturedefs.get(name)
         if definitions:
-            item._request._fixture_defs[name] = definitions[-1]
+            known: Any = copy.copy(definitions[-1])
+            known._scope = Scope.Session
+            item._request._fixture_defs[name] = known
 
 
 @contextmanager

@@ -16,12 +16,12 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError, HelperError
 from distcheck.records import Outcome
-from distcheck.testing import blas, failures, kept, rank, subtests
+from distcheck.testing import blas, examples, failures, kept, rank, subtests
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import Seen
+from distcheck.testing.messages import RankReport, Seen
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, wait
 from distcheck.worlds import turns
@@ -59,19 +59,28 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     @functools.wraps(body)
     def in_world(*given: Any, **drawn: Any) -> None:
         __tracebackhide__ = True
-        _refuse_drawing_in_ranks([*given, *drawn.values()])
-        run_in_world(Prepared(item=item, options=options, body=body, args=given, kwargs=drawn))
+        examples.refuse([*given, *drawn.values()])
+        reports = run_in_world(
+            Prepared(item=item, options=options, body=body, args=given, kwargs=drawn)
+        )
+        examples.hold_to(deadline, [report.body_s for report in reports.values()])
 
     setattr(in_world, BODY, body)
     handle.inner_test = in_world
     try:
-        function(**args)
+        with examples.own_deadline(function) as deadline:
+            function(**args)
+    except BaseException as found:
+        examples.leave_out_explanation(found)
+        raise
     finally:
         handle.inner_test = body
 
 
-def run_in_world(prepared: Prepared) -> None:
-    """One body, once, on all ranks. Returns if it passed; raises what pytest understands."""
+def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
+    """One body, once, on all ranks. Returns what they told if it passed; raises what pytest, or
+    hypothesis, understands.
+    """
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
     if why := devices.missing(options.device, options.backend, options.size):
@@ -96,6 +105,7 @@ def run_in_world(prepared: Prepared) -> None:
         count = len(failed_subtests)
         text = ", ".join(failed_subtests)
         _refuse(f"contains {count} failed subtest{'s' * (count > 1)}: {text}")
+    return ended.reports
 
 
 def _make_ready_to_fork(options: WorldOptions) -> None:
@@ -156,6 +166,7 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
     for _, report in sorted(ended.reports.items()):
         new = [pair for pair in report.properties if pair not in item.user_properties]
         item.user_properties += new
+    examples.pass_on(report.said for _, report in sorted(ended.reports.items()))
     seen: dict[Seen, Seen] = {}
     for _, report in sorted(ended.reports.items()):
         for warning in report.warnings:
@@ -204,6 +215,8 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
             return
         if set(ends.values()) == {"skipped"}:
             pytest.skip(reasons["skipped"])
+        if set(ends.values()) == {"rejected"}:
+            examples.reject(reasons["rejected"])
         _refuse(failures.divided(ended))
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
@@ -215,14 +228,6 @@ def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
     if outcome.outcome in ("finished", "ended") or ends.get(outcome.rank) == "xfailed":
         return False
     return "its peer was gone" not in outcome.detail
-
-
-def _refuse_drawing_in_ranks(values: list[Any]) -> None:
-    if any(type(value).__name__ == "DataObject" for value in values):
-        _refuse(
-            "st.data() draws while the test runs, and ranks would draw apart; draw what they need "
-            "with @given or st.composite, above the world"
-        )
 
 
 def _refuse(text: str) -> NoReturn:

@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.testing import rank
+from distcheck.testing import examples, rank
 from distcheck.testing.failures import Ended
-from distcheck.testing.messages import KeptTest, RankReport
+from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, outputs_of, wait
 from distcheck.worlds import messages
@@ -114,6 +114,7 @@ class KeptWorld:
             nodeid=prepared.item.nodeid,
             arguments=arguments,
             options=msgspec.msgpack.encode(prepared.options),
+            final=examples.is_final(),
         )
         told = listen(self._world, prepared.item)
         self._world.begin_again(prepared.options.deadline_s)
@@ -152,7 +153,7 @@ class KeptWorld:
 
     def _all_well(self, reports: dict[int, RankReport]) -> bool:
         return len(reports) == len(self._channels) and all(
-            report.end in ("passed", "skipped") for report in reports.values()
+            report.end in ("passed", "skipped", "rejected") for report in reports.values()
         )
 
 
@@ -178,7 +179,6 @@ def _pickled(prepared: Prepared) -> bytes:
         except Exception as error:
             reason = f"{name}: {error}"
     pytest.fail(
-        f"what the test is given cannot be sent to a kept world ({reason}); have that fixture "
-        "depend on `world`, so that every rank sets it up, or leave reuse=True away",
+        f"what the test is given cannot be sent to a kept world ({reason}); {KEPT_ELSE}",
         pytrace=False,
     )

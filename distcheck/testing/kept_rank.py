@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from _pytest.logging import caplog_handler_key, caplog_records_key
 
-from distcheck.testing import fixtures, rank, session
+from distcheck.errors import CannotRunError
+from distcheck.testing import examples, fixtures, rank, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import KeptTest, encoded
+from distcheck.testing.messages import KEPT_ELSE, KeptTest, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight, messages
 from distcheck.worlds.child import Reporter
@@ -41,9 +42,14 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
-        args, kwargs, filters = pickle.loads(test.arguments)
+        args, kwargs, filters = _arguments(test)
         prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
-        with before.put_back(), warnings.catch_warnings():
+        given = hasattr(item.obj, "hypothesis")
+        with (
+            before.put_back(),
+            warnings.catch_warnings(),
+            examples.of_its_own(given=given, final=test.final),
+        ):
             warnings.filters[:] = filters  # type: ignore[index]
             rank.seed_everything(options.seed)
             rank.look_from(options)
@@ -53,7 +59,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         sys.stdout.flush()
         sys.stderr.flush()
         reporter.say(encoded(report))
-        if error is not None and report.end != "skipped":
+        if error is not None and report.end not in ("skipped", "rejected"):
             raise error
 
 
@@ -62,6 +68,16 @@ def _own_channel(fds: list[int], number: int) -> socket.socket:
         if other != number:
             os.close(fd)
     return socket.socket(fileno=fds[number])
+
+
+def _arguments(test: KeptTest) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    try:
+        args, kwargs, filters = pickle.loads(test.arguments)
+    except Exception as error:
+        raise CannotRunError(
+            f"what the test is given cannot be made again in a kept world ({error}); {KEPT_ELSE}"
+        ) from error
+    return args, kwargs, filters
 
 
 def _body(item: pytest.Function) -> Callable[..., object]:

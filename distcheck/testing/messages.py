@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from distcheck.testing.examples import Said
 from distcheck.worlds.messages import printable
 
-End = Literal["passed", "skipped", "xfailed", "exit", "failed"]
+End = Literal["passed", "skipped", "rejected", "xfailed", "exit", "failed"]
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -25,7 +26,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
     first line. `left` says what it left open, `left_stays` whether a next test in the same rank
     would meet that. `preloads` are modules that the rank had to import and that every rank will;
-    `properties` are pytest's "user properties".
+    `properties` are pytest's "user properties"; `body_s` is how long the test itself took, without
+    its fixtures; `said` is for hypothesis, whose example a rank may have `rejected`.
     """
 
     end: End
@@ -40,6 +42,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     left_stays: bool = False
     preloads: tuple[str, ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
+    body_s: float = 0.0
+    said: Said = Said()
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -58,12 +62,21 @@ class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self.failure, longrepr=self.report)
 
 
+# What to do where something cannot be sent to a kept world.
+KEPT_ELSE = (
+    "have that fixture depend on `world`, so that every rank sets it up, or leave reuse=True away"
+)
+
+
 class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test for a kept rank: which, with which arguments (pickled), under which marker."""
+    """A test for a kept rank: which, with which arguments (pickled), under which marker;
+    whether hypothesis will show this run of it.
+    """
 
     nodeid: str
     arguments: bytes
     options: bytes
+    final: bool = False
 
 
 def encoded(message: RankReport | Subtest) -> bytes:

@@ -3,6 +3,7 @@
 import logging
 import random
 import sys
+import time
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from distcheck import devices
 from distcheck.errors import CannotRunError
-from distcheck.testing import blas, fixtures, leaks, session
+from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
@@ -67,9 +68,10 @@ def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
     enter(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0], prepared.options, reporter)
-    report, error = execute(prepared)
+    with examples.inherited():
+        report, error = execute(prepared)
     reporter.say(encoded(report))
-    if error is not None and report.end != "skipped":
+    if error is not None and report.end not in ("skipped", "rejected"):
         raise error  # a failed rank leaves at once, so that its peers notice
     return b""
 
@@ -137,6 +139,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     if logs is not None:
         logs.report_handler.reset()
     error: BaseException | None = None
+    body_s = 0.0
     with _seen_warnings(item) as seen:
         try:
             with (
@@ -146,13 +149,19 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
             ):
                 args = [fixtures.fill_in(value, values) for value in prepared.args]
                 kwargs = {k: fixtures.fill_in(v, values) for k, v in prepared.kwargs.items()}
-                _refuse_a_result(item, prepared.body(*args, **kwargs))
+                started = time.perf_counter()
+                try:
+                    result = prepared.body(*args, **kwargs)
+                finally:
+                    body_s = time.perf_counter() - started
+                _refuse_a_result(item, result)
         except BaseException as raised:
             error = raised
         error = session.with_unheard(item, error)
     end = _end_of(error)
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
-    left = leaks.left_behind(threads) if end in ("passed", "skipped") else leaks.Left()
+    goes_on = end in ("passed", "skipped", "rejected")
+    left = leaks.left_behind(threads) if goes_on else leaks.Left()
     report = RankReport(
         end=end,
         reason="" if error is None else text_of(error),
@@ -162,6 +171,8 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         left_stays=left.stays,
         preloads=tuple(name for name in missing if name in sys.modules),
         properties=tuple(item.user_properties[properties:]),
+        body_s=body_s,
+        said=examples.said(),
     )
     del item.user_properties[properties:]
     if report.end == "failed":
@@ -185,6 +196,8 @@ def _end_of(error: BaseException | None) -> End:
         return "passed"
     if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
         return "skipped"
+    if examples.is_rejection(error):
+        return "rejected"
     if isinstance(error, pytest.xfail.Exception):
         return "xfailed"
     return "exit" if isinstance(error, pytest.exit.Exception) else "failed"

@@ -77,7 +77,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 # Said in full: where the environment has CI, hypothesis keeps no examples by default.
 kept = DirectoryBasedExampleDatabase("examples")
 
-@settings(derandomize=False, database=kept, max_examples=200, deadline=None)
+@settings(derandomize=False, database=kept, max_examples=200)
 @given(n=st.integers(0, 10**6))
 @pytest.mark.world(2)
 def test_small(world, n):

@@ -232,7 +232,7 @@ def test_seeded(world):
 
 
 @pytest.mark.world(2)
-@settings(max_examples=10, deadline=None, database=None)
+@settings(max_examples=10, database=None)
 @given(n=st.integers(0, 1000))
 def test_hypothesis_shrinks(world, n):
     assert world.gather(n) == [n, n]

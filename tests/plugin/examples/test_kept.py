@@ -61,7 +61,7 @@ def test_everything_is_put_back(world, number):
     note(world)
 
 
-@settings(max_examples=10, deadline=None, database=None)
+@settings(max_examples=10, database=None)
 @given(n=st.integers(0, 1000))
 def test_examples(world, n):
     assert world.gather(n) == [n] * 3

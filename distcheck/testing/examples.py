@@ -1,0 +1,224 @@
+"""Hypothesis' examples in worlds: the pytest process generates and shrinks them, ranks run the
+body. What a rank tells hypothesis is carried back; what it would draw is refused.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import msgspec
+import pytest
+
+_DRAWS = (
+    "draws while the test runs, and ranks would draw apart; draw what they need with @given or "
+    "st.composite, above the world"
+)
+_TRUE = "st.randoms() without use_true_random=True"
+# What no test in a world is given, by its class.
+_REFUSED = {
+    "DataObject": f"st.data() {_DRAWS}",
+    "ArtificialRandom": f"{_TRUE} {_DRAWS}",
+    "RandomSeeder": "st.random_module() seeds the pytest process alone, ranks start from the "
+    "marker's seed; draw a seed with st.integers(), and set it in the test",
+}
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a rank has told hypothesis by `event()` and `target()`: values by text or label."""
+
+    events: dict[str, str] = {}
+    targets: dict[str, float] = {}
+
+
+# In the pytest process.
+
+
+@contextmanager
+def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
+    """Takes hypothesis' deadline off a test, for this process would count the start of every world
+    and all imports of the first. Yields it for `hold_to`; None where it is hypothesis' default.
+    """
+    import hypothesis
+
+    decorated: Any = inspect.unwrap(function)
+    decorated = getattr(decorated, "__func__", decorated)
+    given: hypothesis.settings = decorated._hypothesis_internal_use_settings
+    decorated._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=None)
+    default = hypothesis.settings.get_profile("default").deadline
+    try:
+        yield given.deadline if given.deadline != default else None
+    finally:
+        decorated._hypothesis_internal_use_settings = given
+
+
+def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
+    """Holds the slowest rank's body to a deadline; as hypothesis does, to 5/4 of it in a search.
+
+    Raises hypothesis' DeadlineExceeded.
+    """
+    __tracebackhide__ = True
+    from hypothesis.control import current_build_context
+    from hypothesis.errors import DeadlineExceeded
+
+    slowest = timedelta(seconds=max(body_s, default=0.0))
+    if deadline is not None:
+        limit = deadline if current_build_context().is_final else deadline * 5 / 4
+        if slowest >= limit:
+            raise DeadlineExceeded(slowest, deadline)
+
+
+def refuse(values: Iterable[object]) -> None:
+    """Refuses arguments that could not be what they are on ranks. One inside of another value is
+    noticed on the rank that draws from it.
+    """
+    for value in values:
+        if why := _REFUSED.get(type(value).__name__):
+            pytest.fail(why, pytrace=False)
+
+
+def reject(reason: str) -> NoReturn:
+    """Has hypothesis try another example, as `assume()` does that failed on every rank."""
+    from hypothesis.errors import UnsatisfiedAssumption
+
+    raise UnsatisfiedAssumption(reason)
+
+
+def is_final() -> bool:
+    """Whether this is the run of the example that hypothesis will show."""
+    return _context() is not None and _context().is_final
+
+
+def pass_on(told: Iterable[Said]) -> None:
+    """Tells hypothesis what ranks have: of `target()`, the greatest value of all ranks."""
+    events: dict[str, str] = {}
+    targets: dict[str, float] = {}
+    for said in told:
+        events |= said.events
+        for label, value in said.targets.items():
+            targets[label] = max(value, targets.get(label, value))
+    if events or targets:
+        import hypothesis
+
+        for text, payload in events.items():
+            hypothesis.event(text, payload)
+        for label, value in targets.items():
+            hypothesis.target(value, label=label)
+
+
+def leave_out_explanation(found: BaseException) -> None:
+    """Takes hypothesis' explanation off its notes on what it has found, one failure or a group: it
+    is of lines that ran in this process, which are ours.
+    """
+    notes: list[str] = getattr(found, "__notes__", [])
+    kept: list[str] = []
+    explains = False
+    for note in notes:
+        explains = note.startswith("Explanation") or (explains and note.startswith("    "))
+        if not explains:
+            kept.append(note)
+    if kept != notes:
+        found.__notes__ = kept
+    if isinstance(found, BaseExceptionGroup):
+        for failure in found.exceptions:
+            leave_out_explanation(failure)
+
+
+# In a rank.
+
+
+def is_rejection(error: BaseException | None) -> bool:
+    """Whether a test has ended by `assume()` or `reject()`, in an example of hypothesis'."""
+    errors = sys.modules.get("hypothesis.errors")
+    return (
+        errors is not None
+        and isinstance(error, errors.UnsatisfiedAssumption)
+        and _context() is not None
+    )
+
+
+def said() -> Said:
+    """What this rank has told hypothesis in this example."""
+    context = _context()
+    if context is None:
+        return Said()
+    return Said(
+        events={str(text): str(payload) for text, payload in context.data.events.items()},
+        targets={k: float(value) for k, value in context.data.target_observations.items()},
+    )
+
+
+@contextmanager
+def inherited() -> Iterator[None]:
+    """In a fresh rank, around a test: within the example, if any, that it was forked in."""
+    context = _context()
+    if context is not None:
+        for name in dir(context.data):
+            if name.startswith("draw") and callable(getattr(context.data, name)):
+                setattr(context.data, name, _refuse_draw)
+    with _within(context):
+        yield
+
+
+@contextmanager
+def of_its_own(*, given: bool, final: bool) -> Iterator[None]:
+    """In a kept rank, around a test: within an example of its own, if the test is `given` one;
+    never within that which the world may have been started in.
+    """
+    context = _made() if given else None
+    if context is not None:
+        context.is_final = final
+    with _within(context):
+        yield
+
+
+@contextmanager
+def _within(context: Any) -> Iterator[None]:
+    if "hypothesis" not in sys.modules:
+        yield
+        return
+    from hypothesis.control import _current_build_context
+    from hypothesis.reporting import default, with_reporter
+
+    if context is not None:
+        context.data.events, context.data.target_observations = {}, {}
+    # What collects the text of note() is a copy here: it is printed, to be this rank's output.
+    with _current_build_context.with_value(context), with_reporter(default):
+        yield
+
+
+@functools.cache
+def _made() -> Any:
+    """An example that is of no test, taken from hypothesis rather than built by its internals."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+    from hypothesis.control import current_build_context
+
+    made = []
+
+    def take(_: None) -> None:
+        made.append(current_build_context())
+
+    quick = settings(
+        max_examples=1,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with _within(None):  # in another one, hypothesis would refuse to nest them
+        quick(given(st.none())(take))()
+    return made[0]
+
+
+def _refuse_draw(*_: Any, **__: Any) -> NoReturn:
+    __tracebackhide__ = True
+    pytest.fail(f"what is used here, of st.data(), st.functions() or {_TRUE}, {_DRAWS}")
+
+
+def _context() -> Any:
+    control = sys.modules.get("hypothesis.control")
+    return control._current_build_context.value if control is not None else None
