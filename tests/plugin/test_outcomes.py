@@ -15,6 +15,7 @@ from distcheck.testing.messages import RankReport
 from tests.stored import compare
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"
+PATIENCE = EXAMPLES.with_name("conftest.py")
 
 ENDS = {
     "passed": [
@@ -57,7 +58,8 @@ def session(
 ) -> pytest.RunResult:
     """All examples in one session, once without and once under xdist."""
     if request.param not in sessions:
-        shutil.copy(EXAMPLES, pytester.path)
+        for file in (EXAMPLES, PATIENCE):
+            shutil.copy(file, pytester.path)
         teardowns = pytester.path / "teardowns"
         for name, value in (("TEARDOWNS", teardowns), ("LEFT_S", LEFT_S), ("COLUMNS", 120)):
             monkeypatch.setenv(name, str(value))
