@@ -73,7 +73,7 @@ def run_in_world(prepared: Prepared) -> None:
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
     if why := devices.missing(options.device, options.backend, options.size):
-        pytest.skip(why)
+        _skip(why)
     _make_ready_to_fork(options)
     with turns.turn(item.config):
         try:
@@ -197,7 +197,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
         if set(ends.values()) == {"passed"}:
             return
         if set(ends.values()) == {"skipped"}:
-            pytest.skip(reasons["skipped"])
+            _skip(reasons["skipped"])
         _refuse(failures.divided(ended))
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
@@ -217,6 +217,11 @@ def _refuse_drawing_in_ranks(values: list[Any]) -> None:
             "st.data() draws while the test runs, and ranks would draw apart; draw what they need "
             "with @given or st.composite, above the world"
         )
+
+
+def _skip(reason: str) -> NoReturn:
+    """At the test, as the marker `skip` has it: the frames here are pluggy's and ours."""
+    raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
 def _refuse(text: str) -> NoReturn:
