@@ -200,6 +200,29 @@ def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -
     ]
 
 
+def test_ranks_that_were_ended_with_one_that_was_killed(pytestconfig: pytest.Config) -> None:
+    """And one that lost a peer: what became of each is told once."""
+    there = "step 0, test\nlast collective: barrier of [], number 1\n  File ..."
+    ended = Ended(
+        size=4,
+        outcomes=[
+            Outcome(rank=3, outcome="killed", detail="step 0, test\nkilled by SIGKILL"),
+            Outcome(rank=1, outcome="raised", detail="step 0, test; its peer was gone\nE"),
+            Outcome(rank=0, outcome="ended", detail=there),
+            Outcome(rank=2, outcome="ended", detail="step 0, test\n  File ..."),
+        ],
+        reports={},
+        outputs={},
+    )
+    assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
+        "rank 3 of 4 was killed:",
+        "killed by SIGKILL",
+        "rank 1 of 4 lost a peer, and raised for it",
+        "rank 0 of 4 was ended with them (last collective: barrier of [], number 1)",
+        "rank 2 of 4 was ended with them",
+    ]
+
+
 def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
     """Being asked ends a sleep; a kept rank that had told its end before only waits."""
     outcomes = [Outcome(rank=rank, outcome="hung", detail="there") for rank in range(3)]
