@@ -42,13 +42,18 @@ def test_sum(world, product, tmp_path):
 
 
 @pytest.mark.world(3)
-def test_view(world):
+def test_view(world, tmp_path):
     assert (world.size, world.seed, world.device) == (3, 0, torch.device("cpu"))
     assert world.gather(world.rank) == [0, 1, 2]
     assert world.group is dist.group.WORLD
     total = torch.ones(1, device=world.device)
     dist.all_reduce(total, group=world.group)
     assert total.item() == 3
+    if world.rank == 2:
+        time.sleep(0.2)
+        (tmp_path / "late").touch()
+    world.barrier()
+    assert (tmp_path / "late").exists()
 
 
 @pytest.mark.world([2, 3])
