@@ -7,3 +7,5 @@ settings.register_profile(
     "distcheck", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("distcheck")
+
+pytest_plugins = ["pytester"]

@@ -84,7 +84,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
     if why := devices.missing(options.device, options.backend, options.size):
-        pytest.skip(why)
+        _skip(why)
     _make_ready_to_fork(options)
     with turns.turn():
         try:
@@ -214,7 +214,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
         if set(ends.values()) == {"passed"}:
             return
         if set(ends.values()) == {"skipped"}:
-            pytest.skip(reasons["skipped"])
+            _skip(reasons["skipped"])
         if set(ends.values()) == {"rejected"}:
             examples.reject(reasons["rejected"])
         _refuse(failures.divided(ended))
@@ -228,6 +228,11 @@ def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
     if outcome.outcome in ("finished", "ended") or ends.get(outcome.rank) == "xfailed":
         return False
     return "its peer was gone" not in outcome.detail
+
+
+def _skip(reason: str) -> NoReturn:
+    """At the test, as the marker `skip` has it: the frames here are pluggy's and ours."""
+    raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
 def _refuse(text: str) -> NoReturn:

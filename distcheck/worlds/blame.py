@@ -134,7 +134,8 @@ def _without_plumbing(stacks: str) -> str:
         lines = [line for line in lines if own not in line and "<string>" not in line]
         frames = [line for line in lines if line.lstrip().startswith("File ")]
         waits = bool(frames) and all("/threading.py" in frame for frame in frames)
-        if lines and not waits and not lines[0].startswith("Extension modules"):
+        idle = bool(lines) and lines[0].startswith("Thread ") and not frames  # of ours alone
+        if lines and not waits and not idle and not lines[0].startswith("Extension modules"):
             blocks.append("\n".join(lines))
     return "\n".join(blocks)
 

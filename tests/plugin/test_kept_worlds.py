@@ -12,31 +12,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distcheck.testing.kept_rank import _Before
 from distcheck.testing.view import WorldView
 from distcheck.worlds import flight
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_kept.py"
+PATIENCE = EXAMPLES.with_name("conftest.py")
 
 
-def test_kept_worlds(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLES, tmp_path)
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--tb=short",
-         "--junitxml=results.xml", "-o", "junit_family=xunit1"],
-        cwd=tmp_path,
-        env={**os.environ, "KEPT_PIDS": str(pids), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+def test_kept_worlds(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in (EXAMPLES, PATIENCE):
+        shutil.copy(file, pytester.path)
+    pids = pytester.mkdir("pids")
+    monkeypatch.setenv("KEPT_PIDS", str(pids))
+    monkeypatch.setenv("COLUMNS", "120")
+    ran = pytester.runpytest_subprocess(
+        "-ra", "-p", "no:cacheprovider", "--tb=short",
+        "--junitxml=results.xml", "-o", "junit_family=xunit1", timeout=240,
     )  # fmt: skip
-    text = done.stdout
-    assert "2 failed, 28 passed, 1 skipped" in text, text
-    assert "test_fails - rank 1 of 3: assert 1 != 1" in text
-    assert "what the test is given cannot be sent to a kept world (cannot_be_sent: Can't" in text
-    assert "test_first left on rank 0, 1: 1 process group not destroyed" in text
-    results = (tmp_path / "results.xml").read_text()
+    ran.assert_outcomes(failed=2, passed=30, skipped=1, warnings=2)
+    ran.stdout.fnmatch_lines(
+        [
+            "what the test is given cannot be sent to a kept world (cannot_be_sent: Can't *",
+            "rank 1 of 3 failed:",
+            "ranks 0, 2 of 3 lost a peer, and raised for it",
+            "*LeakWarning: *test_first left on rank 0, 1: 1 process group not destroyed",
+            "FAILED *::test_fails - rank 1 of 3: assert 1 != 1",
+        ]
+    )
+    results = (pytester.path / "results.xml").read_text()
     assert all(f'<property name="rank" value="{rank}" />' in results for rank in range(3))
     for rank in range(3):
         *kept, last = (pids / str(rank)).read_text().split()
@@ -91,6 +95,14 @@ def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None
     assert "rank 1 of 2 hung" not in alone
     assert "rank 1 of 2 had skipped (not here)" in alone
     assert done.stdout.index("rank 1 of 2 hung:") < done.stdout.index("rank 0 of 2 hung:")
+
+
+def test_determinism_is_put_back() -> None:
+    """Here and not on ranks, each of which would import for seconds what it needs."""
+    before = _Before()
+    with before.put_back():
+        torch.use_deterministic_algorithms(True)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.world(2, reuse=True)

@@ -1,12 +1,7 @@
-"""Report screens, compared to the letter with tests/snapshots/.
-
-After a change that is meant, run with DISTCHECK_UPDATE_SNAPSHOTS=1 and read the difference.
-"""
+"""Report screens, compared to the letter with tests/snapshots/."""
 
 import io
 import json
-import os
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -23,22 +18,12 @@ from distcheck.records import (
 )
 from distcheck.reports.json_report import render_json
 from distcheck.reports.terminal import render, render_text, summarize
-
-SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+from tests.stored import compare
 
 ENVIRONMENT = {
     "distcheck": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "backend": "gloo",
     "device": "cpu", "threads": 1, "cpu": "A Processor",
 }  # fmt: skip
-
-
-def compare(name: str, text: str) -> None:
-    path = SNAPSHOTS / name
-    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-    if os.environ.get("DISTCHECK_UPDATE_SNAPSHOTS"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
 
 
 def case(dtype: str = "float32", workload: str = "cnn", strategy: str = "allreduce") -> Case:

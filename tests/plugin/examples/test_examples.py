@@ -2,12 +2,14 @@
 
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +41,21 @@ def test_sum(world, product, tmp_path):
     assert world.gather(product) == [0, 7, 14, 21]
 
 
+@pytest.mark.world(3)
+def test_view(world, tmp_path):
+    assert (world.size, world.seed, world.device) == (3, 0, torch.device("cpu"))
+    assert world.gather(world.rank) == [0, 1, 2]
+    assert world.group is dist.group.WORLD
+    total = torch.ones(1, device=world.device)
+    dist.all_reduce(total, group=world.group)
+    assert total.item() == 3
+    if world.rank == 2:
+        time.sleep(0.2)
+        (tmp_path / "late").touch()
+    world.barrier()
+    assert (tmp_path / "late").exists()
+
+
 @pytest.mark.world([2, 3])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_sizes(world, offset):
@@ -61,9 +78,20 @@ def test_all_fail_alike(world):
 
 @pytest.mark.world(2)
 def test_each_fails_its_own_way(world):
-    if world.rank == 0:
-        raise ValueError("from zero")
-    raise KeyError("from one")
+    if world.rank == 1:
+        raise KeyError("from one")
+    try:
+        dist.barrier()
+    except RuntimeError:  # rank 1 is gone: what follows is the later failure, and not for that
+        raise ValueError("from zero") from None
+
+
+@pytest.mark.world(3)
+def test_output_is_folded(world):
+    print("printed by rank 1" if world.rank == 1 else "printed by the others")
+    logging.getLogger("mine").warning("logged by all")
+    dist.barrier()
+    pytest.fail("for its output to be shown")
 
 
 @pytest.mark.world(3, deadline_s=3)
@@ -225,10 +253,28 @@ def test_isolated_reads(world):
     assert "LEAKED" not in os.environ
 
 
+def drawn():
+    """From the generators that a test uses without a thought."""
+    return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+
+def drawn_from(seed):
+    """The same from generators of their own."""
+    of_torch = torch.Generator().manual_seed(seed)
+    of_numpy = np.random.RandomState(seed)
+    return torch.rand(3, generator=of_torch).tolist(), random.Random(seed).random(), of_numpy.rand()
+
+
 @pytest.mark.world(2)
 def test_seeded(world):
-    assert len(set(world.gather(float(torch.rand(()))))) == 1
+    assert drawn() == drawn_from(0)
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.world(2, seed=7)
+def test_seeded_otherwise(world):
+    assert world.seed == 7
+    assert drawn() == drawn_from(7) != drawn_from(0)
 
 
 @pytest.mark.world(2)

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import random
+import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.world(3, reuse=True)
 PIDS = "KEPT_PIDS"
+FOLDER = os.getcwd()
 
 
 @pytest.fixture
@@ -44,21 +48,48 @@ def test_first(world, product, tmp_path, capsys, monkeypatch):
     assert world.gather(product) == [0, 7, 14]
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
     os.environ["LEAKED"] = "1"
     os.chdir("/")
+    sys.path.insert(0, "/leaked")
     dist.new_group([0, 1])
     note(world)
+
+
+def drawn():
+    """From the generators that a test uses without a thought."""
+    return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+
+def drawn_from(seed):
+    """The same from generators of their own."""
+    of_torch = torch.Generator().manual_seed(seed)
+    of_numpy = np.random.RandomState(seed)
+    return torch.rand(3, generator=of_torch).tolist(), random.Random(seed).random(), of_numpy.rand()
 
 
 @pytest.mark.parametrize("number", range(20))
 def test_everything_is_put_back(world, number):
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
     assert not {"LEAKED", "PATCHED"} & set(os.environ)
-    assert os.getcwd() != "/"
+    assert os.getcwd() == FOLDER
+    assert "/leaked" not in sys.path
     assert len(dist.distributed_c10d._world.pg_map) == 1
-    assert len(set(world.gather(float(torch.rand(()))))) == 1
+    assert world.group is dist.group.WORLD
+    assert (world.seed, drawn()) == (0, drawn_from(0))
     note(world)
+
+
+@pytest.mark.world(3, reuse=True, seed=7)
+def test_another_seed(world):
+    assert (world.seed, drawn()) == (7, drawn_from(7))
+
+
+def test_the_first_seed_again(world):
+    assert (world.seed, drawn()) == (0, drawn_from(0))
 
 
 @settings(max_examples=10, database=None)

@@ -1,0 +1,73 @@
+"""docs/testing.md: what it shows runs as it stands, and ends and prints as the page says."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from distcheck import backends, devices
+from distcheck.testing.marker import WorldOptions
+
+NO_MPI = backends.missing("mpi")  # asked here: pytester undoes what a test imports
+PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+MINE = """
+import torch.distributed as dist
+
+class Mine:
+    def sync(self, model, step):
+        for parameter in model.parameters():
+            parameter.grad *= step.weight
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= step.world_size
+"""
+
+
+def block(start: str) -> str:
+    """The code block of the page that has these words."""
+    (found,) = [
+        text for text in re.findall(r"```\w*\n(.+?)\n```", PAGE, re.DOTALL) if start in text
+    ]
+    return str(found)
+
+
+def plain(text: str) -> str:
+    """Without what differs from run to run: widths of rules, seconds, which rank was first."""
+    text = re.sub(r"^([_=]+) (.*?) \1?[_=]+$", r"\2", text, flags=re.MULTILINE)
+    return re.sub(r"<rank \d", "<rank 0", re.sub(r"in [\d.]+s", "in 0s", text))
+
+
+def test_the_bug_that_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    pytester.makepyfile(test_mean=block("# test_mean.py"))
+    name, *words = shlex.split(block("pytest test_mean.py"))
+    assert name == "pytest"
+    ran = pytester.runpytest_subprocess("-p", "no:cacheprovider", *words)
+    ran.assert_outcomes(passed=1, failed=1)
+    shown = plain(block("all 4 ranks failed:")).split("\n...\n")
+    assert len(shown) == 4
+    assert re.search(r"\n(?:.*\n)*?".join(map(re.escape, shown)), plain(ran.stdout.str()))
+
+
+def test_what_the_marker_takes(pytester: pytest.Pytester) -> None:
+    lines = block("four fresh ranks for this test").splitlines()
+    options = {field.name for field in dataclasses.fields(WorldOptions)} - {"size", "sizes"}
+    assert set(re.findall(r"(\w+)=", "\n".join(lines))) == options
+    if NO_MPI:
+        lines = [line for line in lines if "mpi" not in line]
+    tests = [
+        f"{line}\ndef test_{number}(world):\n    assert world.gather(1) == [1] * world.size\n"
+        for number, line in enumerate(lines)
+    ]
+    pytester.makepyfile("import pytest\n" + "\n".join(tests))
+    ran = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    without = int(devices.gpu_count() == 0)
+    ran.assert_outcomes(passed=len(lines) + 1 - without, skipped=without)
+
+
+def test_a_matrix_of_strategies(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(**{"my_pkg/__init__": "", "my_pkg/sync": MINE})
+    pytester.makepyfile(test_my_sync="import pytest\n" + block("distcheck.verify("))
+    ran = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    ran.assert_outcomes(passed=6)
