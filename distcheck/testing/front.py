@@ -93,7 +93,8 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     try:
         _tell(item, ended)
     except Warning:  # as -W error has it
-        _decide(item, ended)
+        if {report.end for report in ended.reports.values()} != {"rejected"}:
+            _decide(item, ended)
         raise
     _decide(item, ended)
     if failed_subtests:
