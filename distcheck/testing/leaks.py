@@ -8,7 +8,7 @@ from typing import Any
 
 from distcheck.worlds import flight
 
-_LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
+_LOOKS = 500  # a thread that was told to end is given that long to do so
 _LOOK_EVERY_S = 0.001
 # Libraries of which a process keeps daemon threads that no test can end: a queue's feeder, a bar's
 # monitor, those of a loader or a compiler.
@@ -54,11 +54,7 @@ def _process_groups() -> list[str]:
 
 
 def _unfinished_work() -> list[str]:
-    for _ in range(_LOOKS):  # a call that has returned is entered as complete a moment later
-        open_calls = [flight.name_of(e) for e in flight.entries(stacks=False) if flight.is_open(e)]
-        if not open_calls:
-            break
-        time.sleep(_LOOK_EVERY_S)
+    open_calls = flight.still_open()
     if not open_calls:
         return []
     names = ", ".join(dict.fromkeys(open_calls))

@@ -85,6 +85,7 @@ def _tell_before_exit(reporter: Reporter) -> Callable[[int], NoReturn]:
     def tell_and_leave(status: int) -> NoReturn:
         try:
             if os.getpid() == own:
+                flight.still_open()  # what has just returned is not to be called unfinished
                 stack = _shown_of(sys._getframe())
                 reporter.send(messages.Stacks(stack, last_collective(), flight.latest()))
         finally:
@@ -209,6 +210,6 @@ def last_collective() -> str:
     names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
     frames = [f for f in names if not _is_own(f["filename"])]
     where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
-    state = "" if entry.get("retired") else ", not finished"
+    state = ", not finished" if flight.is_open(entry) else ""
     number = flight.number_of(entry)
     return f"{flight.name_of(entry)} of [{shapes}], number {number}{state}{where}"

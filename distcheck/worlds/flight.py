@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from distcheck.records import Collective
 
 _LATEST = 40  # of a rank's collectives: what a picture has room for
+_LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
+_LOOK_EVERY_S = 0.001
 
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
@@ -83,6 +86,18 @@ def latest() -> tuple[Collective, ...]:
 def is_open(entry: dict[str, Any]) -> bool:
     """Whether a collective has not been seen to complete."""
     return not entry.get("retired") and entry.get("state") != "completed"
+
+
+def still_open() -> list[str]:
+    """The names of the collectives that have not completed, once there was time to say so: a call
+    that has returned is entered as complete a moment later.
+    """
+    for _ in range(_LOOKS):
+        names = [name_of(entry) for entry in entries(stacks=False) if is_open(entry)]
+        if not names:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return names
 
 
 @contextlib.contextmanager

@@ -111,6 +111,12 @@ def test_an_example_that_all_ranks_reject_is_rejected(run: Run, tmp_path: Path) 
         assert (len({pid for pid, _ in ran}) == 1) == (kind == "kept")
 
 
+def test_a_leak_may_be_made_an_error_in_a_rejected_example(run: Run) -> None:
+    text = run(REJECTED, "-W", "error", "-k", "leaves_one_open")
+    assert "1 failed" in text, text
+    assert "1 collective not waited for" in text
+
+
 ALONE = """
 once = settings(max_examples=1, database=None)  # hypothesis goes on to ten that fail
 
