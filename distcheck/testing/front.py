@@ -1,6 +1,5 @@
 """In the pytest process: starts a world for a test, waits for it, and decides what came of it."""
 
-import contextlib
 import functools
 import importlib
 import inspect
