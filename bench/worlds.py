@@ -76,7 +76,7 @@ from distcheck.worlds import turns
 def pytest_configure(config):
     about = getattr(config, "workerinput", None)
     if about is not None:
-        turns._names[:] = [f"\\0bench-{{about['testrunuid']}}-{{n}}" for n in range({turns})]
+        turns._LEAST_TURNS, turns.cores = {turns}, lambda: {turns}
 """
 
 

@@ -10,7 +10,8 @@ _OF_THIS_PROCESS = Path("/proc/self/cgroup")
 
 def cores() -> int:
     """At least 1. A quota of one and a half cores (docker --cpus=1.5) counts as two."""
-    may_run_on = len(os.sched_getaffinity(0))
+    linux = hasattr(os, "sched_getaffinity")
+    may_run_on = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     return max(1, min([may_run_on, *(math.ceil(share) for share in _quotas())]))
 
 

@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
-    about = getattr(config, "workerinput", None)
-    if about is not None:
+    about = getattr(config, "workerinput", {})
+    if {"testrunuid", "workercount"} <= set(about):
         turns.share(about["testrunuid"], processes=about["workercount"])
 
 

@@ -25,8 +25,10 @@ def look() -> None:
         return
     _looked_with[:] = loaded
     _counts.clear()
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}
+    lines: list[str] = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        lines = [line for line in maps if "openblas" in line]
+    paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in lines}
     for path in sorted(paths):
         with contextlib.suppress(OSError, ValueError):  # another kind of file, or without it
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)

@@ -22,6 +22,9 @@ from distcheck.worlds import flight, linux, messages
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
 
+_leave = os._exit  # which a child replaces by what tells of it
+_LAST_WORDS_S = 0.2  # to whoever calls os._exit, whose lock may be held by the very same thread
+
 
 class Reporter:
     """A child's line to the front. Its methods may be called from any thread."""
@@ -30,13 +33,18 @@ class Reporter:
         self._fd = events_fd
         self._lock = threading.Lock()
 
-    def send(self, event: messages.Event) -> None:
-        """Sends one event; a front that is gone is no reason to fail."""
-        with self._lock:
-            try:
-                messages.write_all(self._fd, messages.frame(event))
-            except BrokenPipeError:
-                os._exit(1)
+    def send(self, event: messages.Event, *, patience_s: float = -1) -> None:
+        """Sends one event; a front that is gone is no reason to fail. With `patience_s`, not if
+        another is being sent for longer.
+        """
+        if not self._lock.acquire(timeout=patience_s):
+            return
+        try:
+            messages.write_all(self._fd, messages.frame(event))
+        except BrokenPipeError:
+            _leave(1)
+        finally:
+            self._lock.release()
 
     def progress(self, step: int, phase: str) -> None:
         """Says which phase of which step begins: the sign of life that deadlines watch."""
@@ -56,7 +64,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     _settle(request, fds)
     reporter = Reporter(fds[EVENTS])
     threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
-    leave = _tell_before_exit(reporter)
+    _tell_before_exit(reporter)
     code = 0
     inherited = len(sys.modules)
     try:
@@ -73,26 +81,29 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         code = 1
     finally:
         _flush()
-        leave(code)
+        _leave(code)
 
 
-def _tell_before_exit(reporter: Reporter) -> Callable[[int], NoReturn]:
+def _tell_before_exit(reporter: Reporter) -> None:
     """Has `os._exit` tell where it was called, which nobody could ask afterwards; not in processes
-    that this one forks. Returns it as it was.
+    that this one forks.
     """
-    leave, own = os._exit, os.getpid()
+    own = os.getpid()
 
     def tell_and_leave(status: int) -> NoReturn:
         try:
             if os.getpid() == own:
-                flight.still_open()  # what has just returned is not to be called unfinished
+                flight.still_open(_LAST_WORDS_S)  # a call that has just returned is finished
                 stack = _shown_of(sys._getframe())
-                reporter.send(messages.Stacks(stack, last_collective(), flight.latest()))
+                said = messages.Stacks(stack, last_collective(), flight.latest())
+                reporter.send(said, patience_s=_LAST_WORDS_S)
         finally:
-            leave(status)
+            _leave(status)
 
+    # It is pickled by name, as a job for another process, which has its own.
+    tell_and_leave.__module__ = "os"
+    tell_and_leave.__name__ = tell_and_leave.__qualname__ = "_exit"
     os._exit = tell_and_leave
-    return leave
 
 
 def _imported_since(inherited: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from distcheck.records import Collective
 
 _LATEST = 40  # of a rank's collectives: what a picture has room for
-_LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
+_PATIENCE_S = 0.5  # a starved thread of gloo's takes that long to note that its work is done
 _LOOK_EVERY_S = 0.001
 
 
@@ -88,16 +88,16 @@ def is_open(entry: dict[str, Any]) -> bool:
     return not entry.get("retired") and entry.get("state") != "completed"
 
 
-def still_open() -> list[str]:
+def still_open(patience_s: float = _PATIENCE_S) -> list[str]:
     """The names of the collectives that have not completed, once there was time to say so: a call
     that has returned is entered as complete a moment later.
     """
-    for _ in range(_LOOKS):
+    end = time.monotonic() + patience_s
+    while True:
         names = [name_of(entry) for entry in entries(stacks=False) if is_open(entry)]
-        if not names:
-            break
+        if not names or time.monotonic() >= end:
+            return names
         time.sleep(_LOOK_EVERY_S)
-    return names
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ namespace: the kernel gives a name to one process, and takes it back however tha
 file, no lock that outlives anybody.
 """
 
+import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,52 +19,65 @@ from distcheck.cores import cores
 _LEAST_TURNS = 2  # one world alone leaves gaps while its ranks wait for each other
 _LOOK_EVERY_S = 0.004
 
-_names: list[str] = []  # of the turns of this test run; none where nobody has to wait
+_shared: tuple[str, int] | None = None  # a test run, and how many processes it has
 _held: list[socket.socket] = []
+_of_thread = threading.local()  # `inside` a turn
 
 
 def share(run: str, *, processes: int) -> None:
     """From here on this process takes turns with the others of a test run."""
-    turns = max(_LEAST_TURNS, cores())
-    _names[:] = [f"\0distcheck-{run}-{n}" for n in range(turns)] if processes > turns else []
+    global _shared
+    _shared = (run, processes)
 
 
 @contextmanager
 def turn() -> Iterator[None]:
     """Waits until this process may run a world, where there are more processes than turns. Within
-    a turn of its own it need not wait again.
+    a turn of its own a thread need not wait again.
     """
-    if not _names or _held:
+    holder = None if getattr(_of_thread, "inside", False) else _take()
+    if holder is None:
         yield
         return
-    holder = _take()
     _held.append(holder)
+    _of_thread.inside = True
     try:
         yield
     finally:
-        _held.remove(holder)
+        _of_thread.inside = False
         holder.close()
+        if holder in _held:  # not in a fork, which has let go
+            _held.remove(holder)
 
 
 def _let_go_in_fork() -> None:
     """A name is taken as long as anybody has the socket open, and a kept world's helper, forked
     during a turn, lives on after it. What a rank runs belongs to the turn of its test.
     """
-    _names.clear()
+    global _shared
+    _shared = None
     while _held:
         _held.pop().close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_fork)
+if hasattr(os, "register_at_fork"):  # where there are no forks there are no worlds
+    os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
-def _take() -> socket.socket:
+def _take() -> socket.socket | None:
+    """Holds a turn by its name; None where nobody has to wait, or names cannot be had."""
+    turns = max(_LEAST_TURNS, cores())
+    if _shared is None or _shared[1] <= turns:
+        return None
     holder = socket.socket(socket.AF_UNIX)
     while True:
-        for name in _names:
+        for number in range(turns):
             try:
-                holder.bind(name)
-            except OSError:
-                continue
+                holder.bind(f"\0distcheck-{_shared[0]}-{number}")
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                holder.close()  # a sandbox may refuse it: rather too many worlds than none
+                return None
             return holder
         time.sleep(_LOOK_EVERY_S)

@@ -1,10 +1,12 @@
 """Turns under xdist: bounded, given back, and never kept by a fork."""
 
+import errno
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def turns_here() -> int:
 @pytest.fixture
 def crowd(monkeypatch: pytest.MonkeyPatch) -> int:
     """One process more than there are turns, in a test run of its own."""
-    monkeypatch.setattr(turns, "_names", [])
+    monkeypatch.setattr(turns, "_shared", None)
     turns.share(uuid.uuid4().hex, processes=turns_here() + 1)
     return turns_here() + 1
 
@@ -48,20 +50,24 @@ def test_no_more_at_once_than_there_are_turns() -> None:
         child = os.fork()
         if child == 0:
             turns.share(run, processes=crowd)
+            os.write(enter, b"?")
             with turn():
                 os.write(enter, b"+")
                 os.read(waiting, 1)
+                os.write(enter, b"-")
             os._exit(0)
         children.append(child)
-    for _ in range(turns_here()):
-        assert os.read(inside, 1) == b"+"
-    one_more, _, _ = select.select([inside], [], [], 0.3)
-    for _ in range(crowd):
-        os.write(go, b".")
+    said = b""
+    while said.count(b"?") < crowd or said.count(b"+") < turns_here():
+        said += os.read(inside, 100)
+    time.sleep(0.3)  # in which the others look for a turn many times
+    os.write(go, b"." * crowd)
     ends = [os.waitpid(child, 0)[1] for child in children]
+    said += os.read(inside, 1000)
     for fd in (inside, enter, waiting, go):
         os.close(fd)
-    assert not one_more
+    at_once = [said[:n].count(b"+") - said[:n].count(b"-") for n in range(len(said) + 1)]
+    assert max(at_once) == turns_here()
     assert ends == [0] * crowd, "every one had its turn"
 
 
@@ -69,9 +75,36 @@ def test_no_more_at_once_than_there_are_turns() -> None:
 def test_nobody_waits_where_there_are_turns_for_all(
     monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    monkeypatch.setattr(turns, "_names", ["of the last run"])
+    monkeypatch.setattr(turns, "_shared", None)
     turns.share("run", processes=processes)
-    assert not turns._names
+    with turn():
+        assert not turns._held
+
+
+def test_nobody_waits_where_names_are_refused(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox."""
+
+    class Refused(socket.socket):
+        def bind(self, address: object) -> None:
+            raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(socket, "socket", Refused)
+    with turn():
+        assert not turns._held
+
+
+def test_threads_take_turns_of_their_own(crowd: int) -> None:
+    held = []
+
+    def take() -> None:
+        with turn():
+            held.append(len(turns._held))
+
+    with turn():
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(30)
+        assert (held, len(turns._held)) == ([2], 1)
 
 
 def test_a_turn_within_a_turn_is_the_same(crowd: int) -> None:
