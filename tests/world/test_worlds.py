@@ -281,7 +281,7 @@ def test_output_is_kept_to_its_end(pool: Pool) -> None:
     outcomes, _ = run(pool, "chatters", 2)
     assert outcomes[0].rank == 1
     assert "rank 1 line 49999" in outcomes[0].detail
-    assert "last 20 of" in outcomes[0].detail
+    assert "its output (last 20 lines):" in outcomes[0].detail
     assert len(outcomes[0].detail) < 10_000
 
 
