@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -117,6 +118,28 @@ def test_a_leak_may_be_made_an_error_in_a_rejected_example(run: Run) -> None:
     assert "1 collective not waited for" in text
 
 
+NOT_TORN_DOWN = """
+@pytest.fixture
+def bad(world):
+    yield
+    raise ValueError("not torn down")
+
+@both
+@few
+@given(n=st.just(0))
+@example(n=0)
+def test_rejected(world, kind, bad, n):
+    assume(n)
+"""
+
+
+def test_a_fixture_that_cannot_be_torn_down_fails_a_rejected_example(run: Run) -> None:
+    text = run(NOT_TORN_DOWN)
+    assert "2 failed" in text, text
+    for kind in ("fresh", "kept"):
+        assert f"test_rejected[{kind}] - all 2 ranks: ValueError: not torn down" in text
+
+
 ALONE = """
 once = settings(max_examples=1, database=None)  # hypothesis goes on to ten that fail
 
@@ -226,7 +249,7 @@ def test_demand(world, kind, n):
 def test_hypothesis_own_deadline_is_no_demand(run: Run) -> None:
     text = run(DEADLINES)
     assert "2 failed, 1 passed" in text, text
-    assert text.count("DeadlineExceeded: Test took 2") >= 2
+    assert len(re.findall(r"DeadlineExceeded: Test took \d+", text)) >= 2
     assert "world=<world of each rank>" in text
 
 
