@@ -11,9 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import DeadlineExceeded
+from hypothesis.errors import DeadlineExceeded, FlakyFailure
+from hypothesis.internal.observability import with_observability_callback
 from hypothesis.vendor.pretty import pretty
 
 from distcheck.records import Outcome
@@ -228,6 +229,23 @@ def test_the_slowest_rank_is_held_to_the_deadline(limit: int) -> None:
     examples.hold_to(demand, [0.01, 0.12])  # as hypothesis: strict about what it shows alone
     with pytest.raises(DeadlineExceeded, match=r"took 130\.00ms.* deadline of 100\.00ms"):
         examples.hold_to(demand, [0.01, 0.13])
+
+
+def test_a_flaky_deadline_is_told_where_hypothesis_observes() -> None:
+    """As flaky: hypothesis speaks of the deadline that it believes to have set."""
+    body_s = iter([9.0])  # and none in the run that is to show it
+
+    @settings(deadline=10, max_examples=1, database=None, phases=[Phase.generate])
+    @given(st.none())
+    def test(_: None) -> None:
+        examples.hold_to(deadline, body_s)
+
+    with (
+        with_observability_callback(lambda _: None),
+        examples.own_deadline(test) as deadline,
+        pytest.raises(FlakyFailure, match="did not on a subsequent one"),
+    ):
+        test()
 
 
 DEADLINES = """
