@@ -319,6 +319,14 @@ def test_what_draws_in_ranks_is_refused(run: Run) -> None:
     assert "st.random_module() seeds the pytest process alone" in text
 
 
+def test_a_users_class_may_be_called_as_one_that_draws() -> None:
+    kind = type("DataObject", (), {"__module__": "hypothesis_jsonschema"})
+    examples.refuse([kind(), 7])
+    drawn = type("DataObject", (), {"__module__": "hypothesis.strategies._internal.core"})
+    with pytest.raises(pytest.fail.Exception, match=r"st\.data"):
+        examples.refuse([drawn()])
+
+
 SPEAKS = """
 @pytest.fixture
 def anew(world):
