@@ -5,7 +5,7 @@ body. What a rank tells hypothesis is carried back; what it would draw is refuse
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -99,6 +99,13 @@ def reject(reason: str) -> NoReturn:
     from hypothesis.errors import UnsatisfiedAssumption
 
     raise UnsatisfiedAssumption(reason)
+
+
+def shown(arguments: Mapping[str, object]) -> str:
+    """An example's arguments, as hypothesis shows them."""
+    from hypothesis.vendor.pretty import pretty
+
+    return ", ".join(f"{name}={pretty(value)}" for name, value in arguments.items())
 
 
 def is_final() -> bool:

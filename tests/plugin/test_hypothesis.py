@@ -141,6 +141,45 @@ def test_a_fixture_that_cannot_be_torn_down_fails_a_rejected_example(run: Run) -
         assert f"test_rejected[{kind}] - all 2 ranks: ValueError: not torn down" in text
 
 
+LIMITED = """
+@both
+def test_first(world, kind):  # no limit strikes while torch is imported
+    pass
+
+@pytest.mark.world(2, deadline_s=20)
+@few
+@pytest.mark.timeout(2)
+@given(n=st.just(3))
+def test_hangs(world, n):
+    with open("hung", "a") as file:
+        file.write(f"{world.rank}")
+    time.sleep(1000 if world.rank else 0)
+    world.barrier()
+
+@pytest.mark.world(2, reuse=True, deadline_s=20)
+@settings(database=None)
+@pytest.mark.timeout(3)
+@given(n=st.integers(0, 999))
+def test_shrinks(world, n):
+    time.sleep(0.3)
+    assert n < 0
+"""
+
+
+@pytest.mark.parametrize("method", ["signal", "thread"])
+def test_a_timeout_ends_the_search(run: Run, tmp_path: Path, method: str) -> None:
+    """It is one for all examples. Others would run without any, and be told as flaky."""
+    text = run(LIMITED, "--timeout-method", method)
+    assert "2 failed, 2 passed" in text, text
+    assert len(re.findall(r"Timeout \(>[23]\.0s\) from pytest-timeout\.", text)) == 2
+    assert "laky" not in text
+    assert (tmp_path / "hung").read_text() in ("01", "10")
+    assert "In the example world=<world of each rank>, n=3\n" in text
+    assert "rank 1 of 2 hung" in text
+    before = r"\nBefore, the example .*n=\d+ had failed:\nall 2 ranks: assert \d+ < 0\n"
+    assert re.search(before, text)
+
+
 ALONE = """
 once = settings(max_examples=1, database=None)  # hypothesis goes on to ten that fail
 
