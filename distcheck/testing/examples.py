@@ -5,7 +5,7 @@ body. What a rank tells hypothesis is carried back; what it would draw is refuse
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,13 +18,15 @@ _DRAWS = (
     "st.composite, above the world"
 )
 _TRUE = "st.randoms() without use_true_random=True"
-# What no test in a world is given, by its class.
+# What no test in a world is given, by its class of hypothesis'.
 _REFUSED = {
     "DataObject": f"st.data() {_DRAWS}",
     "ArtificialRandom": f"{_TRUE} {_DRAWS}",
     "RandomSeeder": "st.random_module() seeds the pytest process alone, ranks start from the "
     "marker's seed; draw a seed with st.integers(), and set it in the test",
 }
+
+_NEVER = timedelta(days=1)
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -47,12 +49,22 @@ def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
     decorated: Any = inspect.unwrap(function)
     decorated = getattr(decorated, "__func__", decorated)
     given: hypothesis.settings = decorated._hypothesis_internal_use_settings
-    decorated._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=None)
+    # Where it observes tests, hypothesis takes a deadline to be there that has not struck twice.
+    none = _NEVER if _is_observed() else None
+    decorated._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=none)
     default = hypothesis.settings.get_profile("default").deadline
     try:
         yield given.deadline if given.deadline != default else None
     finally:
         decorated._hypothesis_internal_use_settings = given
+
+
+def _is_observed() -> bool:
+    from hypothesis.internal import observability
+
+    if hasattr(observability, "observability_enabled"):
+        return observability.observability_enabled()
+    return bool(observability.TESTCASE_CALLBACKS)  # of older releases
 
 
 def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
@@ -76,7 +88,9 @@ def refuse(values: Iterable[object]) -> None:
     noticed on the rank that draws from it.
     """
     for value in values:
-        if why := _REFUSED.get(type(value).__name__):
+        kind = type(value)
+        why = _REFUSED.get(kind.__name__)
+        if why is not None and kind.__module__.startswith("hypothesis."):
             pytest.fail(why, pytrace=False)
 
 
@@ -85,6 +99,13 @@ def reject(reason: str) -> NoReturn:
     from hypothesis.errors import UnsatisfiedAssumption
 
     raise UnsatisfiedAssumption(reason)
+
+
+def shown(arguments: Mapping[str, object]) -> str:
+    """An example's arguments, as hypothesis shows them."""
+    from hypothesis.vendor.pretty import pretty
+
+    return ", ".join(f"{name}={pretty(value)}" for name, value in arguments.items())
 
 
 def is_final() -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from _pytest.scope import Scope
 
+from distcheck.testing import examples
 from distcheck.worlds.messages import text_of
 
 WORLD = "world"
@@ -131,7 +132,8 @@ def _has_failed(error: BaseException) -> bool:
     """Whether it says more than that there is nothing to test."""
     from unittest import SkipTest
 
-    return not isinstance(error, pytest.skip.Exception | pytest.xfail.Exception | SkipTest)
+    nothing = pytest.skip.Exception | pytest.xfail.Exception | SkipTest
+    return not (isinstance(error, nothing) or examples.is_rejection(error))
 
 
 def _single(error: BaseException | None) -> Iterator[BaseException]:

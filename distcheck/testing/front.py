@@ -15,7 +15,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError, HelperError
 from distcheck.records import Outcome
-from distcheck.testing import blas, examples, failures, kept, rank, subtests
+from distcheck.testing import blas, examples, failures, kept, limits, rank, subtests
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -55,19 +55,22 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
 
+    search = limits.Search(item)
+
     @functools.wraps(body)
     def in_world(*given: Any, **drawn: Any) -> None:
         __tracebackhide__ = True
         examples.refuse([*given, *drawn.values()])
-        reports = run_in_world(
-            Prepared(item=item, options=options, body=body, args=given, kwargs=drawn)
-        )
-        examples.hold_to(deadline, [report.body_s for report in reports.values()])
+        with search.example(drawn):
+            reports = run_in_world(
+                Prepared(item=item, options=options, body=body, args=given, kwargs=drawn)
+            )
+            examples.hold_to(deadline, [report.body_s for report in reports.values()])
 
     setattr(in_world, BODY, body)
     handle.inner_test = in_world
     try:
-        with examples.own_deadline(function) as deadline:
+        with search.whole(), examples.own_deadline(function) as deadline:
             function(**args)
     except BaseException as found:
         examples.leave_out_explanation(found)

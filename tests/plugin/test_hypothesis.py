@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import DeadlineExceeded
+from hypothesis.errors import DeadlineExceeded, FlakyFailure
+from hypothesis.internal.observability import with_observability_callback
 from hypothesis.vendor.pretty import pretty
 
 from distcheck.records import Outcome
@@ -117,6 +119,67 @@ def test_a_leak_may_be_made_an_error_in_a_rejected_example(run: Run) -> None:
     assert "1 collective not waited for" in text
 
 
+NOT_TORN_DOWN = """
+@pytest.fixture
+def bad(world):
+    yield
+    raise ValueError("not torn down")
+
+@both
+@few
+@given(n=st.just(0))
+@example(n=0)
+def test_rejected(world, kind, bad, n):
+    assume(n)
+"""
+
+
+def test_a_fixture_that_cannot_be_torn_down_fails_a_rejected_example(run: Run) -> None:
+    text = run(NOT_TORN_DOWN)
+    assert "2 failed" in text, text
+    for kind in ("fresh", "kept"):
+        assert f"test_rejected[{kind}] - all 2 ranks: ValueError: not torn down" in text
+
+
+LIMITED = """
+@both
+def test_first(world, kind):  # no limit strikes while torch is imported
+    pass
+
+@pytest.mark.world(2, deadline_s=20)
+@few
+@pytest.mark.timeout(2)
+@given(n=st.just(3))
+def test_hangs(world, n):
+    with open("hung", "a") as file:
+        file.write(f"{world.rank}")
+    time.sleep(1000 if world.rank else 0)
+    world.barrier()
+
+@pytest.mark.world(2, reuse=True, deadline_s=20)
+@settings(database=None)
+@pytest.mark.timeout(3)
+@given(n=st.integers(0, 999))
+def test_shrinks(world, n):
+    time.sleep(0.3)
+    assert n < 0
+"""
+
+
+@pytest.mark.parametrize("method", ["signal", "thread"])
+def test_a_timeout_ends_the_search(run: Run, tmp_path: Path, method: str) -> None:
+    """It is one for all examples. Others would run without any, and be told as flaky."""
+    text = run(LIMITED, "--timeout-method", method)
+    assert "2 failed, 2 passed" in text, text
+    assert len(re.findall(r"Timeout \(>[23]\.0s\) from pytest-timeout\.", text)) == 2
+    assert "laky" not in text
+    assert (tmp_path / "hung").read_text() in ("01", "10")
+    assert "In the example world=<world of each rank>, n=3\n" in text
+    assert "rank 1 of 2 hung" in text
+    before = r"\nBefore, the example .*n=\d+ had failed:\nall 2 ranks: assert \d+ < 0\n"
+    assert re.search(before, text)
+
+
 ALONE = """
 once = settings(max_examples=1, database=None)  # hypothesis goes on to ten that fail
 
@@ -207,6 +270,23 @@ def test_the_slowest_rank_is_held_to_the_deadline(limit: int) -> None:
         examples.hold_to(demand, [0.01, 0.13])
 
 
+def test_a_flaky_deadline_is_told_where_hypothesis_observes() -> None:
+    """As flaky: hypothesis speaks of the deadline that it believes to have set."""
+    body_s = iter([9.0])  # and none in the run that is to show it
+
+    @settings(deadline=10, max_examples=1, database=None, phases=[Phase.generate])
+    @given(st.none())
+    def test(_: None) -> None:
+        examples.hold_to(deadline, body_s)
+
+    with (
+        with_observability_callback(lambda _: None),
+        examples.own_deadline(test) as deadline,
+        pytest.raises(FlakyFailure, match="did not on a subsequent one"),
+    ):
+        test()
+
+
 DEADLINES = """
 class TestMethods:
     @FRESH
@@ -226,7 +306,7 @@ def test_demand(world, kind, n):
 def test_hypothesis_own_deadline_is_no_demand(run: Run) -> None:
     text = run(DEADLINES)
     assert "2 failed, 1 passed" in text, text
-    assert text.count("DeadlineExceeded: Test took 2") >= 2
+    assert len(re.findall(r"DeadlineExceeded: Test took \d+", text)) >= 2
     assert "world=<world of each rank>" in text
 
 
@@ -276,6 +356,14 @@ def test_what_draws_in_ranks_is_refused(run: Run) -> None:
     assert "what the test is given cannot be sent to a kept world (f: Can't pickle" in text
     assert "st.randoms() without use_true_random=True draws while the test runs, and ranks" in text
     assert "st.random_module() seeds the pytest process alone" in text
+
+
+def test_a_users_class_may_be_called_as_one_that_draws() -> None:
+    kind = type("DataObject", (), {"__module__": "hypothesis_jsonschema"})
+    examples.refuse([kind(), 7])
+    drawn = type("DataObject", (), {"__module__": "hypothesis.strategies._internal.core"})
+    with pytest.raises(pytest.fail.Exception, match=r"st\.data"):
+        examples.refuse([drawn()])
 
 
 SPEAKS = """

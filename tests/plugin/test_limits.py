@@ -1,0 +1,62 @@
+"""pytest-timeout's limit: when a world keeps it, and that it is one for all examples of a test."""
+
+import pytest
+
+from distcheck.testing import limits
+
+pytest_timeout = pytest.importorskip("pytest_timeout")
+
+
+@pytest.fixture
+def item(request: pytest.FixtureRequest) -> pytest.Item:
+    return request.node  # type: ignore[no-any-return]
+
+
+def limit(seconds: float, *, method: str = "thread", despite_debugger: bool = False) -> object:
+    return pytest_timeout.Settings(
+        timeout=seconds,
+        method=method,
+        func_only=False,
+        disable_debugger_detection=despite_debugger,
+    )
+
+
+def test_a_world_keeps_the_limit_of_the_method_thread(item: pytest.Item) -> None:
+    """Once: it is asked on while the ranks answer."""
+    limits.note(item, limit(1000))
+    limits.check(item)
+    limits.note(item, limit(0, method="signal"))
+    limits.check(item)
+    limits.note(item, limit(0))
+    with pytest.raises(pytest.fail.Exception, match=r"^Timeout \(>0s\) from pytest-timeout\.$"):
+        limits.check(item)
+    limits.check(item)
+
+
+def test_a_debugger_holds_a_world_back(item: pytest.Item, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does so with pytest-timeout."""
+    monkeypatch.setattr(pytest_timeout, "SUPPRESS_TIMEOUT", True)
+    limits.note(item, limit(0))
+    limits.check(item)
+    limits.note(item, limit(0, despite_debugger=True))
+    with pytest.raises(pytest.fail.Exception):
+        limits.check(item)
+
+
+@pytest.mark.parametrize("method", ["signal", "thread"])
+def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -> None:
+    """What has failed before is told. A second run of the test is not refused for it."""
+    search = limits.Search(item)
+    limits.note(item, limit(1000, method=method))
+    with pytest.raises(AssertionError), search.example({"n": 7}):
+        raise AssertionError("unlike")
+    limits.note(item, limit(0, method=method))
+    for n in (8, 9):
+        with pytest.raises(BaseException, match=r"^$") as raised, search.example({"n": n}):
+            pytest.fail("it started")
+        assert not isinstance(raised.value, Exception), "hypothesis would go on"
+    told = r"^Timeout \(>0s\) from pytest-timeout\.\nBefore, the example n=7 had failed:\nunlike$"
+    with pytest.raises(pytest.fail.Exception, match=told), search.whole():
+        raise raised.value
+    with limits.Search(item).example({"n": 9}):
+        pass
