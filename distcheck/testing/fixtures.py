@@ -7,7 +7,7 @@ rank. In the pytest process a `Deferred` stands in their place.
 
 import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ _STREAMS = ("capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary")
 # Fixtures that act on the process that uses them, with whatever is built on them ...
 OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn")
 # ... and those that only cannot be sent to another.
-_NOT_SENT = ("request", "pytestconfig", "subtests", "record_property")
+_NOT_SENT = ("request", "pytestconfig", "cache", "tmpdir_factory", "subtests", "record_property")
 
 _inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
 
@@ -64,15 +64,61 @@ def defer(item: pytest.Function, names: list[str]) -> None:
     """Before pytest fills a test's fixtures in: has it leave these alone.
 
     They are entered as set up, too: hypothesis asks for the scope of every fixture of a test, and
-    refuses one that is not set up anew for every example. These are.
+    refuses one that is not set up anew for every example. These are. What another fixture asks
+    for that is set up here is set up here, too, for that one.
     """
+    others = [name for name in item.fixturenames if name not in names]
+    needed = _asked_by(item, others)
     for name in names:
         item.funcargs[name] = Deferred(name)
         definitions = item._fixtureinfo.name2fixturedefs.get(name)
-        if definitions:
+        if definitions and name not in needed:
             known: Any = copy.copy(definitions[-1])
             known._scope = Scope.Session
             item._request._fixture_defs[name] = known
+
+
+def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:
+    definitions = item._fixtureinfo.name2fixturedefs
+    return {arg for name in names for one in definitions.get(name, ()) for arg in one.argnames}
+
+
+def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
+    """In the pytest process: of what it has set up for a test, what the ranks' own fixtures ask
+    for; less direct parameters, which a rank knows as they are.
+    """
+    own = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
+    asked = _asked_by(item, own).difference(own)
+    return {n: v for n, v in item.funcargs.items() if n in asked and not _is_parameter(item, n)}
+
+
+def _is_parameter(item: pytest.Function, name: str) -> bool:
+    functions = [one.func for one in item._fixtureinfo.name2fixturedefs.get(name, ())]
+    return any(getattr(f, "__name__", "") == "get_direct_param_fixture_func" for f in functions)
+
+
+@contextmanager
+def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
+    """In a kept rank, around a test: has pytest find these fixtures set up, and none of the item's
+    others, which would be of the test in which the rank was forked or of another one.
+    """
+    definitions = item._fixtureinfo.name2fixturedefs
+    _forget(item)
+    for name in values.keys() & definitions.keys():
+        # Under this request, which knows its own fixtures by name, the key of the cache is moot.
+        definitions[name][-1].cached_result = (values[name], None, None)
+        item._request._fixture_defs[name] = definitions[name][-1]
+    try:
+        yield
+    finally:
+        _forget(item)
+
+
+def _forget(item: pytest.Function) -> None:
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        for definition in definitions:
+            definition.cached_result = None
+            definition._finalizers.clear()  # of what was set up on it and is torn down
 
 
 @contextmanager

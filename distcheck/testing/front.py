@@ -99,7 +99,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     try:
         _tell(item, ended)
     except Warning:  # as -W error has it
-        if {report.end for report in ended.reports.values()} not in ({"skipped"}, {"rejected"}):
+        if not _left_out_by_all(ended):
             _decide(item, ended)
         raise
     _decide(item, ended)
@@ -223,6 +223,14 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
     raise failures.failure_of(ended, item.config)
+
+
+def _left_out_by_all(ended: Ended) -> bool:
+    """Whether every rank has come to its end, and found nothing to test."""
+    ends = [report.end for report in ended.reports.values()]
+    finished = all(outcome.outcome == "finished" for outcome in ended.outcomes)
+    whole = finished and not ended.timeout and len(ends) == ended.size
+    return whole and set(ends) in ({"skipped"}, {"rejected"})
 
 
 def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:

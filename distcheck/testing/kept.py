@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.testing import examples, rank
+from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
@@ -168,12 +168,14 @@ def _filters() -> list[Any]:
 
 
 def _pickled(prepared: Prepared) -> bytes:
+    """In one pickle, so that what is one object here is one in a rank."""
+    asked = fixtures.asked_by_ranks(prepared.item)
     try:
-        return pickle.dumps((prepared.args, prepared.kwargs, _filters()))
+        return pickle.dumps((prepared.args, prepared.kwargs, asked, _filters()))
     except Exception as error:
         reason = str(error)
     values: dict[str, Any] = {f"argument {n}": v for n, v in enumerate(prepared.args)}
-    for name, value in {**values, **prepared.kwargs}.items():
+    for name, value in {**values, **asked, **prepared.kwargs}.items():
         try:
             pickle.dumps(value)
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from _pytest.logging import caplog_handler_key, caplog_records_key
+from _pytest.tmpdir import tmppath_result_key
 
 from distcheck.errors import CannotRunError
 from distcheck.testing import examples, fixtures, rank, session
@@ -42,7 +43,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
-        args, kwargs, filters = _arguments(test)
+        args, kwargs, asked, filters = _arguments(test)
         prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
         given = hasattr(item.obj, "hypothesis")
         with (
@@ -55,7 +56,8 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             rank.look_from(options)
             _make_room(item)
             flight.forget()
-            report, error = rank.execute(prepared)
+            with fixtures.sent(item, {**kwargs, **asked}):
+                report, error = rank.execute(prepared)
         sys.stdout.flush()
         sys.stderr.flush()
         reporter.say(encoded(report))
@@ -70,14 +72,17 @@ def _own_channel(fds: list[int], number: int) -> socket.socket:
     return socket.socket(fileno=fds[number])
 
 
-def _arguments(test: KeptTest) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+_Arguments = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any], list[Any]]
+
+
+def _arguments(test: KeptTest) -> _Arguments:
     try:
-        args, kwargs, filters = pickle.loads(test.arguments)
+        args, kwargs, asked, filters = pickle.loads(test.arguments)
     except Exception as error:
         raise CannotRunError(
             f"what the test is given cannot be made again in a kept world ({error}); {KEPT_ELSE}"
         ) from error
-    return args, kwargs, filters
+    return args, kwargs, asked, filters
 
 
 def _body(item: pytest.Function) -> Callable[..., object]:
@@ -97,6 +102,7 @@ def _make_room(item: pytest.Function) -> None:
         logs.caplog_handler.reset()
         item.stash[caplog_handler_key] = logs.caplog_handler
         item.stash[caplog_records_key] = {"call": logs.caplog_handler.records}
+    item.stash[tmppath_result_key] = {}
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 

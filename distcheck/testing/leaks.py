@@ -1,6 +1,10 @@
 """What a test leaves behind in a rank: process groups, unfinished collectives, threads."""
 
+import functools
+import inspect
+import os
 import sys
+import sysconfig
 import threading
 import time
 from dataclasses import dataclass
@@ -10,9 +14,10 @@ from distcheck.worlds import flight
 
 _LOOKS = 500  # a thread that was told to end is given that long to do so
 _LOOK_EVERY_S = 0.001
-# Libraries of which a process keeps daemon threads that no test can end: a queue's feeder, a bar's
-# monitor, those of a loader or a compiler.
-_WITH_THREADS = ("multiprocessing", "torch", "tqdm")
+# Where Python and what is installed lie: a process keeps daemon threads of theirs that no test can
+# end, as a queue's feeder, a bar's monitor, an event loop, those of a loader or a compiler.
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_FOLDERS = {"site-packages", "dist-packages"}
 
 
 class LeakWarning(UserWarning):
@@ -21,9 +26,18 @@ class LeakWarning(UserWarning):
     """
 
 
-def threads_now() -> set[int]:
-    """The threads that are here before the test."""
-    return {thread.ident or 0 for thread in threading.enumerate()}
+@dataclass(frozen=True)
+class Before:
+    """What is here before the test: threads, and functional collectives of the pytest process."""
+
+    threads: frozenset[int]
+    functional: int
+
+
+def here_now() -> Before:
+    """What the test will not have left."""
+    threads = frozenset(thread.ident or 0 for thread in threading.enumerate())
+    return Before(threads=threads, functional=_functional_collectives())
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,10 @@ class Left:
     stays: bool = False
 
 
-def left_behind(threads_before: set[int]) -> Left:
+def left_behind(before: Before) -> Left:
     """Looks for process groups, unfinished collectives, and threads that were not there before."""
-    staying = _unfinished_work() or _results_never_asked_for()
-    stray = _stray_threads(threads_before)
+    staying = _unfinished_work() or _results_never_asked_for(before.functional)
+    stray = _stray_threads(before.threads)
     if stray:
         staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
     return Left((*_process_groups(), *staying), stays=bool(staying))
@@ -61,14 +75,18 @@ def _unfinished_work() -> list[str]:
     return [f"{_many(len(open_calls), 'collective')} not waited for ({names})"]
 
 
-def _results_never_asked_for() -> list[str]:
-    """Functional collectives, of which torch keeps the work until somebody waits for it."""
+def _results_never_asked_for(before: int) -> list[str]:
+    count = _functional_collectives() - before
+    return [f"{_many(count, 'functional collective')} not waited for"] if count > 0 else []
+
+
+def _functional_collectives() -> int:
+    """Those of which torch keeps the work until somebody waits for it."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    count = c10d._get_work_registry_size() if c10d is not None else 0
-    return [f"{_many(count, 'functional collective')} not waited for"] if count else []
+    return c10d._get_work_registry_size() if c10d is not None else 0
 
 
-def _stray_threads(before: set[int]) -> list[str]:
+def _stray_threads(before: frozenset[int]) -> list[str]:
     """Names of the threads that go on, once those that were told to end have had time to."""
     for _ in range(_LOOKS):
         stray = [
@@ -83,12 +101,20 @@ def _stray_threads(before: set[int]) -> list[str]:
 
 
 def _is_of_a_library(thread: threading.Thread) -> bool:
-    """Whether it was made by torch or C++, or by what a library has running once it was used."""
+    """Whether it was made by C++, or runs code of Python's, of torch's or of what is installed."""
     if isinstance(thread, threading._DummyThread):
         return True
     runs = getattr(thread, "_target", None) or type(thread).run
+    while isinstance(runs, functools.partial):
+        runs = runs.func
+    runs = inspect.unwrap(runs)
+    code = getattr(runs, "__code__", None) or getattr(type(runs).__call__, "__code__", None)
+    if code is None:  # built in, as time.sleep
+        return True
     package, _, _ = str(getattr(runs, "__module__", "")).partition(".")
-    return package in _WITH_THREADS
+    path = code.co_filename
+    installed = path.startswith(_INSTALLED) or not _FOLDERS.isdisjoint(path.split(os.sep))
+    return installed or package == "torch"  # also where it is built in its own source
 
 
 def _many(count: int, what: str) -> str:

@@ -133,7 +133,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     """Runs the body with this rank's fixtures; never raises what the test raised."""
     __tracebackhide__ = True
     item = prepared.item
-    threads, properties = leaks.threads_now(), len(item.user_properties)
+    before, properties = leaks.here_now(), len(item.user_properties)
     missing = [name for name in _PRELOADS if name not in sys.modules]
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
@@ -161,7 +161,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     end = _end_of(error)
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
     goes_on = end in ("passed", "skipped", "rejected")
-    left = leaks.left_behind(threads) if goes_on else leaks.Left()
+    left = leaks.left_behind(before) if goes_on else leaks.Left()
     report = RankReport(
         end=end,
         reason="" if error is None else text_of(error),

@@ -96,9 +96,8 @@ def test_what_a_rank_sets_up_it_tears_down(ran: Ran) -> None:
 def test_what_a_rank_has_inherited_it_does_not_tear_down(ran: Ran) -> None:
     assert "4 failed, 4 passed" in ran.text, ran.text
     down = [line.partition(" in ")[::2] for line in ran.notes if line.startswith("data")]
-    if not ran.reuse:
-        assert [what for what, _ in down] == ["data 1 down", "data 2 down"]
-        assert len({pid for _, pid in down}) == 1
+    assert [what for what, _ in down] == ["data 1 down", "data 2 down"]
+    assert len({pid for _, pid in down}) == 1
 
 
 def test_a_fixture_that_cannot_be_torn_down_holds_up_no_other(ran: Ran) -> None:

@@ -8,13 +8,26 @@ from pathlib import Path
 import pytest
 
 LEAKS = """
-import multiprocessing, threading, time
+import asyncio, multiprocessing, threading, time
 import pytest
 import torch
 import torch.distributed as dist
 from torch.ops import _c10d_functional as functional
 
 kept = []
+
+def sleep():
+    time.sleep(60)
+
+class Sleeper:
+    def __call__(self): sleep()
+
+def test_before_any_world():
+    # What the pytest process itself has open is none of the ranks'.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD.group_name
+    kept.append(functional.all_reduce(torch.ones(1), "sum", group))
+    dist.destroy_process_group()
 
 @pytest.mark.world(2, reuse={reuse})
 def test_group(world):
@@ -36,7 +49,8 @@ def test_thread(world):
 
 @pytest.mark.world(2, reuse={reuse})
 def test_daemon(world):
-    threading.Thread(target=time.sleep, args=(60,), name="my-daemon", daemon=True).start()
+    for name, target in (("my-daemon", sleep), ("sleeper", Sleeper())):
+        threading.Thread(target=target, name=name, daemon=True).start()
 
 @pytest.mark.world(2, reuse={reuse})
 def test_functional(world):
@@ -56,6 +70,7 @@ def test_nothing(world):
     functional.wait_tensor(functional.all_reduce(ones, "sum", world.group.group_name))
     queue = multiprocessing.Queue()
     queue.put("its feeder runs on")
+    threading.Thread(target=asyncio.new_event_loop().run_forever, daemon=True).start()
     ending = threading.Event()
     threading.Thread(target=lambda: ending.wait() and time.sleep(0.1), daemon=True).start()
     ending.set()
@@ -104,13 +119,13 @@ def run(folder: Path, text: str, *options: str) -> str:
 @pytest.mark.parametrize("reuse", [False, True])
 def test_leaks_are_told(tmp_path: Path, reuse: bool) -> None:
     text = run(tmp_path, LEAKS.format(reuse=reuse))
-    assert "6 passed, 1 skipped" in text, text
+    assert "7 passed, 1 skipped" in text, text
     told = [line for line in text.splitlines() if "LeakWarning: " in line]
     expected = [
         "test_group left on rank 0, 1: 1 process group not destroyed",
         "test_unwaited left on rank 0: 1 collective not waited for (all_reduce)",
         "test_thread left on rank 1: 1 thread running (my-thread)",
-        "test_daemon left on rank 0, 1: 1 thread running (my-daemon)",
+        "test_daemon left on rank 0, 1: 2 threads running (my-daemon, sleeper)",
         "test_functional left on rank 0, 1: 1 functional collective not waited for",
         "test_skips left on rank 0: 1 collective not waited for (all_reduce)",
     ]
@@ -122,6 +137,28 @@ def test_a_leak_may_be_made_an_error(tmp_path: Path) -> None:
     text = run(tmp_path, LEAKS.format(reuse=False), "-k", "thread or skips", "-W", "error")
     assert "2 failed" in text, text
     assert "my-thread" in text
+
+
+DIES = """
+import os, signal, threading, time
+import pytest
+
+def sleep():
+    time.sleep(60)
+
+@pytest.mark.world(2)
+def test_dies(world):
+    if world.rank == 0:
+        threading.Thread(target=sleep, daemon=True).start()
+        pytest.skip("not here")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_leak_that_is_an_error_hides_no_rank_that_died(tmp_path: Path) -> None:
+    text = run(tmp_path, DIES, "-W", "error")
+    assert "test_dies - rank 1 of 2: killed (killed by SIGSEGV)" in text, text
 
 
 def test_a_shrunk_example_is_tried_first_the_next_time(tmp_path: Path) -> None:
