@@ -137,9 +137,9 @@ def pytest_runtest_makereport(
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     """Has a world keep pytest-timeout's limit by itself; pytest-timeout sets its timer as ever."""
     if item.get_closest_marker(marker.NAME) is not None:
-        from distcheck.testing import limits
+        from distcheck.testing import timeouts
 
-        limits.note(item, settings)
+        timeouts.note(item, settings)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

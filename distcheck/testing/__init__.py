@@ -12,7 +12,7 @@ parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the 
     subtests    the ranks' subtests, passed on by the front
     messages    what a rank tells
     waiting     until a world is over: what its ranks say meanwhile
-    limits      pytest-timeout's, which a world keeps by itself
+    timeouts    pytest-timeout's, which a world keeps by itself
     interrupts  what ranks were doing when Ctrl-C came
     failures    many ranks' failures as one report
     kept        worlds that are kept from test to test (`reuse=True`)

@@ -15,7 +15,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError, HelperError
 from distcheck.records import Outcome
-from distcheck.testing import blas, examples, failures, kept, limits, rank, subtests
+from distcheck.testing import blas, examples, failures, kept, rank, subtests, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -55,7 +55,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
 
-    search = limits.Search(item)
+    search = timeouts.Search(item)
 
     @functools.wraps(body)
     def in_world(*given: Any, **drawn: Any) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.testing import interrupts, limits
+from distcheck.testing import interrupts, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
@@ -73,7 +73,7 @@ def wait(
             if not world.hung and enough():
                 return None
             if told.item is not None and not world.hung:
-                limits.check(told.item)
+                timeouts.check(told.item)
             pool.pump(0.05)
             world.tick()
     except pytest.fail.Exception as struck:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distcheck.testing import limits
+from distcheck.testing import timeouts
 
 pytest_timeout = pytest.importorskip("pytest_timeout")
 
@@ -23,34 +23,34 @@ def limit(seconds: float, *, method: str = "thread", despite_debugger: bool = Fa
 
 def test_a_world_keeps_the_limit_of_the_method_thread(item: pytest.Item) -> None:
     """Once: it is asked on while the ranks answer."""
-    limits.note(item, limit(1000))
-    limits.check(item)
-    limits.note(item, limit(0, method="signal"))
-    limits.check(item)
-    limits.note(item, limit(0))
+    timeouts.note(item, limit(1000))
+    timeouts.check(item)
+    timeouts.note(item, limit(0, method="signal"))
+    timeouts.check(item)
+    timeouts.note(item, limit(0))
     with pytest.raises(pytest.fail.Exception, match=r"^Timeout \(>0s\) from pytest-timeout\.$"):
-        limits.check(item)
-    limits.check(item)
+        timeouts.check(item)
+    timeouts.check(item)
 
 
 def test_a_debugger_holds_a_world_back(item: pytest.Item, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does so with pytest-timeout."""
     monkeypatch.setattr(pytest_timeout, "SUPPRESS_TIMEOUT", True)
-    limits.note(item, limit(0))
-    limits.check(item)
-    limits.note(item, limit(0, despite_debugger=True))
+    timeouts.note(item, limit(0))
+    timeouts.check(item)
+    timeouts.note(item, limit(0, despite_debugger=True))
     with pytest.raises(pytest.fail.Exception):
-        limits.check(item)
+        timeouts.check(item)
 
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -> None:
     """What has failed before is told. A second run of the test is not refused for it."""
-    search = limits.Search(item)
-    limits.note(item, limit(1000, method=method))
+    search = timeouts.Search(item)
+    timeouts.note(item, limit(1000, method=method))
     with pytest.raises(AssertionError), search.example({"n": 7}):
         raise AssertionError("unlike")
-    limits.note(item, limit(0, method=method))
+    timeouts.note(item, limit(0, method=method))
     for n in (8, 9):
         with pytest.raises(BaseException, match=r"^$") as raised, search.example({"n": n}):
             pytest.fail("it started")
@@ -58,5 +58,5 @@ def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -
     told = r"^Timeout \(>0s\) from pytest-timeout\.\nBefore, the example n=7 had failed:\nunlike$"
     with pytest.raises(pytest.fail.Exception, match=told), search.whole():
         raise raised.value
-    with limits.Search(item).example({"n": 9}):
+    with timeouts.Search(item).example({"n": 9}):
         pass
