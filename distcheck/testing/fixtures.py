@@ -24,7 +24,12 @@ _STREAMS = ("capsys", "capsysbinary", "capteesys", "capfd", "capfdbinary")
 # Fixtures that act on the process that uses them, with whatever is built on them ...
 OF_THE_PROCESS = (*_STREAMS, "caplog", "monkeypatch", "recwarn")
 # ... and those that only cannot be sent to another.
-_NOT_SENT = ("request", "pytestconfig", "cache", "tmpdir_factory", "subtests", "record_property")
+_NOT_SENT = (
+    "request", "pytestconfig", "cache", "tmp_path_factory", "tmpdir_factory", "pytester", "testdir",
+    "subtests", "record_property", "record_xml_attribute", "record_testsuite_property",
+)  # fmt: skip
+# Those that make folders in one for the whole session.
+_OF_FOLDERS = {"tmp_path_factory", "tmpdir_factory"}
 
 _inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
 
@@ -76,6 +81,15 @@ def defer(item: pytest.Function, names: list[str]) -> None:
             known: Any = copy.copy(definitions[-1])
             known._scope = Scope.Session
             item._request._fixture_defs[name] = known
+
+
+def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
+    """In the pytest process, before it forks: has the folder in which ranks make theirs. Each would
+    make one of its own, and clear away another's where --basetemp says which.
+    """
+    factory = getattr(item.config, "_tmp_path_factory", None)
+    if factory is not None and (kept or not _OF_FOLDERS.isdisjoint(item.fixturenames)):
+        factory.getbasetemp()
 
 
 def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 from distcheck import devices
 from distcheck.errors import DistcheckError, HelperError
 from distcheck.records import Outcome
-from distcheck.testing import blas, examples, failures, kept, rank, subtests, timeouts
+from distcheck.testing import blas, examples, failures, fixtures, kept, rank, subtests, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -88,6 +88,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     if why := devices.missing(options.device, options.backend, options.size):
         _skip(why)
     _make_ready_to_fork(options)
+    fixtures.make_folders_base(item, kept=options.reuse)
     with turns.turn():
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)

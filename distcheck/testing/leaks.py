@@ -1,5 +1,6 @@
 """What a test leaves behind in a rank: process groups, unfinished collectives, threads."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -104,10 +105,12 @@ def _is_of_a_library(thread: threading.Thread) -> bool:
     """Whether it was made by C++, or runs code of Python's, of torch's or of what is installed."""
     if isinstance(thread, threading._DummyThread):
         return True
-    runs = getattr(thread, "_target", None) or type(thread).run
+    # A Timer calls its `function`.
+    runs: Any = getattr(thread, "_target", None) or getattr(thread, "function", type(thread).run)
     while isinstance(runs, functools.partial):
         runs = runs.func
-    runs = inspect.unwrap(runs)
+    with contextlib.suppress(ValueError):  # of a proxy, which has every attribute
+        runs = inspect.unwrap(runs)
     code = getattr(runs, "__code__", None) or getattr(type(runs).__call__, "__code__", None)
     if code is None:  # built in, as time.sleep
         return True

@@ -116,7 +116,10 @@ class Search:
             if not _is_up(self._item, limit):
                 self._before = [f"Before, {shown} had failed:\n{failure}"]
                 raise
-            for text in (f"In {shown}", *self._before):
+            late = (
+                [] if limit.text in str(failure) else [f"{limit.text} No other example is tried."]
+            )
+            for text in (*late, f"In {shown}", *self._before):
                 failure.add_note(text)
             self._found = failure
             raise _TimeIsUp from None
@@ -125,11 +128,16 @@ class Search:
     def whole(self) -> Iterator[None]:
         """Around all of them. Raises the one failure of a test whose time was up."""
         __tracebackhide__ = True
+        limit = self._item.stash.get(_KEY, None)
         try:
             yield
-        except BaseException:
+        except BaseException as raised:
             if self._found is None:
+                if limit is not None and str(raised) == limit.text:  # between two examples
+                    for text in self._before:
+                        raised.add_note(text)
                 raise
-        if self._found is not None:
+        finally:
             self._item.stash[_KEY] = None  # a second run of the test has none
-            raise self._found
+        if self._found is not None:
+            raise self._found from None

@@ -6,6 +6,7 @@ NCCL's are in a recorder of their own, which is asked where the process has used
 
 import contextlib
 import importlib
+import math
 import pickle
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from distcheck.records import Collective
 
 _LATEST = 40  # of a rank's collectives: what a picture has room for
-_PATIENCE_S = 0.5  # a starved thread of gloo's takes that long to note that its work is done
+_LOOKS = 500  # a starved thread of gloo's takes that long to note that its work is done
 _LOOK_EVERY_S = 0.001
 
 
@@ -88,16 +89,17 @@ def is_open(entry: dict[str, Any]) -> bool:
     return not entry.get("retired") and entry.get("state") != "completed"
 
 
-def still_open(patience_s: float = _PATIENCE_S) -> list[str]:
-    """The names of the collectives that have not completed, once there was time to say so: a call
-    that has returned is entered as complete a moment later.
+def still_open(patience_s: float = math.inf) -> list[str]:
+    """The names of the collectives that have not completed, once there was time to say so, of
+    `patience_s` at most: a call that has returned is entered as complete a moment later.
     """
     end = time.monotonic() + patience_s
-    while True:
+    for _ in range(_LOOKS):
         names = [name_of(entry) for entry in entries(stacks=False) if is_open(entry)]
         if not names or time.monotonic() >= end:
-            return names
+            break
         time.sleep(_LOOK_EVERY_S)
+    return names
 
 
 @contextlib.contextmanager

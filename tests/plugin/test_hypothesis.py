@@ -148,7 +148,7 @@ def test_first(world, kind):  # no limit strikes while torch is imported
 
 @pytest.mark.world(2, deadline_s=20)
 @few
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(5)
 @given(n=st.just(3))
 def test_hangs(world, n):
     with open("hung", "a") as file:
@@ -158,7 +158,7 @@ def test_hangs(world, n):
 
 @pytest.mark.world(2, reuse=True, deadline_s=20)
 @settings(database=None)
-@pytest.mark.timeout(3)
+@pytest.mark.timeout(6)
 @given(n=st.integers(0, 999))
 def test_shrinks(world, n):
     time.sleep(0.3)
@@ -171,12 +171,15 @@ def test_a_timeout_ends_the_search(run: Run, tmp_path: Path, method: str) -> Non
     """It is one for all examples. Others would run without any, and be told as flaky."""
     text = run(LIMITED, "--timeout-method", method)
     assert "2 failed, 2 passed" in text, text
-    assert len(re.findall(r"Timeout \(>[23]\.0s\) from pytest-timeout\.", text)) == 2
+    for seconds in (5, 6):
+        assert f"Timeout (>{seconds}.0s) from pytest-timeout." in text
     assert "laky" not in text
     assert (tmp_path / "hung").read_text() in ("01", "10")
     assert "In the example world=<world of each rank>, n=3\n" in text
     assert "rank 1 of 2 hung" in text
-    before = r"\nBefore, the example .*n=\d+ had failed:\nall 2 ranks: assert \d+ < 0\n"
+    before = (
+        r"\n(?:E +)?Before, the example .*n=\d+ had failed:\n(?:E +)?all 2 ranks: assert \d+ < 0\n"
+    )
     assert re.search(before, text)
 
 

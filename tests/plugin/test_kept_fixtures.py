@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SHARED = """
+import os
 import pytest
 
 pytestmark = pytest.mark.world(2, reuse=True)
@@ -43,6 +44,10 @@ def lock():
 def on_lock(world, lock):
     return lock
 
+@pytest.fixture(scope="session")
+def own(world, tmp_path_factory):
+    return tmp_path_factory.mktemp("own")
+
 def check(world, folder, name):
     assert name in folder.name, folder
     assert len({str(path) for path in world.gather(folder)}) == 1
@@ -69,6 +74,11 @@ def test_asked_for_on_ranks(world, request):
     assert "asked_for_on_ranks" in mine.name
     assert len(set(world.gather(mine))) == 2
 
+def test_folders_of_ranks(world, own, table, record_testsuite_property):
+    world.barrier()
+    assert own.exists() and own.parent.samefile(os.environ["BASE"])
+    assert len(set(world.gather(own))) == 2
+
 def test_one_object(world, grown, table):
     assert grown is table
     assert len(table) == 2
@@ -92,9 +102,9 @@ def test_cannot_be_sent(world, on_lock):
 def run(folder: Path, text: str) -> str:
     (folder / "test_it.py").write_text(text)
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--junitxml=results.xml"],
+        [sys.executable, "-m", "pytest", "--junitxml=results.xml", "--basetemp=base"],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "150"},
+        env={**os.environ, "COLUMNS": "150", "BASE": str(folder / "base")},
         capture_output=True,
         text=True,
         timeout=200,
@@ -112,7 +122,7 @@ def test_a_fixture_of_the_test_is_one_for_its_ranks_and_their_fixtures(text: str
     """`tmp_path` of this test and no other, a dictionary that both take, what asks for pytest's own
     fixtures; what ranks ask for themselves is each rank's own.
     """
-    assert "1 failed, 11 passed" in text, text
+    assert "1 failed, 13 passed" in text, text
     assert '<property name="recorded" value="here" />' in text
     assert all(f'<property name="rank" value="{rank}" />' in text for rank in range(2))
 

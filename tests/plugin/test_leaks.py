@@ -51,6 +51,9 @@ def test_thread(world):
 def test_daemon(world):
     for name, target in (("my-daemon", sleep), ("sleeper", Sleeper())):
         threading.Thread(target=target, name=name, daemon=True).start()
+    timer = threading.Timer(1000, sleep)
+    timer.name, timer.daemon = "timer", True
+    timer.start()
 
 @pytest.mark.world(2, reuse={reuse})
 def test_functional(world):
@@ -125,7 +128,7 @@ def test_leaks_are_told(tmp_path: Path, reuse: bool) -> None:
         "test_group left on rank 0, 1: 1 process group not destroyed",
         "test_unwaited left on rank 0: 1 collective not waited for (all_reduce)",
         "test_thread left on rank 1: 1 thread running (my-thread)",
-        "test_daemon left on rank 0, 1: 2 threads running (my-daemon, sleeper)",
+        "test_daemon left on rank 0, 1: 3 threads running (my-daemon, sleeper, timer)",
         "test_functional left on rank 0, 1: 1 functional collective not waited for",
         "test_skips left on rank 0: 1 collective not waited for (all_reduce)",
     ]

@@ -60,3 +60,35 @@ def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -
         raise raised.value
     with timeouts.Search(item).example({"n": 9}):
         pass
+
+
+def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
+    """By itself, before anybody looked at the clock: it is not the smallest one."""
+    search, failure = timeouts.Search(item), AssertionError("unlike")
+    timeouts.note(item, limit(1000))
+
+    def fail_late() -> None:
+        noted = item.stash[timeouts._KEY]
+        assert noted is not None
+        noted.ends_at = 0.0
+        raise failure
+
+    with pytest.raises(AssertionError) as raised, search.whole(), search.example({"n": 7}):
+        fail_late()
+    assert raised.value is failure
+    assert raised.value.__suppress_context__
+    late, example = raised.value.__notes__
+    assert late == "Timeout (>1000s) from pytest-timeout. No other example is tried."
+    assert example == "In the example n=7"
+
+
+def test_a_limit_that_strikes_between_two_examples_tells_of_what_had_failed(
+    item: pytest.Item,
+) -> None:
+    search = timeouts.Search(item)
+    timeouts.note(item, limit(1000, method="signal"))
+    with pytest.raises(AssertionError), search.example({"n": 7}):
+        raise AssertionError("unlike")
+    with pytest.raises(pytest.fail.Exception) as raised, search.whole():
+        pytest.fail("Timeout (>1000s) from pytest-timeout.")
+    assert raised.value.__notes__ == ["Before, the example n=7 had failed:\nunlike"]

@@ -18,10 +18,12 @@ def exit_code_of(job: Callable[[Reporter], None], *, front_listens: bool) -> int
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        reporter = Reporter(writing)
-        child._tell_before_exit(reporter)
-        job(reporter)
-        child._leave(99)
+        try:
+            reporter = Reporter(writing)
+            child._tell_before_exit(reporter)
+            job(reporter)
+        finally:
+            child._leave(99)
     os.close(writing)
     if not front_listens:
         os.close(reading)
