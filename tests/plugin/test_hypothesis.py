@@ -113,6 +113,7 @@ def test_an_example_that_all_ranks_reject_is_rejected(run: Run, tmp_path: Path) 
         assert (len({pid for pid, _ in ran}) == 1) == (kind == "kept")
 
 
+@pytest.mark.sweep
 def test_a_leak_may_be_made_an_error_in_a_rejected_example(run: Run) -> None:
     text = run(REJECTED, "-W", "error", "-k", "leaves_one_open")
     assert "1 failed" in text, text
@@ -166,7 +167,7 @@ def test_shrinks(world, n):
 """
 
 
-@pytest.mark.parametrize("method", ["signal", "thread"])
+@pytest.mark.parametrize("method", [pytest.param("signal", marks=pytest.mark.sweep), "thread"])
 def test_a_timeout_ends_the_search(run: Run, tmp_path: Path, method: str) -> None:
     """It is one for all examples. Others would run without any, and be told as flaky."""
     text = run(LIMITED, "--timeout-method", method)

@@ -210,8 +210,17 @@ def test_the_session_may_end_at_a_failure(run: Run, tmp_path: Path) -> None:
     assert_gone(tmp_path, 17)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        pytest.param([], signal.SIGINT, id="alone-2"),
+        pytest.param([], signal.SIGKILL, id="alone-9"),
+        pytest.param(["-n", "2"], signal.SIGKILL, id="xdist-9"),
+        pytest.param([], signal.SIGTERM, id="alone-15", marks=pytest.mark.sweep),
+        pytest.param(["-n", "2"], signal.SIGINT, id="xdist-2", marks=pytest.mark.sweep),
+        pytest.param(["-n", "2"], signal.SIGTERM, id="xdist-15", marks=pytest.mark.sweep),
+    ],
+)
 def test_nothing_survives_pytest(
     tmp_path: Path, number: signal.Signals, options: list[str]
 ) -> None:
