@@ -1,10 +1,7 @@
 """Hypothesis' examples in worlds: rejected, held to a deadline, spoken of. Under its defaults."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +19,7 @@ from distcheck.testing import examples, failures
 from distcheck.testing.failures import Ended
 from distcheck.testing.fixtures import Deferred
 from distcheck.testing.messages import RankReport
+from tests.plugin.running import run_pytest
 
 Run = Callable[..., str]
 
@@ -49,15 +47,7 @@ def run(tmp_path: Path) -> Run:
     """Runs pytest on a text in a folder of its own, and returns what was printed."""
 
     def go(text: str, *options: str) -> str:
-        (tmp_path / "test_it.py").write_text(HEAD + text)
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *options],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "150"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
+        ran = run_pytest(tmp_path, HEAD + text, "--tb=short", *options)
         return ran.stdout + ran.stderr
 
     return go

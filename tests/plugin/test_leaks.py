@@ -1,11 +1,10 @@
 """What a test leaves open in its ranks is told as a warning that names the test."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.plugin.running import run_pytest
 
 LEAKS = """
 import asyncio, multiprocessing, threading, time
@@ -107,15 +106,7 @@ def test_small(world, n):
 
 
 def run(folder: Path, text: str, *options: str) -> str:
-    (folder / "test_it.py").write_text(text)
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    ran = run_pytest(folder, text, *options)
     return ran.stdout + ran.stderr
 
 
