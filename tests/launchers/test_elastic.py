@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.launchers.processes import (
     QUICK,
     clean_environment,
@@ -64,6 +66,7 @@ def falls_asleep(model, step):
 """
 
 
+@pytest.mark.sweep
 def test_a_run_that_loses_a_machine_goes_on_and_verifies_nothing(tmp_path: Path) -> None:
     """The second agent is killed; the first starts its rank anew, in a world of one, where
     everything would pass.

@@ -39,7 +39,7 @@ def by_hand(nodes: int, *words: str, quick: tuple[str, ...] = QUICK) -> list[lis
 MATRIX = """
 [tool.distcheck]
 strategies = ["allreduce"]
-worlds = [2]
+worlds = [3]
 workloads = ["mlp"]
 dtypes = ["float32"]
 steps = 2
@@ -51,17 +51,17 @@ def test_torchrun(tmp_path: Path) -> None:
     was saved is replayed there.
     """
     (tmp_path / "pyproject.toml").write_text(MATRIX)
-    words = [*TORCHRUN, "3", *MODULE, "--json", "report.json", "--github", "--save", "kept"]
+    words = [*TORCHRUN, "2", *MODULE, "--json", "report.json", "--github", "--save", "kept"]
     ((code, out, err),) = finish([start(words, tmp_path, GITHUB_STEP_SUMMARY="summary.md")])
     assert code == 0, err
-    assert out.count("PASS    allreduce, world 3") == 1, "rank 0 alone prints"
+    assert out.count("PASS    allreduce, world 2") == 1, "rank 0 alone prints"
     report = json.loads((tmp_path / "report.json").read_text())
     checks = report["cases"][0]["checks"]
-    assert {c["compared"]["ranks"] for c in checks} == {3}
+    assert {c["compared"]["ranks"] for c in checks} == {2}
     assert report["environment"]["launcher"] == "torchrun"
     assert (tmp_path / "summary.md").read_text().count("## distcheck") == 1, "rank 0 alone writes"
     (case,) = (tmp_path / "kept" / "cases").iterdir()
-    replay = [*TORCHRUN, "3", "-m", "distcheck", "replay", str(case)]
+    replay = [*TORCHRUN, "2", "-m", "distcheck", "replay", str(case)]
     ((code, out, err),) = finish([start(replay, tmp_path)])
     assert (code, out.count("PASS ")) == (0, 1), err
     assert left_over(tmp_path) == []

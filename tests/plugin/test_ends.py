@@ -37,7 +37,7 @@ def test_first(world, kind): note("first")
 
 HANGS = """
 @both
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(5)
 def test_hangs(world, kind):
     note("hung")
     if world.rank:
@@ -67,7 +67,7 @@ def test_a_timeout_tells_the_ranks_stacks(run: Run, tmp_path: Path, options: lis
     """
     ran = run(NOTES + HANGS + HANGS_HERE, *options)
     assert "3 failed, 4 passed" in ran.stdout, ran.stdout
-    assert ran.stdout.count("Timeout (>10.0s) from pytest-timeout.") == 2
+    assert ran.stdout.count("Timeout (>5.0s) from pytest-timeout.") == 2
     assert ran.stdout.count("\nrank 1 of 2 hung:\n") == 2
     assert ran.stdout.count("\n    time.sleep(1000)\n") == 2
     assert ran.stdout.count("\nlast collective: barrier of [], number 1, not finished") == 2
