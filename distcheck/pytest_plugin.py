@@ -69,7 +69,7 @@ def _settle() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A list of sizes is a parameter."""
-    mark = metafunc.definition.get_closest_marker(marker.NAME)
+    mark = marker.nearest(metafunc.definition)
     if mark is None:
         return
     sizes = marker.check_options(mark).sizes
@@ -150,8 +150,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _options(item: pytest.Item) -> marker.WorldOptions | None:
-    mark = item.get_closest_marker(marker.NAME)
-    if mark is None:
+    if item.get_closest_marker(marker.NAME) is None:
         return None
     if not isinstance(item, pytest.Function) or hasattr(item, "_testcase"):
         pytest.fail(
@@ -161,6 +160,8 @@ def _options(item: pytest.Item) -> marker.WorldOptions | None:
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(marker.SIZE_PARAMETER) if callspec is not None else None
     try:
+        mark = marker.nearest(item)
+        assert mark is not None
         return marker.with_size(marker.check_options(mark), size)
     except pytest.UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None

@@ -50,15 +50,15 @@ class Ended:
 _LEFT_OUT = {"skipped": ("skipped", "skip"), "rejected": ("rejected the example", "reject")}
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _Entry = ReprEntry | ReprEntryNative
-_types: dict[tuple[str, str], type[WorldFailure]] = {}
+_types: dict[tuple[str, ...], type[WorldFailure]] = {}
 
 
 def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
     """The failure to raise for a world in which a rank failed."""
     longrepr = longrepr_of(ended, config)
     groups = _groups(ended)
-    cause = ended.reports.get(groups[0][0][0]) if groups else None
-    failure = _type_for(cause)(f"{_headline(ended, groups)}\n{longrepr}")
+    reports = [ended.reports.get(ranks[0]) for ranks, _ in groups]
+    failure = _type_for(reports)(f"{_headline(ended, groups)}\n{longrepr}")
     failure.longrepr = longrepr
     return failure
 
@@ -145,7 +145,8 @@ def _is_victim(outcome: Outcome) -> bool:
 def _bystanders(ended: Ended) -> list[str]:
     lines = []
     victims: dict[str, list[int]] = {}
-    for outcome in filter(_is_victim, ended.outcomes):
+    told = {rank for ranks, _ in _groups(ended) for rank in ranks}
+    for outcome in (o for o in ended.outcomes if _is_victim(o) and o.rank not in told):
         where = outcome.detail.partition("\n")[0].partition("its peer was gone")[2]
         victims.setdefault(where, []).append(outcome.rank)
     for where, ranks in victims.items():
@@ -226,16 +227,30 @@ def _entries_of(
     return [_line(str(longrepr))], None
 
 
-def _type_for(report: RankReport | None) -> type[WorldFailure]:
-    """A type of its own for every kind and place of failure, as hypothesis tells bugs apart."""
-    if report is None or not report.exception:
+def _type_for(reports: Sequence[RankReport | None]) -> type[WorldFailure]:
+    """A type of its own for every kind and place of failure, as hypothesis tells bugs apart. Where
+    ranks failed in different ways, it is also of the type that is common to all of them:
+    `xfail(raises=...)` of one rank's must not hide the others'.
+    """
+    cause = reports[0] if reports else None
+    if cause is None or not cause.exception:
         return WorldFailure
-    key = (report.exception, report.where)
+    kinds = tuple(report.exception if report is not None else "" for report in reports)
+    key = (cause.where, *dict.fromkeys(kinds))
     if key not in _types:
-        base = resolve(report.exception)
-        name = report.exception.rpartition(":")[2].rpartition(".")[2]
-        _types[key] = _subclass(name, base)
+        bases = [resolve(kind) for kind in dict.fromkeys(kinds)]
+        name = cause.exception.rpartition(":")[2].rpartition(".")[2]
+        _types[key] = _subclass(name, _common(bases))
     return _types[key]
+
+
+def _common(kinds: Sequence[type[BaseException] | None]) -> type[BaseException] | None:
+    """The nearest class that all `kinds` are of; None where one is not known."""
+    first, *others = kinds
+    known = [kind for kind in others if kind is not None]
+    if first is None or len(known) < len(others):
+        return None
+    return next(base for base in first.__mro__ if all(issubclass(kind, base) for kind in known))
 
 
 def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]:

@@ -175,8 +175,11 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
         for warning in report.warnings:
             alike = re.sub(r"\b0x[0-9a-f]+", "", warning.text)  # but for an object's address
             seen.setdefault(msgspec.structs.replace(warning, text=alike), warning)
-    for warning in seen.values():
-        _warn_again(warning)
+    with warnings.catch_warnings():
+        # Those of its rank have passed it, and may have been the test's own.
+        warnings.simplefilter("always")
+        for warning in seen.values():
+            _warn_again(warning)
     left = {number: "; ".join(report.left) for number, report in ended.reports.items()}
     for numbers, text in _alike(left):
         warnings.warn(LeakWarning(f"{item.nodeid} left on rank {numbers}: {text}"), stacklevel=1)
@@ -201,7 +204,6 @@ def _warn_again(warning: Seen) -> None:
         again = category(warning.text)
     except TypeError:  # a class that is not made from a text
         again = UserWarning(warning.text)
-    # Filters have passed it in its rank, where the same ones stood.
     warnings.warn_explicit(again, type(again), warning.filename, warning.line)
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from distcheck.errors import HelperError
 from distcheck.records import Outcome
 from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
+from distcheck.testing.kept_rank import CHANNEL
 from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, outputs_of, wait
@@ -27,7 +29,6 @@ from distcheck.worlds import messages
 from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.shares import Shared
 
 _TARGET = "distcheck.testing.kept_rank:serve"
 _MOST_KEPT = 2  # worlds of different sizes or backends
@@ -41,8 +42,10 @@ def run(prepared: Prepared) -> Ended:
     options, arguments = prepared.options, _pickled(prepared)
     key = (options.size, options.backend, options.device)
     world = _kept.pop(key, None)
-    if world is None or not world.usable:
-        world = KeptWorld(prepared)
+    if world is not None and not world.is_ready(options.deadline_s):
+        world.close()
+        world = None
+    world = world or KeptWorld(prepared)
     while len(_kept) >= _MOST_KEPT:
         _kept.pop(next(iter(_kept))).close()
     ended = None
@@ -58,10 +61,13 @@ def run(prepared: Prepared) -> Ended:
 
 def _left_something(ended: Ended) -> bool:
     """Whether a test has left its ranks in a state that the next one would meet: a collective that
-    only some have entered, a thread that goes on, whatever a failed subtest has not come to.
+    only some have entered, another default group, one that only some have made, a thread that goes
+    on, whatever a failed subtest has not come to.
     """
     failed = any(subtest.failure for _, subtest in ended.subtests)
-    return failed or any(report.left_stays for report in ended.reports.values())
+    reports = ended.reports.values()
+    apart = len({report.groups for report in reports}) > 1
+    return failed or apart or any(report.left_stays for report in reports)
 
 
 def close_all() -> None:
@@ -79,6 +85,7 @@ class KeptWorld:
     def __init__(self, prepared: Prepared) -> None:
         self._owner = os.getpid()
         self._closed = False
+        self._deadline_s = prepared.options.deadline_s  # collectives wait for a multiple of it
         rank.prepare(prepared)
         self._pool = Pool(ForkedHelper())
         self._pool.wait_ready()
@@ -92,8 +99,9 @@ class KeptWorld:
                 backend=prepared.options.backend,
                 size=prepared.options.size,
                 payload=msgspec.msgpack.encode,
-                fds=[Shared(fd=other.fileno()) for other in theirs],
+                fds=[],
                 deadline_s=prepared.options.deadline_s,
+                own_fds=[{CHANNEL: other.fileno()} for other in theirs],
             )
         except BaseException:
             self._end_ranks()
@@ -107,6 +115,18 @@ class KeptWorld:
     def usable(self) -> bool:
         """Whether another test may run here."""
         return not self._closed and os.getpid() == self._owner and not self._world.over
+
+    def is_ready(self, deadline_s: float) -> bool:
+        """Whether a test that gives its ranks so long may run here now: its collectives wait as
+        long as they should, and no rank has died since the last test.
+        """
+        if not self.usable or deadline_s > self._deadline_s:
+            return False
+        try:
+            self._pool.pump(0)
+        except HelperError:
+            return False
+        return not any(child.gone for child in self._world.children)
 
     def run(self, prepared: Prepared, arguments: bytes) -> Ended:
         """One test, with its pickled arguments. If a rank fails, the world is over afterwards."""
@@ -144,7 +164,7 @@ class KeptWorld:
             return
         self._closed = True
         self._end_ranks()
-        self._world.end_job()
+        self._world.close()
 
     def _end_ranks(self) -> None:
         self._pool.close()

@@ -17,12 +17,13 @@ from _pytest.tmpdir import tmppath_result_key
 from distcheck.errors import CannotRunError
 from distcheck.testing import examples, fixtures, rank, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import KEPT_ELSE, KeptTest, encoded
+from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight, messages
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous
 
+CHANNEL = "DISTCHECK_CHANNEL"  # the variable that holds the number of a kept rank's own socket
 BODY = "_distcheck_body"  # on what stands in for a hypothesis test's body while it runs
 
 
@@ -30,7 +31,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """The job of a kept rank: tests, until the pytest process lets go."""
     first = rank.inherited()
     rendezvous = msgspec.msgpack.decode(payload, type=Rendezvous)
-    channel = _own_channel(fds[1:], rendezvous.rank)
+    channel = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
     items = {item.nodeid: item for item in first.item.session.items}
     session.take_over(first.item.config, reporter.say)
     rank.enter(rendezvous, fds[0], first.options, reporter)
@@ -58,18 +59,12 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             flight.forget()
             with fixtures.sent(item, {**kwargs, **asked}):
                 report, error = rank.execute(prepared)
+                report = before.with_group(report)
         sys.stdout.flush()
         sys.stderr.flush()
         reporter.say(encoded(report))
         if error is not None and report.end not in ("skipped", "rejected"):
             raise error
-
-
-def _own_channel(fds: list[int], number: int) -> socket.socket:
-    for other, fd in enumerate(fds):
-        if other != number:
-            os.close(fd)
-    return socket.socket(fileno=fds[number])
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any], list[Any]]
@@ -120,7 +115,18 @@ class _Before:
         self._dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self._grad = torch.is_grad_enabled()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._group = dist.group.WORLD
         self._groups = set(dist.distributed_c10d._world.pg_map)
+
+    def with_group(self, report: RankReport) -> RankReport:
+        """With what became of the default group, and how many this rank has made: torch names a
+        group by its number, and ranks that count differently would wait for each other in vain.
+        """
+        import torch.distributed as dist
+
+        if self._group is None or dist.group.WORLD is not self._group:
+            return msgspec.structs.replace(report, left_stays=True)
+        return msgspec.structs.replace(report, groups=dist.distributed_c10d._world.group_count)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -145,4 +151,5 @@ class _Before:
             groups = dist.distributed_c10d._world.pg_map
             left: list[Any] = [group for group in groups if group not in self._groups]
             for group in left:
-                dist.destroy_process_group(group)
+                if group in groups:  # the default one takes the others along
+                    dist.destroy_process_group(group)

@@ -27,6 +27,23 @@ class WorldOptions:
     reuse: bool = False
 
 
+def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
+    """The marker that counts: the test's own, or else its class's, or its module's.
+
+    Raises pytest.UsageError where the test or its module has several that differ: one of them
+    would be left out, and with it ranks that were asked for. A class may replace its bases' own.
+    """
+    for holder, _ in node.iter_markers_with_node(NAME):
+        marks = [mark for mark in holder.own_markers if mark.name == NAME]
+        if isinstance(holder, pytest.Class):
+            return marks[-1]
+        if any((m.args, m.kwargs) != (marks[0].args, marks[0].kwargs) for m in marks):
+            told = " and ".join(f"{mark.args}, {mark.kwargs}" for mark in marks)
+            raise _refuse(f"was given several times, with {told}: one has to be left")
+        return marks[0]
+    return None
+
+
 def check_options(mark: pytest.Mark) -> WorldOptions:
     """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
     known = {"size", "backend", "device", "deadline_s", "seed", "reuse"}

@@ -25,9 +25,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `exception` names its class ("module:qualified name"); `longrepr` is pytest's own report of
     it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
     first line. `left` says what it left open, `left_stays` whether a next test in the same rank
-    would meet that. `preloads` are modules that the rank had to import and that every rank will;
-    `properties` are pytest's "user properties"; `body_s` is how long the test itself took, without
-    its fixtures; `said` is for hypothesis, whose example a rank may have `rejected`.
+    would meet that, `groups` how many process groups a kept rank has made so far. `preloads` are
+    modules that the rank had to import and that every rank will; `properties` are pytest's "user
+    properties"; `body_s` is how long the test itself took, without its fixtures; `said` is for
+    hypothesis, whose example a rank may have `rejected`.
     """
 
     end: End
@@ -40,6 +41,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     log: str = ""
     left: tuple[str, ...] = ()
     left_stays: bool = False
+    groups: int = 0
     preloads: tuple[str, ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
     body_s: float = 0.0
@@ -81,17 +83,19 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
 
 def encoded(message: RankReport | Subtest) -> bytes:
     """As msgpack, whatever a test has put into it: text that is no UTF-8 is escaped, values of
-    other types are told as text.
+    other types and integers beyond 64 bits are told as text.
     """
     try:
         return msgspec.msgpack.encode(message, enc_hook=str)
-    except UnicodeEncodeError:  # a lone surrogate
+    except (UnicodeEncodeError, OverflowError):  # a lone surrogate, an integer beyond 64 bits
         return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(message, enc_hook=str)))
 
 
 def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
     if isinstance(value, dict):
         return {_escaped(key): _escaped(inner) for key, inner in value.items()}
     return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -14,7 +14,7 @@ from distcheck.testing import interrupts, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now
+from distcheck.worlds.launch import end_now, run_until_over
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
@@ -79,9 +79,7 @@ def wait(
     except pytest.fail.Exception as struck:
         timeout = str(struck)
         world.interrupt()
-        while not world.over:
-            pool.pump(0.05)
-            world.tick()
+        run_until_over(pool, world)
     except BaseException as struck:
         try:
             if isinstance(struck, KeyboardInterrupt) and told.item is not None:

@@ -13,10 +13,14 @@ from distcheck.worlds.children import Child
 # What gloo and NCCL say on the ranks that are left when another one has gone.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|peer closed|"
-    r"connectFullMesh|Connection was likely closed|timed out|"
+    r"connectFullMesh|Connection was likely closed|"
     r"remote process exited|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
+# What a collective that timed out raises; a process or a request of one's own may time out, too.
+_COLLECTIVES_ERRORS = {
+    "RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError",
+}  # fmt: skip
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
@@ -47,7 +51,12 @@ def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
 
 def is_victim(child: Child) -> bool:
     """Whether a rank raised only because a peer was gone."""
-    return child.raised is not None and bool(_LOST_PEER.search(child.raised.message))
+    if child.raised is None:
+        return False
+    timed_out = "timed out" in child.raised.message.lower()
+    if timed_out and child.raised.kind in _COLLECTIVES_ERRORS:
+        return True
+    return bool(_LOST_PEER.search(child.raised.message))
 
 
 def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:

@@ -1,7 +1,7 @@
 """Starting the two shapes of work that there are: a world of ranks, and a lone job."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from distcheck.errors import (
     CannotRunError,
@@ -34,8 +34,11 @@ def start_world(
     fds: Sequence[Shared],
     deadline_s: float,
     on_progress: OnProgress | None = None,
+    own_fds: Sequence[Mapping[str, int]] = (),
 ) -> World:
-    """Starts `size` ranks that will meet; each gets the listening socket before `fds`."""
+    """Starts `size` ranks that will meet; each gets the listening socket before `fds`, and those
+    of its own, by the names of the environment variables that will hold their numbers.
+    """
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job = MPIJob(size) if backend == "mpi" else None
     try:
@@ -51,7 +54,11 @@ def start_world(
                     port=port,
                     deadline_s=deadline_s,
                 )
-                start = RankStart(payload=payload(meeting), environment=environment_of(meeting))
+                start = RankStart(
+                    payload=payload(meeting),
+                    environment=environment_of(meeting),
+                    named_fds=own_fds[rank] if own_fds else {},
+                )
                 starts.append(start if job is None else job.enlist(rank, start))
             given = [Shared(fd=server.fileno()), *fds]
             shares = pool.start_ranks(target, starts, given, together=job is not None)

@@ -74,7 +74,7 @@ class MPIJob:
         return replace(
             start,
             environment={**start.environment, **self.environments[rank]},
-            named_fds=self.connections[rank],
+            named_fds={**start.named_fds, **self.connections[rank]},
         )
 
     def close(self) -> None:

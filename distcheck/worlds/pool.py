@@ -117,7 +117,7 @@ class Pool:
         """Has `pump` call `on_readable` whenever there is something to read from `source`."""
         self._selector.register(source, selectors.EVENT_READ, on_readable)
 
-    def unwatch(self, source: Readable) -> None:
+    def unwatch(self, source: Readable | int) -> None:
         """Ends that, if it has not ended."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
@@ -228,10 +228,9 @@ class Pool:
             key.data()
 
     def forget(self, child: Child) -> None:
-        """Closes a child's descriptors; it must be gone."""
-        for name in ("_events_fd", "_output_fd"):
-            self._close_pipe(child, name)
-        os.close(child._stacks_fd)
+        """Closes a child's descriptors, once; it must be gone."""
+        for name in ("_events_fd", "_output_fd", "_stacks_fd"):
+            self._close(child, name)
         self._children.pop(child.key, None)
 
     def close(self) -> None:
@@ -311,15 +310,15 @@ class Pool:
             except OSError:
                 data = b""
             if not data:
-                self._close_pipe(child, name)
+                self._close(child, name)
                 return parts
             parts.append(data)
 
-    def _close_pipe(self, child: Child, name: str) -> None:
-        """Closes one of a child's pipes, once: its number may be another child's by now."""
+    def _close(self, child: Child, name: str) -> None:
+        """Closes one of a child's descriptors, once: its number may be another child's by now."""
         fd = getattr(child, name)
         if fd >= 0:
-            self._selector.unregister(fd)
+            self.unwatch(fd)
             os.close(fd)
             setattr(child, name, -1)
 

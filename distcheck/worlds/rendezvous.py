@@ -85,7 +85,23 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
         world_size=rendezvous.world,
         timeout=timeout,
     )
+    _see_all_join(store, rendezvous)
     return store
+
+
+def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
+    """Waits until every rank has its group: gloo lets one go on while others are still connecting,
+    to whom one that dies at once would be a failed start and no collective's lost peer. Rank 0,
+    which serves the store, leaves last.
+    """
+    others = rendezvous.world - 1
+    if store.add("distcheck/joined", 1) == rendezvous.world:
+        store.set("distcheck/all joined", "")
+    store.wait(["distcheck/all joined"])
+    if rendezvous.rank == 0:
+        store.wait(["distcheck/all know"] if others else [])
+    elif store.add("distcheck/know", 1) == others:
+        store.set("distcheck/all know", "")
 
 
 def _is_number(host: str) -> bool:

@@ -20,6 +20,7 @@ from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
 _GRACE_S = 0.7  # after a failure: for the peers to notice, and say so themselves
+_BUSY_GRACE_S = 4.0  # more, while one of them runs or waits for a core: it may be saying so
 _ASK_S = 4.0  # for stacks to arrive, also on a crowded machine; most come within milliseconds
 _SHAKE_S = 0.3  # for faulthandler to write, once it has begun
 _MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
@@ -50,6 +51,7 @@ class World:
         self._shares, self._job = shares, job
         self._phase = Phase.RUNNING
         self._failed_at: float | None = None
+        self._busy_grace_s = 0.0  # of the time since then
         self._last_look = 0.0
         self.hung = False
         self._phase_since = self._now = 0.0
@@ -79,9 +81,9 @@ class World:
 
     def tick(self) -> None:
         """Takes the next step, if it is time; call it after every pump."""
-        now = self._advance()
+        before, now = self._now, self._advance()
         if self._phase is Phase.RUNNING:
-            self._tick_running(now)
+            self._tick_running(now, now - before)
         elif self._phase is Phase.ASKING:
             self._tick_asking(now)
         elif self._phase is Phase.SHAKING and self._heard_enough(now - self._phase_since):
@@ -121,7 +123,7 @@ class World:
         self._now += self._ticks.since_last(time.monotonic())
         return self._now
 
-    def _tick_running(self, now: float) -> None:
+    def _tick_running(self, now: float, elapsed: float) -> None:
         children = self.children
         if all(child.done is not None and not child.gone for child in children):
             self._release_all()
@@ -131,7 +133,9 @@ class World:
             if self._failed_at is None:
                 self._failed_at = now
             waiting = [c for c in children if not c.gone and c.raised is None and c.done is None]
-            if not waiting or now - self._failed_at >= _GRACE_S:
+            if self._busy_grace_s < _BUSY_GRACE_S and any(child.is_awake for child in waiting):
+                self._busy_grace_s += elapsed
+            if not waiting or now - self._failed_at - self._busy_grace_s >= _GRACE_S:
                 self._ask(now)
             return
         if now - self._last_look >= _LOOK_EVERY_S:

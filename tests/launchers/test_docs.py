@@ -36,12 +36,17 @@ def test_there_are_examples() -> None:
 
 
 WORLDS = (2, 4, 2, 2, 2, 4, 2)
+IN_SWEEP = {3, 5, 6}  # what test_mpi_verify.py and test_one_machine.py start in the same ways
 
 
 @pytest.mark.parametrize(
     ("example", "world"),
-    list(zip(EXAMPLES, WORLDS, strict=True)),
-    ids=[example[:60] for example in EXAMPLES],
+    [
+        pytest.param(
+            example, world, id=example[:60], marks=[pytest.mark.sweep] if n in IN_SWEEP else []
+        )
+        for n, (example, world) in enumerate(zip(EXAMPLES, WORLDS, strict=True))
+    ],
 )
 def test_example(tmp_path: Path, example: str, world: int) -> None:
     scripts = sysconfig.get_path("scripts")

@@ -254,7 +254,9 @@ def test_a_stranger_at_the_door(tmp_path: Path) -> None:
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGKILL]
+)
 def test_nothing_is_left_when_torchrun_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60")
     words = [*TORCHRUN, "2", *MODULE, *quick]

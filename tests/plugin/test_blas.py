@@ -34,9 +34,9 @@ def test_kept_ranks_multiply_alone(world: WorldView) -> None:
 )
 def test_the_pytest_process_keeps_its_own() -> None:
     """Its threads end at every fork, and begin again with the next product."""
-    if os.fork() == 0:
+    if (pid := os.fork()) == 0:
         os._exit(0)
-    os.wait()
+    os.waitpid(pid, 0)
     before = _threads()
     assert (_MATRIX @ _MATRIX)[0, 0] == 600
     assert _threads() > before

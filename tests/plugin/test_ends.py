@@ -127,6 +127,7 @@ def test_nothing_survives_pytest(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     if number == signal.SIGINT:
+        time.sleep(1)  # rank 0 has noted that it is there, and enters the barrier
         os.killpg(front.pid, number)  # as a terminal does
     else:
         front.send_signal(number)

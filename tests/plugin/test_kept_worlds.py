@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distcheck.testing.kept_rank import _Before
 from distcheck.testing.view import WorldView
 from distcheck.worlds import flight
+from tests.plugin.running import run_pytest
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_kept.py"
 PATIENCE = EXAMPLES.with_name("conftest.py")
@@ -95,6 +96,99 @@ def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None
     assert "rank 1 of 2 hung" not in alone
     assert "rank 1 of 2 had skipped (not here)" in alone
     assert done.stdout.index("rank 1 of 2 hung:") < done.stdout.index("rank 0 of 2 hung:")
+
+
+SPOILED = """
+import os, subprocess, time
+import pytest, torch
+import torch.distributed as dist
+
+KEPT = pytest.mark.world(3, reuse=True, deadline_s=5)
+
+def destroy(world):
+    dist.destroy_process_group()
+
+def replace(world):
+    dist.destroy_process_group()
+    where = f"file://{os.getcwd()}/meeting"
+    dist.init_process_group("gloo", where, rank=world.rank, world_size=world.size)
+    dist.new_group([0, 1])
+
+def group_of_some(world):
+    dist.new_group([0, 1], use_local_synchronization=True)
+
+def right(world):
+    dist.new_group([0, 1, 2])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 3
+
+SPOIL = [destroy, replace, group_of_some]
+
+@KEPT
+@pytest.mark.parametrize("then", [False, True])
+@pytest.mark.parametrize("spoil", SPOIL)
+def test_spoiled(world, spoil, then):
+    right(world) if then else spoil(world)
+
+@KEPT
+def test_who_dies(world):
+    if world.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
+
+def test_between(): time.sleep(1.5)
+
+@KEPT
+def test_after_a_death(world): right(world)
+
+@pytest.mark.world(3, reuse=True, deadline_s=40)
+@pytest.mark.parametrize("n", [0, 1])
+def test_of_more_time(world, n):
+    with open(f"pid-{world.rank}", "a") as file:
+        file.write(f"{os.getpid()} ")
+    right(world)
+
+@KEPT
+def test_of_less_time(world):
+    test_of_more_time(world, 2)
+"""
+
+
+def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
+    ran = run_pytest(tmp_path, SPOILED, "-W", "ignore", "--tb=short")
+    assert "12 passed" in ran.stdout, ran.stdout
+    for rank in range(3):
+        assert len(set((tmp_path / f"pid-{rank}").read_text().split())) == 1
+
+
+MANY = """
+import os
+import pytest
+
+def made(size):
+    @pytest.mark.world(size, reuse=True)
+    def test(world): assert sum(world.gather(1)) == size
+    return test
+
+def counted():
+    def test():
+        with open("fds", "a") as file:
+            file.write(f"{len(os.listdir('/proc/self/fd'))} ")
+    return test
+
+for n in range(12):  # each throws one away that still lives
+    globals()[f"test_{n}"] = made(1 + n % 3)
+    globals()[f"test_counted_{n}"] = counted()
+test_big = made(27)
+"""
+
+
+def test_kept_worlds_that_are_thrown_away_leave_no_descriptor(tmp_path: Path) -> None:
+    """The last has more ranks than descriptors go in one message."""
+    ran = run_pytest(tmp_path, MANY, "--tb=short")
+    assert "25 passed" in ran.stdout, ran.stdout
+    counts = (tmp_path / "fds").read_text().split()
+    assert counts[2:5] == counts[5:8] == counts[8:11], counts
 
 
 def test_determinism_is_put_back() -> None:

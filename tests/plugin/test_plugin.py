@@ -64,6 +64,23 @@ def test_marked_late(world): pass
 def test_marked_as_a_parameter(world, n): pass
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.world(3))])
+def test_marked_twice(world, n): assert n == 1
+
+@pytest.mark.world(2)
+def test_marked_again(world): pass
+
+class TestBase:
+    pytestmark = pytest.mark.world(1)
+    size = 1
+
+    def test_size(self, world): assert world.size == self.size
+
+class TestOfMore(TestBase):
+    pytestmark = pytest.mark.world(3)
+    size = 3
+
+@pytest.mark.world(2)
 class TestUnit(unittest.TestCase):
     def test_it(self): pass
 """
@@ -76,15 +93,54 @@ def test_sizes_are_chosen_at_collection(run: Run, tmp_path: Path) -> None:
         "def pytest_collection_modifyitems(items):\n"
         "    for item in items:\n"
         "        if item.name == 'test_marked_late': item.add_marker(pytest.mark.world([2, 3]))\n"
+        "        if item.name == 'test_marked_again': item.add_marker(pytest.mark.world(8))\n"
     )
     ran = run(LATE, "-rA", "-p", "no:capture")  # which takes the option along
-    assert "4 passed, 3 errors" in ran.stdout, ran.stdout
+    assert "7 passed, 5 errors" in ran.stdout, ran.stdout
     for name in ("fixture[world2]", "fixture[world3]", "parameter[world2-5]"):
         assert f"PASSED test_it.py::test_{name}\n" in ran.stdout
     assert ran.stdout.count("\nthe marker `world` was given the sizes [2, 3] by add_marker or") == 2
+    several = "\nthe marker `world` was given several times, with (2,), {} and "
+    assert f"{several}(3,), {{}}: one has to be left" in ran.stdout
+    assert f"{several}(8,), {{}}: one has to be left" in ran.stdout
     assert "\ntest_it: a test in a world is a plain function, or a method of" in ran.stdout
     assert "pytest_plugin.py" not in ran.stdout
     assert "During handling" not in ran.stdout
+
+
+UNLIKE = """
+import uuid, warnings
+
+def fail(world, first, second):
+    world.barrier()
+    raise [first, second][world.rank]
+
+@pytest.mark.xfail(raises=NotImplementedError)
+@pytest.mark.world(2)
+def test_unlike(world): fail(world, NotImplementedError("not yet"), AssertionError("wrong"))
+
+@pytest.mark.xfail(raises=LookupError)
+@pytest.mark.world(2)
+def test_akin(world): fail(world, KeyError("k"), IndexError("i"))
+
+@pytest.mark.world(2)
+def test_warns_by_its_own_filters(world):
+    warnings.simplefilter("once")
+    warnings.warn("let through")
+
+@pytest.mark.world(1)
+def test_records(world, record_property): record_property("id", uuid.uuid4().int | 1 << 100)
+"""
+
+
+def test_what_one_rank_expects_hides_no_other_rank(run: Run) -> None:
+    """Also: under -W error a test's own filters hold, and whatever is recorded arrives."""
+    ran = run(UNLIKE, "-rfx", "-W", "error")
+    assert "1 failed, 2 passed, 1 xfailed" in ran.stdout, ran.stdout
+    assert "FAILED test_it.py::test_unlike" in ran.stdout
+    assert "NotImplementedError: not yet" in ran.stdout
+    assert "AssertionError: wrong" in ran.stdout
+    assert "XFAIL test_it.py::test_akin" in ran.stdout
 
 
 def test_a_group_in_the_pytest_process_is_refused(run: Run) -> None:

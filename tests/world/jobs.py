@@ -68,6 +68,14 @@ def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
+def raises_late(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    rank, about = _join(payload, fds)
+    end = time.monotonic() + 1.5
+    while rank != about["culprit"] and time.monotonic() < end:
+        pass
+    raise ValueError(f"rank {rank}'s own error")
+
+
 def exits(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     if rank == about["culprit"]:

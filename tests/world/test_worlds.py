@@ -72,6 +72,12 @@ def test_who_raised_comes_first_and_victims_after(pool: Pool, culprit: int) -> N
     assert {o.outcome for o in outcomes[1:]} <= {"raised", "ended", "finished"}
 
 
+def test_ranks_that_are_still_at_work_are_heard_after_the_first_failure(pool: Pool) -> None:
+    outcomes, _ = run(pool, "raises_late", 3, culprit=1)
+    assert [outcome.outcome for outcome in outcomes] == ["raised"] * 3, outcomes
+    assert all(f"rank {o.rank}'s own error" in o.detail for o in outcomes)
+
+
 @pytest.mark.parametrize("code", [0, 7])
 def test_an_exit_is_never_taken_for_success(pool: Pool, code: int) -> None:
     outcomes, _ = run(pool, "exits", 3, culprit=1, code=code)
@@ -135,6 +141,16 @@ def test_a_victim_says_where_it_was_when_it_lost_its_peer(collective: str, said:
     assert first == f"before the first step; its peer was gone at /x/mean.py:3{last}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [("TimeoutExpired", False), ("DistBackendError", True), ("RuntimeError", True)],
+)
+def test_a_timeout_of_ones_own_is_no_lost_peer(kind: str, lost: bool) -> None:
+    child = RemoteChild(gone=True, exit_code=1)
+    child.take(messages.Raised(kind, "it timed out after 3 seconds", _FRAMES, 1.0, None))
+    assert blame.is_victim(child) == lost
+
+
 def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> None:
     outcomes = hang(pool, "hangs", 3, culprit=1)[1]
     assert [o.outcome for o in outcomes] == ["hung"] * 3
@@ -173,11 +189,11 @@ def assert_shaken(ranks: World, outcomes: list[Outcome]) -> None:
 
 
 def test_a_question_that_comes_too_early_ends_nobody(pool: Pool) -> None:
-    """SIGUSR1, to ranks that have just been forked, and to the helper itself."""
+    """SIGUSR1, to a rank that has just been forked, and to the helper itself."""
     helpers = set()
     for _ in range(2):
         ranks = start(pool, "everything_fine", 2)
-        ranks._signal(ranks.children, signal.SIGUSR1)
+        ranks._signal(ranks.children[-1:], signal.SIGUSR1)
         run_until_over(pool, ranks)
         assert ranks.succeeded, blame.outcomes(ranks.children, hung=ranks.hung)
         (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in ranks.results}

@@ -2,5 +2,5 @@
 
 from distcheck.worlds import world
 
-world._GRACE_S = 20.0
+world._GRACE_S = 3.0
 world._ASK_S = 20.0
