@@ -5,11 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.world import warm
+
+_TIMEOUT_S = 400
+
 
 def run_pytest(
     folder: Path, text: str, *options: str, columns: int = 150, **more: object
 ) -> subprocess.CompletedProcess[str]:
-    """Writes test_it.py and runs pytest on it; `more` is for subprocess.run."""
+    """Writes test_it.py and runs pytest on it, in a new interpreter; `more` is for
+    subprocess.run.
+    """
     (folder / "test_it.py").write_text(text)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
@@ -17,6 +23,16 @@ def run_pytest(
         env={**os.environ, "COLUMNS": str(columns)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=_TIMEOUT_S,
         **more,  # type: ignore[call-overload]
     )
+
+
+def run_warm(
+    folder: Path, text: str, *options: str, columns: int = 150
+) -> subprocess.CompletedProcess[str]:
+    """The same in a process that has imported torch, for tests of what it says (`warm.py`)."""
+    (folder / "test_it.py").write_text(text)
+    words = ["-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    return warm.run(*words, cwd=folder, env=environment, timeout=_TIMEOUT_S, program="pytest")

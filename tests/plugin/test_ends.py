@@ -65,7 +65,7 @@ def test_a_timeout_tells_the_ranks_stacks(run: Run, tmp_path: Path, options: lis
     """By either method, fresh and kept. A test that hangs without a world is pytest-timeout's own
     affair, which by thread ends the process; a kept world ends with it.
     """
-    ran = run(NOTES + HANGS + HANGS_HERE, *options)
+    ran = run(NOTES + HANGS + HANGS_HERE, *options, new=True)
     assert "3 failed, 4 passed" in ran.stdout, ran.stdout
     assert ran.stdout.count("Timeout (>5.0s) from pytest-timeout.") == 2
     assert ran.stdout.count("\nrank 1 of 2 hung:\n") == 2
@@ -90,6 +90,7 @@ def test_the_session_may_end_at_a_failure(run: Run, tmp_path: Path) -> None:
         "@FRESH\n"
         "def test_never(world): pass\n",
         "--maxfail=3",
+        new=True,
     )
     assert "3 failed, 3 passed" in ran.stdout, ran.stdout
     assert_gone(tmp_path, 17)
@@ -217,7 +218,7 @@ def test_a_worker_of_xdist_that_crashes_takes_nobody_along(run: Run, tmp_path: P
         "@pytest.mark.world(2)\n"
         "@pytest.mark.parametrize('number', range(6))\n"
         "def test_ok_after(world, number): assert world.gather(1) == [1, 1]\n",
-        "-n", "2",
+        "-n", "2", new=True,
     )  # fmt: skip
     assert "1 failed, 8 passed" in ran.stdout, ran.stdout
     assert "crashed while running" in ran.stdout

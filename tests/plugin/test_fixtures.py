@@ -1,11 +1,10 @@
 """Fixtures that ask for `world`: set up and torn down on every rank, whatever their scope."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
+
+from tests.plugin.running import run_warm
 
 FIXTURES = """
 import os
@@ -71,15 +70,7 @@ class Ran:
 @pytest.fixture(scope="module", params=[False, True], ids=["fresh", "kept"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("fixtures")
-    (folder / "test_it.py").write_text(FIXTURES.format(reuse=request.param))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_warm(folder, FIXTURES.format(reuse=request.param), "--tb=short")
     notes = (folder / "notes").read_text().splitlines()
     return Ran(reuse=request.param, text=done.stdout + done.stderr, notes=notes)
 

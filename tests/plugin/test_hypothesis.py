@@ -19,7 +19,7 @@ from distcheck.testing import examples, failures
 from distcheck.testing.failures import Ended
 from distcheck.testing.fixtures import Deferred
 from distcheck.testing.messages import RankReport
-from tests.plugin.running import run_pytest
+from tests.plugin.running import run_warm
 
 Run = Callable[..., str]
 
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Run:
     """Runs pytest on a text in a folder of its own, and returns what was printed."""
 
     def go(text: str, *options: str) -> str:
-        ran = run_pytest(tmp_path, HEAD + text, "--tb=short", *options)
+        ran = run_warm(tmp_path, HEAD + text, "--tb=short", *options)
         return ran.stdout + ran.stderr
 
     return go

@@ -1,10 +1,7 @@
 """Kept worlds: the same processes, nothing carried over, a new world after a failure."""
 
 import importlib
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from distcheck.testing.kept_rank import _Before
 from distcheck.testing.view import WorldView
 from distcheck.worlds import flight
-from tests.plugin.running import run_pytest
+from tests.plugin.running import run_warm
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_kept.py"
 PATIENCE = EXAMPLES.with_name("conftest.py")
@@ -80,15 +77,7 @@ def test_skips_alone(world):
 
 def test_a_younger_kept_world_does_not_hold_an_older_one(tmp_path: Path) -> None:
     """Its helper is forked while the older one's pipes and sockets are open here."""
-    (tmp_path / "test_it.py").write_text(SEVERAL)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-W", "error"],
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = run_warm(tmp_path, SEVERAL, "--tb=short", "-W", "error")
     assert "2 failed, 6 passed" in done.stdout, done.stdout
     assert "last collective: barrier" in done.stdout, "ranks were asked, and answered"
     assert "if world.rank" in done.stdout or "time.sleep(1000)" in done.stdout
@@ -155,7 +144,7 @@ def test_of_less_time(world):
 
 
 def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
-    ran = run_pytest(tmp_path, SPOILED, "-W", "ignore", "--tb=short")
+    ran = run_warm(tmp_path, SPOILED, "-W", "ignore", "--tb=short")
     assert "12 passed" in ran.stdout, ran.stdout
     for rank in range(3):
         assert len(set((tmp_path / f"pid-{rank}").read_text().split())) == 1
@@ -185,7 +174,7 @@ test_big = made(27)
 
 def test_kept_worlds_that_are_thrown_away_leave_no_descriptor(tmp_path: Path) -> None:
     """The last has more ranks than descriptors go in one message."""
-    ran = run_pytest(tmp_path, MANY, "--tb=short")
+    ran = run_warm(tmp_path, MANY, "--tb=short")
     assert "25 passed" in ran.stdout, ran.stdout
     counts = (tmp_path / "fds").read_text().split()
     assert counts[2:5] == counts[5:8] == counts[8:11], counts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugin.running import run_pytest
+from tests.plugin.running import run_warm
 
 LEAKS = """
 import asyncio, multiprocessing, threading, time
@@ -88,13 +88,15 @@ def test_nothing(world):
 REPLAY = """
 import pathlib
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 # Said in full: where the environment has CI, hypothesis keeps no examples by default.
 kept = DirectoryBasedExampleDatabase("examples")
 
-@settings(derandomize=False, database=kept, max_examples=200)
+phases = [Phase.reuse, Phase.generate, Phase.shrink]
+
+@settings(derandomize=False, database=kept, max_examples=200, phases=phases)
 @given(n=st.integers(0, 10**6))
 @pytest.mark.world(2)
 def test_small(world, n):
@@ -106,7 +108,7 @@ def test_small(world, n):
 
 
 def run(folder: Path, text: str, *options: str) -> str:
-    ran = run_pytest(folder, text, *options)
+    ran = run_warm(folder, text, *options)
     return ran.stdout + ran.stderr
 
 

@@ -12,7 +12,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_it_is_inert_until_it_is_used(run: Run) -> None:
-    ran = run("import sys\ndef test_nothing(): assert 'torch' not in sys.modules\n", "-W", "error")
+    text = "import sys\ndef test_nothing(): assert 'torch' not in sys.modules\n"
+    ran = run(text, "-W", "error", new=True)
     assert ran.returncode == 0, ran.stdout
 
 

@@ -1,4 +1,4 @@
-"""The command in a process that has imported torch already: for tests of what a command says.
+"""The command, or pytest, in a process that has imported torch already: for tests of what it says.
 
 Half of a short command's time is the import, and there are hundreds of them. A server, one for each
 process of tests, imports torch once and forks the processes that run a command: its words, folder,
@@ -39,11 +39,13 @@ def _end_forgotten_ones() -> None:
 class Command:
     """A running one, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], *, program: str = "distcheck"
+    ) -> None:
         self._words = words
         self._said = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
-        given = (tuple(words), str(cwd), dict(env), files)
+        given = (program, tuple(words), str(cwd), dict(env), files)
         self._process = _context.Process(target=_console, args=given)
         self._process.start()
 
@@ -80,10 +82,16 @@ class Command:
 
 
 def run(
-    *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 400
+    *words: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 400,
+    program: str = "distcheck",
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of the console script, with what it printed as text."""
-    command = Command(words, cwd, os.environ if env is None else env)
+    """As `subprocess.run` of the console script, or of `python -m pytest`, with what it printed as
+    text.
+    """
+    command = Command(words, cwd, os.environ if env is None else env, program=program)
     try:
         said = command.communicate(timeout)
     except BaseException:
@@ -104,14 +112,22 @@ def distcheck(tmp_path: Path) -> Run:
 
 
 def _console(
-    words: tuple[str, ...], folder: str, environment: dict[str, str], files: list[str]
+    program: str,
+    words: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    files: list[str],
 ) -> NoReturn:
     """In the forked process: the console script from its first line to its last."""
     code = 70
     try:
         _settle(folder, environment, files)
-        sys.argv = ["distcheck", *words]
-        importlib.import_module("distcheck.cli").main()
+        sys.argv = [program, *words]
+        if program == "pytest":
+            sys.path.insert(0, folder)
+            code = int(pytest.main())
+        else:
+            importlib.import_module("distcheck.cli").main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 70
     except BaseException:
