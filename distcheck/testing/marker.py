@@ -30,18 +30,25 @@ class WorldOptions:
 def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
     """The marker that counts: the test's own, or else its class's, or its module's.
 
-    Raises pytest.UsageError where the test or its module has several that differ: one of them
-    would be left out, and with it ranks that were asked for. A class may replace its bases' own.
+    Raises pytest.UsageError where one of these has several that differ: one of them would be left
+    out, and with it ranks that were asked for. A class may replace its bases' own.
     """
     for holder, _ in node.iter_markers_with_node(NAME):
         marks = [mark for mark in holder.own_markers if mark.name == NAME]
-        if isinstance(holder, pytest.Class):
-            return marks[-1]
+        if isinstance(holder, pytest.Class):  # which has its bases' before its own
+            own = holder.obj.__dict__.get("pytestmark", [])
+            count = sum(mark.name == NAME for mark in (own if isinstance(own, list) else [own]))
+            marks = marks[-max(count, 1) :]
         if any((m.args, m.kwargs) != (marks[0].args, marks[0].kwargs) for m in marks):
-            told = " and ".join(f"{mark.args}, {mark.kwargs}" for mark in marks)
-            raise _refuse(f"was given several times, with {told}: one has to be left")
+            told = " and ".join(map(_as_written, marks))
+            raise _refuse(f"was given several times, as {told}: leave one")
         return marks[0]
     return None
+
+
+def _as_written(mark: pytest.Mark) -> str:
+    named = [f"{name}={value!r}" for name, value in mark.kwargs.items()]
+    return f"{NAME}({', '.join([*map(repr, mark.args), *named])})"
 
 
 def check_options(mark: pytest.Mark) -> WorldOptions:

@@ -128,7 +128,10 @@ def test_who_dies(world):
 def test_between(): time.sleep(1.5)
 
 @KEPT
-def test_after_a_death(world): right(world)
+def test_after_a_death(world):
+    with open(f"before-{world.rank}", "w") as file:
+        file.write(f"{os.getpid()}")
+    right(world)
 
 @pytest.mark.world(3, reuse=True, deadline_s=40)
 @pytest.mark.parametrize("n", [0, 1])
@@ -147,7 +150,8 @@ def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
     ran = run_warm(tmp_path, SPOILED, "-W", "ignore", "--tb=short")
     assert "12 passed" in ran.stdout, ran.stdout
     for rank in range(3):
-        assert len(set((tmp_path / f"pid-{rank}").read_text().split())) == 1
+        (pid,) = set((tmp_path / f"pid-{rank}").read_text().split())
+        assert pid != (tmp_path / f"before-{rank}").read_text(), "its collectives wait too short"
 
 
 MANY = """
