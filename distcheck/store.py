@@ -171,9 +171,12 @@ class Store:
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
         """Writes the traces of a case, the rerun's last. Removes them again on an error.
 
+        Those that an earlier start of this run has left make room: it did not finish the case.
         Raises CannotRunError or OSError.
         """
         folder = self.folder / "traces" / saved.case.id
+        if self._run:
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True)
             job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)

@@ -281,10 +281,16 @@ class _Book:
             return
         fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
         size = sum(store.stored_bytes(fd) for fd in fds)
-        self._keep.write_finished(report)
-        if not self._keep.wants_trace(size, failed=report.verdict == "fail"):
-            return
-        saved = SavedCase(
+        try:
+            if self._keep.wants_trace(size, failed=report.verdict == "fail"):
+                self._keep.write_trace(self._pool, self._saved(run), fds)
+            # Last: what counts as finished is not run again, nor saved.
+            self._keep.write_finished(report)
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+
+    def _saved(self, run: CaseRun) -> SavedCase:
+        return SavedCase(
             case=run.case,
             facts=run.facts,
             planned=tuple(run.planned),
@@ -295,10 +301,6 @@ class _Book:
             environment=self._environment,
             digests=self._made[run.case.id].digests,
         )
-        try:
-            self._keep.write_trace(self._pool, saved, fds)
-        except (OSError, DistcheckError) as error:
-            self._note_failure(error)
 
     def report(self, *, interrupted: bool) -> Report:
         """The report over all cases; those that never finished are unknown."""

@@ -62,11 +62,13 @@ def render_text(report: Report, *, width: int) -> str:
 
 
 def summarize(report: Report) -> str:
-    """The verdict in one line: what did not pass first, and where."""
+    """The verdict in one line: what did not pass first, and where; or could not be saved."""
     case = next((c for c in report.cases if c.verdict != "pass"), report.cases[0])
     about = case.case
     text = f"{case.verdict.upper()} {about.strategy}, world {about.world}, {about.workload}"
     text += f" {about.dtype}"
+    if case.verdict == "pass" and report.save_error:
+        return f"{text}; {report.save_error}"
     if case.ranks_failed:
         first = next(o for o in case.outcomes if o.outcome != "finished")
         return f"{text}: rank {first.rank} {first.outcome}"

@@ -119,16 +119,28 @@ class Host:
             self._line.close()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tells the front. Raises RankLostError."""
+        """Tells the front, unless it has said that it is over. Raises RankLostError."""
         assert self._line is not None
+        if self._over is not None:  # it leaves, and what it may still hear changes nothing
+            return
         try:
             self._line.send(message)
         except ConnectionError:
-            raise RankLostError(_FRONT_ENDED) from None
+            if not self._heard_verdict():
+                raise RankLostError(_FRONT_ENDED) from None
         except OSError as error:
             raise RankLostError(
                 f"rank 0 can no longer be reached: {error.strerror or error}"
             ) from None
+
+    def _heard_verdict(self) -> bool:
+        """Whether a front that has closed the connection said first that it is over."""
+        assert self._line is not None
+        with contextlib.suppress(EOFError, OSError, msgspec.MsgspecError):
+            while self._over is None:
+                said = [x for x in self._line.receive() if isinstance(x, wire.Over)]
+                self._over = said[0] if said else None
+        return self._over is not None
 
     def _meet(self, *, error: str, patience_s: float) -> None:
         connection = meeting.connect(self._finder(patience_s), deadline_s=patience_s)

@@ -1,10 +1,12 @@
 """torchrun starts everything anew: what had been judged stays judged, other ranks are no answer."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.launchers.processes import (
     free_port,
     left_over,
     start,
+    start_warm,
 )
 from tests.launchers.test_one_machine import MODULE
 
@@ -54,6 +57,54 @@ def test_a_restart_takes_up_what_was_saved(tmp_path: Path) -> None:
     assert "judged before a restart" in str(notes[0])
     assert "judged before a restart" not in str(notes[1])
     assert "PASS" in out, out
+
+
+def starts(folder: Path, count: int) -> tuple[list[int], dict[str, Any]]:
+    """What torchrun's `count`-th start of a world of two comes to: exit codes, and the report."""
+    about = {
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "run-7", "TORCHELASTIC_RESTART_COUNT": str(count),
+        "TORCHELASTIC_ERROR_FILE": "error.json",
+    }  # fmt: skip
+    words = ["verify", *QUICK, "--save", "kept", "--json", "r.json"]
+    ends = finish([start_warm(words, folder, **about, RANK=str(n)) for n in range(2)])
+    return [code for code, _, _ in ends], json.loads((folder / "r.json").read_text())
+
+
+def test_a_case_is_finished_when_it_is_saved(tmp_path: Path) -> None:
+    """A start that lost a rank has left traces, or one was killed while it wrote them: they make
+    room. What could not be saved is run again, and why it failed is what torchrun is told.
+    """
+    kept = tmp_path / "kept"
+    assert starts(tmp_path, 0)[0] == [0, 0]
+    (finished,) = (kept / "finished").iterdir()
+    (traces,) = (kept / "traces").iterdir()
+
+    finished.unlink()
+    (traces / "about.json").write_text("of a start that was given up")
+    codes, report = starts(tmp_path, 1)
+    assert codes == [0, 0]
+    assert "judged before" not in str(report["cases"][0]["notes"])
+    assert finished.exists()
+    assert json.loads((traces / "about.json").read_text())
+
+    finished.unlink()
+    shutil.rmtree(kept / "traces")
+    (kept / "traces").touch()  # a file where a folder has to be
+    codes, report = starts(tmp_path, 2)
+    assert codes == [3, 3]
+    assert report["cases"][0]["verdict"] == "pass"
+    assert "could not be saved" in (tmp_path / "error.json").read_text()
+    assert not finished.exists()
+
+    (kept / "traces").unlink()
+    codes, report = starts(tmp_path, 3)
+    assert codes == [0, 0]
+    assert "judged before" not in str(report["cases"][0]["notes"])
+    assert (traces / "about.json").exists()
+    codes, report = starts(tmp_path, 4)
+    assert codes == [0, 0]
+    assert "judged before" in str(report["cases"][0]["notes"])
 
 
 FALLS_ASLEEP = """
