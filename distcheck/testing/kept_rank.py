@@ -41,6 +41,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             test, _ = messages.receive_with_fds(channel, KeptTest)
         except EOFError:
             return b""
+        before.destroy_left_groups()
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
@@ -132,7 +133,6 @@ class _Before:
     def put_back(self) -> Iterator[None]:
         """Puts all of it back after the block."""
         import torch
-        import torch.distributed as dist
 
         try:
             yield
@@ -148,8 +148,16 @@ class _Before:
             if torch.are_deterministic_algorithms_enabled() != self._deterministic:
                 # It imports much; only if it must.
                 torch.use_deterministic_algorithms(self._deterministic)
-            groups = dist.distributed_c10d._world.pg_map
-            left: list[Any] = [group for group in groups if group not in self._groups]
-            for group in left:
-                if group in groups:  # the default one takes the others along
-                    dist.destroy_process_group(group)
+
+    def destroy_left_groups(self) -> None:
+        """Destroys the groups that the last test left. Only now that the next one is here, and so
+        every rank through with the last: to destroy a group closes connections that a slower peer
+        may still be using, or making.
+        """
+        import torch.distributed as dist
+
+        groups = dist.distributed_c10d._world.pg_map
+        left: list[Any] = [group for group in groups if group not in self._groups]
+        for group in left:
+            if group in groups:  # the default one takes the others along
+                dist.destroy_process_group(group)

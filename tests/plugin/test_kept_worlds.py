@@ -154,6 +154,29 @@ def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
         assert pid != (tmp_path / f"before-{rank}").read_text(), "its collectives wait too short"
 
 
+SLOWER = """
+import datetime, time
+import pytest, torch
+import torch.distributed as dist
+
+@pytest.mark.world(2, reuse=True)
+@pytest.mark.parametrize("n", [0, 1])
+def test_one_is_through_first(world, n):
+    group = dist.new_group([0, 1])
+    if world.rank == 1:
+        time.sleep(0.3)
+        open_still = dist.irecv(torch.ones(1), 0, group=group)
+        with pytest.raises(RuntimeError, match="Timed out"):  # not: connection closed by peer
+            open_still.wait(datetime.timedelta(seconds=0.5))
+    assert len(dist.distributed_c10d._world.pg_map) == 2, "the last test's group is gone"
+"""
+
+
+def test_a_group_lives_until_the_last_rank_is_through_with_it(tmp_path: Path) -> None:
+    ran = run_warm(tmp_path, SLOWER, "-W", "ignore", "--tb=short")
+    assert "2 passed" in ran.stdout, ran.stdout
+
+
 MANY = """
 import os
 import pytest
