@@ -59,6 +59,13 @@ def is_victim(child: Child) -> bool:
     return bool(_LOST_PEER.search(child.raised.message))
 
 
+def _lost_its_peer_to_the_end(child: Child) -> bool:
+    """Whether a rank raised only because distcheck, which ends ranks one after another, had ended
+    its peer first. What it was in is what it had said before.
+    """
+    return child.cut_short and child.stacks is not None and is_victim(child)
+
+
 def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
     at = child.raised.at if child.raised is not None else 0.0
     if outcome.outcome == "raised":
@@ -70,7 +77,7 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     name, detail = _classify(child, hung=hung)
-    told = child.raised or child.stacks
+    told = child.stacks if _lost_its_peer_to_the_end(child) else child.raised or child.stacks
     return Outcome(
         rank=rank,
         outcome=name,
@@ -86,7 +93,8 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.lost:
         at = "" if child.progress is None else "at "
         return "lost", f"last heard of {at}{where}\n{child.lost}{_output(child)}"
-    if child.raised is not None:
+    outlived = _lost_its_peer_to_the_end(child)
+    if child.raised is not None and not outlived:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
         victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
@@ -100,7 +108,11 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
     woken = hung and child.late
-    if woken or (asked and (child.exit_signal == signal.SIGKILL or (died and child.shaken))):
+    if (
+        woken
+        or outlived
+        or (asked and (child.exit_signal == signal.SIGKILL or (died and child.shaken)))
+    ):
         # Where it hung is what was written first: once woken, it is somewhere else.
         told = None if woken and child.shaken else child.stacks
         stacks = told.text if told else _without_plumbing(child.low_level_stacks)

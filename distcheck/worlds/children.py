@@ -24,6 +24,7 @@ class Child:
     gone: bool = False
     lost: str = ""  # why nobody knows any more: its machine cannot be reached
     shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
+    cut_short: bool = False  # killed by distcheck before it had reported
     ended: bool = False  # by distcheck, since it did not answer
     released: bool = False  # told that it may leave, while it was there
     late: bool = False  # done only after it had been asked what keeps it, which can wake a rank

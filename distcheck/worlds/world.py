@@ -175,6 +175,7 @@ class World:
     def _kill(self) -> None:
         unreported = self._unreported()
         for child in unreported:
+            child.cut_short = True
             child.ended = self._phase is Phase.SHAKING
         self._signal(unreported, signal.SIGKILL)
         self._release_all()

@@ -164,6 +164,25 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
         assert "jobs.py" in waiting.detail
 
 
+@pytest.mark.parametrize("left", [{"exit_code": 1}, {"exit_signal": signal.SIGKILL}])
+@pytest.mark.parametrize("hung", [True, False])
+def test_a_rank_that_outlives_its_peers_by_a_moment_hung_where_it_said(
+    left: dict[str, int], hung: bool
+) -> None:
+    """Ranks are killed one after another, and the next one's collective then fails."""
+    child = RemoteChild(gone=True, **left)
+    child.take(messages.Stacks('File "mine.py", line 9 in sync', "all_reduce of [5], number 1"))
+    child.take(messages.Raised("RuntimeError", "Connection reset by peer", _FRAMES, 1.0, None))
+    assert blame.outcomes([child], hung=hung)[0].outcome == "raised"
+    child.cut_short = True
+    outcome = blame.outcomes([child], hung=hung)[0]
+    assert outcome.outcome == ("hung" if hung else "ended")
+    assert "line 9 in sync" in outcome.detail
+    assert "Connection reset" not in outcome.detail
+    child.take(messages.Raised("ValueError", "of its own", _FRAMES, 1.0, None))
+    assert blame.outcomes([child], hung=hung)[0].outcome == "raised"
+
+
 def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
     """What faulthandler reads while Python runs can be a segmentation fault."""
     assert_shaken(*hang(pool, "holds_the_lock", 2))
