@@ -59,11 +59,14 @@ def is_victim(child: Child) -> bool:
     return bool(_LOST_PEER.search(child.raised.message))
 
 
-def _lost_its_peer_to_the_end(child: Child) -> bool:
-    """Whether a rank raised only because distcheck, which ends ranks one after another, had ended
-    its peer first. What it was in is what it had said before.
+def _outlived_its_peers(child: Child) -> bool:
+    """Whether what ended a rank is that distcheck ended its world. Ranks are killed one after
+    another, and on a busy machine one that is left loses its peers first: it raises of that, or
+    the library that it waits in aborts it. What it was in is what it had said before.
     """
-    return child.cut_short and child.stacks is not None and is_victim(child)
+    asked = child.stacks is not None or child.ended
+    lost = is_victim(child) if child.raised is not None else child.exit_signal is not None
+    return child.cut_short and asked and lost
 
 
 def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
@@ -77,7 +80,8 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     name, detail = _classify(child, hung=hung)
-    told = child.stacks if _lost_its_peer_to_the_end(child) else child.raised or child.stacks
+    said = child.stacks if _outlived_its_peers(child) else None
+    told = said or child.raised or child.stacks
     return Outcome(
         rank=rank,
         outcome=name,
@@ -93,7 +97,7 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.lost:
         at = "" if child.progress is None else "at "
         return "lost", f"last heard of {at}{where}\n{child.lost}{_output(child)}"
-    outlived = _lost_its_peer_to_the_end(child)
+    outlived = _outlived_its_peers(child)
     if child.raised is not None and not outlived:
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
@@ -108,11 +112,8 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
     woken = hung and child.late
-    if (
-        woken
-        or outlived
-        or (asked and (child.exit_signal == signal.SIGKILL or (died and child.shaken)))
-    ):
+    killed = outlived or child.exit_signal == signal.SIGKILL
+    if woken or (asked and (killed or (died and child.shaken))):
         # Where it hung is what was written first: once woken, it is somewhere else.
         told = None if woken and child.shaken else child.stacks
         stacks = told.text if told else _without_plumbing(child.low_level_stacks)
@@ -120,7 +121,7 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         went_on = "\nwent on when it was asked, after the deadline" if woken else ""
         text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
         return ("hung" if hung else "ended"), text
-    if child.ended and child.exit_signal == signal.SIGKILL:
+    if child.ended and killed:
         text = f"{where}\n{_NO_ANSWER}{_output(child)}"
         return ("hung" if hung else "ended"), text
     if child.exit_signal is not None:

@@ -43,26 +43,57 @@ def test_a_timeout_of_ones_own_is_no_lost_peer(kind: str, lost: bool) -> None:
     assert blame.is_victim(child) == lost
 
 
-@pytest.mark.parametrize("left", [{"exit_code": 1}, {"exit_signal": signal.SIGKILL}])
+_SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in sync\n'
+
+
+_LOST = messages.Raised("RuntimeError", "Connection reset by peer", _FRAMES, 1.0, None)
+_ANSWER = messages.Stacks('File "mine.py", line 9 in sync', "all_reduce of [5], number 1")
+
+
+@pytest.mark.parametrize(
+    ("left", "without_the_kill"),
+    [
+        ([_LOST], "raised"),
+        ([], "killed"),  # as NCCL's watchdog does
+    ],
+)
 @pytest.mark.parametrize("hung", [True, False])
 def test_a_rank_that_outlives_its_peers_by_a_moment_hung_where_it_said(
-    left: dict[str, int], hung: bool
+    left: list[messages.Raised], without_the_kill: str, hung: bool
 ) -> None:
     """Ranks are killed one after another, and the next one's collective then fails."""
-    child = RemoteChild(gone=True, **left)
-    child.take(messages.Stacks('File "mine.py", line 9 in sync', "all_reduce of [5], number 1"))
-    child.take(messages.Raised("RuntimeError", "Connection reset by peer", _FRAMES, 1.0, None))
-    assert blame.outcomes([child], hung=hung)[0].outcome == "raised"
+    child = RemoteChild(gone=True, exit_signal=signal.SIGABRT)
+    for event in (_ANSWER, *left):
+        child.take(event)
+    assert blame.outcomes([child], hung=hung)[0].outcome == without_the_kill
     child.cut_short = True
     outcome = blame.outcomes([child], hung=hung)[0]
     assert outcome.outcome == ("hung" if hung else "ended")
-    assert "line 9 in sync" in outcome.detail
-    assert "Connection reset" not in outcome.detail
+    assert outcome.detail.endswith("line 9 in sync")
     child.take(messages.Raised("ValueError", "of its own", _FRAMES, 1.0, None))
     assert blame.outcomes([child], hung=hung)[0].outcome == "raised"
 
 
-_SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in sync\n'
+def test_a_rank_that_leaves_as_its_world_ends_has_left() -> None:
+    """That it said where it did so is not that it was asked."""
+    child = RemoteChild(gone=True, exit_code=7, cut_short=True)
+    child.take(_ANSWER)
+    assert blame.outcomes([child], hung=False)[0].outcome == "exited"
+
+
+@pytest.mark.parametrize(
+    ("heard", "told"), [("", "did not answer"), (_SAID, "line 3 in sync")], ids=["nothing", "low"]
+)
+def test_a_silent_rank_that_outlives_its_peers_hung_too(heard: str, told: str) -> None:
+    child = RemoteChild(gone=True, exit_code=1, shaken=True, heard_stacks=heard)
+    child.take(_LOST)
+    assert blame.outcomes([child], hung=True)[0].outcome == "raised"
+    child.cut_short = True
+    assert blame.outcomes([child], hung=True)[0].outcome == "raised"  # it was not asked in vain
+    child.ended = True
+    outcome = blame.outcomes([child], hung=True)[0]
+    assert outcome.outcome == "hung"
+    assert told in outcome.detail
 
 
 def test_a_rank_that_dies_of_being_shaken_was_hung() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import pytest
 from distcheck.records import Outcome
 from distcheck.worlds import blame
 from distcheck.worlds.child import _imported_since
+from distcheck.worlds.children import Child
 from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import run_until_over, start_job
 from distcheck.worlds.pool import Pool
@@ -125,6 +126,23 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
         )
         assert "not finished" in waiting.detail
         assert "jobs.py" in waiting.detail
+
+
+def test_a_hang_is_told_alike_where_ranks_are_killed_at_leisure(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where a rank's collective fails before its own turn comes."""
+    signal_all = World._signal
+
+    def one_by_one(self: World, children: Sequence[Child], number: int) -> None:
+        for child in children:
+            signal_all(self, [child], number)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(World, "_signal", one_by_one)
+    outcomes = hang(pool, "hangs", 3, culprit=1)[1]
+    assert [(o.rank, o.outcome) for o in outcomes] == [(1, "hung"), (0, "hung"), (2, "hung")]
+    assert all("not finished" in waiting.detail for waiting in outcomes[1:])
 
 
 def test_only_a_rank_that_cannot_answer_is_shaken(pool: Pool) -> None:
