@@ -4,7 +4,8 @@ lattice   bitwise, against the closed form
 X         bitwise, against the shards reduced in the declared order
 R         elementwise, within the rounding bound of any order (or, where a low-rank exchange is
           accepted, as a projection of the mean)
-S32, S64  per tensor, relative L2 norm against the whole batch in one process
+S32, S64  per tensor, relative L2 norm against the whole batch in one process (S32: where rounding
+          decides on which side of a kink a sample is, taken shard by shard)
 """
 
 from functools import partial
@@ -109,7 +110,33 @@ def _comparison(
     if full is None:
         return None
     tolerance = expectation.full_batch_tolerance(layer, index)
-    return partial(by_norm, expected=full, tolerance=tolerance)
+    against = partial(by_norm, expected=full, tolerance=tolerance)
+    return against if layer == "S64" else partial(_at_a_kink, against, expectation, tally, index)
+
+
+def _at_a_kink(
+    against: Compare,
+    expectation: StepExpectation,
+    tally: Tally,
+    index: int,
+    actual: torch.Tensor,
+) -> Comparison:
+    """As `against` the whole batch has it; what that refuses may be within the same tolerance of
+    the shards' mean, and that the whole batch's gradient in all but rounding: see full_batch.py.
+    """
+    found = against(actual)
+    mean = None if found.ok else expectation.shard_by_shard(index)
+    if mean is None:
+        return found
+    beside = by_norm(actual, mean, expectation.full_batch_tolerance("S32", index))
+    if not beside.ok or not expectation.shards_are_the_batch(index):
+        return found
+    tally.remark(
+        f"at step {expectation.step} rounding decides on which side of a kink (of a ReLU, of a "
+        "maximum) a sample is: what that changes is held against the whole batch shard by shard, "
+        "which in float64 is the same"
+    )
+    return beside
 
 
 def _remark_on_rank(expectation: StepExpectation, kept: list[float], tally: Tally) -> None:

@@ -35,6 +35,7 @@ class StepExpectation:
         self.ingredients, self.contract, self.trace = ingredients, contract, trace
         self.step = step
         self._references = references
+        self._in_double: StepExpectation | None = None
 
     @cached_property
     def headers(self) -> list[StepHeader]:
@@ -289,6 +290,34 @@ class StepExpectation:
         owed = torch.where(interval.mean.isfinite(), parts, interval.mean.to(parts.dtype))
         return torch.view_as_complex(owed) if full.is_complex() else owed
 
+    def shard_by_shard(self, index: int) -> torch.Tensor | None:
+        """S32, at a kink: `owed_by_full_batch` with the samples taken as the ranks take them, where
+        `shards_are_the_batch`; None where no shard has a gradient.
+        """
+        interval, full = self.interval(index), self.full_batch.gradients[index]
+        if interval is None or full is None:
+            return None
+        return torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
+
+    def shards_are_the_batch(self, index: int) -> bool:
+        """Whether the shards' mean is the whole batch's gradient, but for float32's rounding: in
+        float64 they are the same, within S64's tolerance, from the same parameters.
+        """
+        if self._references.told_apart:  # once is enough, and it is twice a step in float64
+            return False
+        references = self._references.in_double
+        given = (references.ingredients, self.contract, self.trace, references)
+        try:
+            self._in_double = self._in_double or StepExpectation(*given, self.step)
+            mean = self._in_double.shard_by_shard(index)
+            full = self._in_double.full_batch.gradients[index]
+            apart = math.inf if mean is None or full is None else float((mean - full).norm())
+            same = apart <= self._in_double.relative_to_batch("S64", index)
+        except Exception:  # theirs: not every workload computes in float64
+            same = False
+        self._references.told_apart = not same
+        return same
+
     @cached_property
     def _module_scales(self) -> dict[str, float]:
         names = [spec.name for spec in self.trace.layout.model.parameters]
@@ -301,14 +330,18 @@ class StepExpectation:
         R allows, and that mean from the whole batch by as much as an exact sum would: the two add
         up.
         """
-        name = self.trace.layout.model.parameters[index].name
-        samples = sum(len(header.ids) for header in self.headers)
-        scale = self._module_scales.get(name.rpartition(".")[0], 0.0)
-        tolerance = relative_tolerance(layer, samples) * scale
+        tolerance = self.relative_to_batch(layer, index)
         if self.contract.wire is None and not self.half_quanta:
             return tolerance
         interval = self.interval(index)
         return tolerance if interval is None else tolerance + float(interval.bound.norm())
+
+    def relative_to_batch(self, layer: str, index: int) -> float:
+        """The same of gradients that are neither rounded nor quantised on their way."""
+        name = self.trace.layout.model.parameters[index].name
+        samples = sum(len(header.ids) for header in self.headers)
+        scale = self._module_scales.get(name.rpartition(".")[0], 0.0)
+        return relative_tolerance(layer, samples) * scale
 
     @property
     def normalised_sizes(self) -> list[int]:

@@ -25,6 +25,17 @@ exact gradient of a bias in front of BatchNorm is zero. It is the sum of the sam
 enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
 the weight's norm, correct code was measured at up to 2e-6 in float32.)
 
+Both take the gradient for a smooth function of what is rounded. It is none at a kink (a ReLU at 0,
+a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its own
+rounding error, other kernels' blocking may put a sample on the other side than its shard did, and
+that sample's whole share of the gradient comes or goes, however small the rounding was. Both are
+right. So a gradient that S32 refuses is held, within the same tolerance, against the mean of the
+shards' gradients, each computed again in one process, provided that this mean *is* the whole
+batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
+a kink is undecided 2^29 times more seldom, and whatever else could set shards apart from the whole
+batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
+float32. Small networks over few samples were seen to need this once in some hundred runs.
+
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
 
