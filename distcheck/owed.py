@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.contract import Contract
+from distcheck.mistakes import SENSITIVITY
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 
 
@@ -93,6 +94,11 @@ class Owed:
         tensors = (*self._model.parameters, *self._model.buffers)
         elements = sum(t.elements for t in tensors) * self._case.world
         return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
+
+    def sensitivity(self) -> PlannedCheck:
+        """Which mistakes would have shown; how much was compared is the other checks' to say."""
+        owed = Compared(ranks=self._with_data)
+        return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", owed=owed)
 
     def rerun(self) -> PlannedCheck:
         """Everything that a rank records, in a second world."""

@@ -336,6 +336,8 @@ def plan_checks(
     compared = (*model.parameters, *model.parameters, *replicas)
     if not local_sgd:
         planned.append(owes.check("agreement", "-", compared))
+    if len(case.with_data) > 1 and (gradient_layers or local_sgd):
+        planned.append(owes.sensitivity())
     if case.rerun:
         planned.append(owes.rerun())
     note = _fallback_note(case, facts, sizes, calibration_failure)

@@ -8,6 +8,7 @@ import msgspec
 
 from distcheck.aggregates import Aggregates
 from distcheck.errors import ExitCode, VerdictError
+from distcheck.mistakes import Shown
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
@@ -212,7 +213,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check said about one layer of expectation of one case."""
+    """What one check said about one layer of expectation of one case.
+
+    `shown` says of each tensor which mistakes its comparison would have shown, where the check asks
+    that. What could show none does not count as compared, and is counted in `insensitive`.
+    """
 
     check: str
     layer: str
@@ -222,6 +227,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     first: Difference | None = None
     reason: str = ""
     aggregates: Aggregates = Aggregates()
+    shown: dict[str, Shown] = {}
+    insensitive: Compared = Compared()
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

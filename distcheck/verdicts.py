@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from distcheck import acceptance, diagnosis
+from distcheck import acceptance, diagnosis, sensitivity
 from distcheck.aggregates import merge_aggregates
 from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
+from distcheck.mistakes import SENSITIVITY
 from distcheck.owed import PlannedCheck
 from distcheck.records import (
     Case,
@@ -112,10 +113,14 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
     parts: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
     for result in run.results:
         parts[result.check, result.layer].append(result)
-    results = []
+    results: list[CheckResult] = []
     for planned in run.planned:
         if planned.scope == "front":
-            results.append(_outcome_check(planned, outcomes))
+            if planned.check == SENSITIVITY:
+                shown = sensitivity.judge(run.case, results, if_none=_why_not_judged(outcomes))
+                results.append(hold_against(shown, planned.owed))
+            else:
+                results.append(_outcome_check(planned, outcomes))
             continue
         found = parts.get((planned.check, planned.layer))
         if found:
@@ -131,7 +136,8 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
                 verdict="unknown",
                 reason=_why_not_judged(outcomes),
             )
-        held = _with_note(hold_against(merged, planned.owed), planned.note)
+        held = sensitivity.of_check(hold_against(merged, planned.owed))
+        held = _with_note(held, planned.note)
         results.append(_of_what_was_accepted(run.case, held))
     return results
 

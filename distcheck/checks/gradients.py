@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from distcheck.acceptance import COMPRESSED
+from distcheck.checks import sensitivity
 from distcheck.checks.comparison import Comparison, Place, bitwise, by_norm, equal_numbers, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.lattice_tensors import as_tensor
@@ -36,6 +37,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             tally.remark(expectation.lost)
         kept: list[float] = []
         for index, spec in enumerate(evidence.trace.layout.model.parameters):
+            _note_sensitivity(evidence, expectation, tally, index)
             match_ranks(
                 tally,
                 evidence.trace,
@@ -50,6 +52,24 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         _remark_on_rank(expectation, kept, tally)
         if tally.layer in ("S32", "S64"):
             _remark_on_full_batch(expectation, tally)
+
+
+def _note_sensitivity(
+    evidence: Evidence, expectation: StepExpectation, tally: Tally, index: int
+) -> None:
+    """Which of the simplest mistakes the comparison that follows would show."""
+    if tally.layer == "R" and _is_low_rank(expectation):
+        found = sensitivity.of_projection(evidence, expectation, index)
+    else:
+        found = sensitivity.of_mean(evidence, expectation, tally.layer, index)
+    if found is not None:
+        name = evidence.trace.layout.model.parameters[index].name
+        tally.would_show(found, parameter=name, step=expectation.step)
+
+
+def _is_low_rank(expectation: StepExpectation) -> bool:
+    accepted = expectation.accepted
+    return accepted is not None and accepted.family == "low-rank"
 
 
 def _compare_own(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
@@ -71,7 +91,7 @@ def _compare_own(evidence: Evidence, expectation: StepExpectation, tally: Tally)
 def _comparison(
     expectation: StepExpectation, tally: Tally, index: int, spec: TensorSpec, kept: list[float]
 ) -> Compare | None:
-    layer, accepted = tally.layer, expectation.accepted
+    layer = tally.layer
     if layer == "lattice":
         return partial(
             equal_numbers, expected=as_tensor(spec, expectation.lattice.synced[spec.name])
@@ -79,7 +99,7 @@ def _comparison(
     if layer == "X":
         exact = expectation.order_exact[index]
         return None if exact is None else partial(bitwise, expected=exact)
-    if layer == "R" and accepted is not None and accepted.family == "low-rank":
+    if layer == "R" and _is_low_rank(expectation):
         given = expectation.carried(index)
         if given is None:
             return None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from distcheck.mistakes import merge_shown
 from distcheck.records import (
     CheckResult,
     Compared,
@@ -32,19 +33,50 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
     worst = max(
         (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
     )
+    shown = merge_shown([part.shown for part in parts])
+    compared = _added([part.compared for part in parts])
+    if shown:  # a tensor may count at the steps of one part alone
+        tensors = sum(found.counts for found in shown.values())
+        compared = msgspec.structs.replace(compared, tensors=max(tensors, compared.tensors))
     return CheckResult(
         check=parts[0].check,
         layer=parts[0].layer,
         verdict=merge_verdicts(verdicts),
-        compared=Compared(
-            tensors=max(part.compared.tensors for part in parts),
-            elements=sum(part.compared.elements for part in parts),
-            ranks=max(part.compared.ranks for part in parts),
-            steps=sum(part.compared.steps for part in parts),
-        ),
+        compared=compared,
+        insensitive=_insensitive(parts, compared),
+        shown=shown,
         worst=worst,
         first=first.first if first else None,
         reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+    )
+
+
+def _added(parts: Sequence[Compared]) -> Compared:
+    """Of disjoint sets of steps."""
+    return Compared(
+        tensors=max(part.tensors for part in parts),
+        elements=sum(part.elements for part in parts),
+        ranks=max(part.ranks for part in parts),
+        steps=sum(part.steps for part in parts),
+    )
+
+
+def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
+    """What was only looked at, besides what was compared at some step."""
+    looked_at = [
+        Compared(
+            tensors=part.compared.tensors + part.insensitive.tensors,
+            elements=part.insensitive.elements,
+            ranks=part.compared.ranks + part.insensitive.ranks,
+            steps=part.insensitive.steps,
+        )
+        for part in parts
+    ]
+    both = _added(looked_at)
+    return msgspec.structs.replace(
+        both,
+        tensors=max(0, both.tensors - compared.tensors),
+        ranks=max(0, both.ranks - compared.ranks),
     )
 
 
@@ -63,16 +95,17 @@ def earliest_failure(results: Sequence[CheckResult]) -> CheckResult | None:
 
 
 def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
-    """A pass that compared less than it owes is no pass: unknown, with what is missing."""
+    """A pass that looked at less than the plan asks for is unknown, with what is missing."""
     if result.verdict != "pass":
         return result
+    compared, insensitive = result.compared, result.insensitive
     missing = [
         f"{have:,} of {want:,} {what}"
         for what, have, want in (
-            ("tensors", result.compared.tensors, owed.tensors),
-            ("elements", result.compared.elements, owed.elements),
-            ("ranks", result.compared.ranks, owed.ranks),
-            ("steps", result.compared.steps, owed.steps),
+            ("tensors", compared.tensors + insensitive.tensors, owed.tensors),
+            ("elements", compared.elements + insensitive.elements, owed.elements),
+            ("ranks", compared.ranks + insensitive.ranks, owed.ranks),
+            ("steps", compared.steps + insensitive.steps, owed.steps),
         )
         if have < want
     ]

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from distcheck.checks import sensitivity
 from distcheck.checks.comparison import bitwise, equal_numbers, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.lattice_tensors import as_tensor
@@ -109,6 +110,11 @@ def _compare_average(evidence: Evidence, expectation: StepExpectation, tally: Ta
     for index, alike in enumerate(zip(*updates, strict=True)):
         present = [tensor for tensor in alike if tensor is not None]
         mean = mean_of(present)
+        before = evidence.trace.tensor(evidence.ranks[0], Kind.PARAMETER, step, index)
+        found = sensitivity.of_average(evidence.ranks, present, mean.bound, before)
+        if found is not None:
+            name = evidence.trace.layout.model.parameters[index].name
+            tally.would_show(found, parameter=name, step=step)
         match_ranks(
             tally,
             evidence.trace,

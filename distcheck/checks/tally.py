@@ -3,7 +3,35 @@
 from distcheck.checks.comparison import Comparison, Place
 from distcheck.checks.merging import share_of_bound
 from distcheck.checks.sums import Sums
+from distcheck.mistakes import Shown, both
 from distcheck.records import CheckResult, Compared, Difference, number
+
+
+class _Counts:
+    """Distinct tensors, ranks and steps, and elements over all of them."""
+
+    def __init__(self) -> None:
+        self.tensors: set[str] = set()
+        self.ranks: set[int] = set()
+        self.steps: set[int] = set()
+        self.elements = 0
+
+    def add(self, parameter: str, rank: int, step: int, elements: int) -> None:
+        if parameter:
+            self.tensors.add(parameter)
+        self.ranks.add(rank)
+        self.steps.add(step)
+        self.elements += elements
+
+    def compared(self, *, besides: "_Counts | None" = None) -> Compared:
+        """How many; of tensors, ranks and steps those that are not among `besides`."""
+        other = besides or _Counts()
+        return Compared(
+            tensors=len(self.tensors - other.tensors),
+            elements=self.elements,
+            ranks=len(self.ranks - other.ranks),
+            steps=len(self.steps - other.steps),
+        )
 
 
 class Tally:
@@ -12,18 +40,26 @@ class Tally:
     def __init__(self, check: str, layer: str) -> None:
         self.check = check
         self.layer = layer
-        self._tensors: set[str] = set()
-        self._ranks: set[int] = set()
-        self._steps: set[int] = set()
-        self._elements = 0
+        self._counts, self._insensitive_counts = _Counts(), _Counts()
+        self._shown: dict[str, Shown] = {}
+        self._insensitive: set[tuple[str, int]] = set()
         self._failed = False
         self._worst: Difference | None = None
         self._first: Difference | None = None
         self._reasons: list[str] = []
         self.sums = Sums()
 
+    def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
+        """Notes, before a tensor is compared at a step, which mistakes that would show."""
+        before = self._shown.get(parameter)
+        self._shown[parameter] = found if before is None else both(before, found)
+        if not found.counts:
+            self._insensitive.add((parameter, step))
+
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
         """Takes in the comparison of one tensor of one rank at one step."""
+        if not comparison.ok:
+            self._insensitive.discard((parameter, step))
         self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)
         self.sums.add(comparison, parameter=parameter, rank=rank, step=step)
         if comparison.worst is not None:
@@ -35,12 +71,11 @@ class Tally:
                 self._first = _difference(place, parameter, rank, step)
 
     def count(self, *, parameter: str, rank: int, step: int, elements: int) -> None:
-        """Notes that something was compared."""
-        if parameter:
-            self._tensors.add(parameter)
-        self._ranks.add(rank)
-        self._steps.add(step)
-        self._elements += elements
+        """Notes that something was compared, or looked at where it could show no mistake."""
+        counts = (
+            self._insensitive_counts if (parameter, step) in self._insensitive else self._counts
+        )
+        counts.add(parameter, rank, step, elements)
 
     def fail(
         self,
@@ -85,12 +120,9 @@ class Tally:
             check=self.check,
             layer=self.layer,
             verdict="fail" if self._failed else "pass",
-            compared=Compared(
-                tensors=len(self._tensors),
-                elements=self._elements,
-                ranks=len(self._ranks),
-                steps=len(self._steps),
-            ),
+            compared=self._counts.compared(),
+            insensitive=self._insensitive_counts.compared(besides=self._counts),
+            shown=self._shown,
             worst=self._worst,
             first=self._first,
             reason="; ".join(dict.fromkeys(self._reasons)),

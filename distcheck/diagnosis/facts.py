@@ -108,6 +108,10 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     alone means are made, numbered from 0. `ranks` [W] has the numbers that they had in the world
     that was run (empty: the same), which words about them take from `number`.
 
+    `total` counts the parameters that are wrong, and of the others those whose mean is not every
+    rank's own gradient as well: what is zero everywhere says nothing of an exchange, and is
+    counted in `silent`.
+
     `shares` [W] are n_r / N. `left_norms` [W] are the norms of all that backward left on each
     rank. `left_factors` [W] say what multiple of the shard's gradient that was as far as it was
     recorded (None: not seen, or no multiple). `alike` are groups of ranks whose gradients agree
@@ -125,6 +129,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unit: float
     parameters: tuple[ParameterFacts, ...]
     total: int
+    silent: int = 0  # parameters besides, which say nothing of an exchange
     fits: tuple[Fit, ...]
     left_norms: Vector
     left_factors: tuple[float | None, ...]

@@ -26,9 +26,11 @@ def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
 
 
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
-    """`all 6 parameters`, or their names."""
+    """`all 6 parameters`, or their names; of those, that could show a missing exchange."""
     if len(parameters) == step.total:
-        return f"all {step.total} parameters" if step.total > 1 else "the only parameter"
+        which = f" that could show it ({step.silent} could not)" if step.silent else ""
+        what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
+        return what + which
     names = [parameter.name for parameter in parameters]
     shown = ", ".join(names[:6])
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""

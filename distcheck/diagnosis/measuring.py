@@ -69,6 +69,7 @@ class StepMeasuring:
         matches: tuple[Match, ...] = ()
         if wrong:
             matches = tuple(matches_of(self._expectation, self._earlier, measured, step_gamma))
+        telling = [m for m in measured if m.wrong or self._tells_own_from_mean(m)]
         return StepFacts(
             step=self._step,
             ranks=self._trace.ranks,
@@ -76,7 +77,8 @@ class StepMeasuring:
             gamma=step_gamma,
             unit=unit,
             parameters=parameters,
-            total=len(measured),
+            total=len(telling),
+            silent=len(measured) - len(telling),
             fits=tuple(self._fit(parameters, rank, step_gamma) for rank in self._ranks)
             if parameters
             else (),
@@ -133,6 +135,16 @@ class StepMeasuring:
             if not bool(((result - interval.mean).abs() <= interval.bound).all()):
                 wrong.append(rank)
         return replace(one, wrong=tuple(wrong))
+
+    def _tells_own_from_mean(self, measured: Measured) -> bool:
+        """Whether a rank's own gradient is not the mean as well, as it is where all are zero: there
+        a gradient that is right says nothing of the exchange.
+        """
+        interval = measured.interval
+        return any(
+            not bool(((measured.left(rank) - interval.mean).abs() <= interval.bound).all())
+            for rank in self._ranks
+        )
 
     def _own_unit(self, measured: Measured) -> float:
         """The unit roundoff of one parameter's dtype: models may hold several."""

@@ -1,6 +1,7 @@
 """All expectations of one step, each computed when a check first asks for it."""
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -19,6 +20,8 @@ from distcheck.ranks.training import Ingredients
 from distcheck.records import LossName
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import StepHeader, TraceReader
+
+Take = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StepExpectation:
@@ -66,7 +69,7 @@ class StepExpectation:
             ready_order=self.trace.header(0, self._ordering_step).ready_order,
             like=self.parameters,
         )
-        scale = self._loss_scales[0]  # taken back after the exchange, which a power of two may be
+        scale = self.loss_scales[0]  # taken back after the exchange, which a power of two may be
         return reduced if scale == 1.0 else [g if g is None else g / scale for g in reduced]
 
     @property
@@ -88,7 +91,13 @@ class StepExpectation:
         return resumed if resumed is not None and self.step >= resumed else 0
 
     def interval(
-        self, index: int, *, wire: str | None = None, loss: LossName | None = None
+        self,
+        index: int,
+        *,
+        wire: str | None = None,
+        loss: LossName | None = None,
+        take: Take | None = None,
+        parts: Sequence[torch.Tensor | None] | None = None,
     ) -> Interval | None:
         """R: mean and bound of one parameter's gradient; None where no rank has a gradient.
 
@@ -96,15 +105,23 @@ class StepExpectation:
         the same exchange would have to give here to be right under another loss contract: there
         rank r's gradient would be f'_r / f_r times as large, with f and f' what either multiplies
         its loss by, so here the ranks count f_r / f'_r times their share.
+
+        `take` picks the elements that are of interest; `parts` are the ranks' own gradients, where
+        they need not be computed again.
         """
-        parts = [shard.gradients[index] for shard in self.shards]
+        if parts is None:
+            parts = [shard.gradients[index] for shard in self.shards]
         present = [part for part in parts if part is not None]
         if not present:
             return None
         filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
+        magnitudes = self._magnitudes(index, like=filled[0])
+        if take is not None:
+            filled = [take(part) for part in filled]
+            magnitudes = None if magnitudes is None else [take(part) for part in magnitudes]
         scaled = loss is not None or any(factor != 1.0 for factor in self._loss_factors)
         wire = wire or self.contract.wire
-        shares = self._shares
+        shares = self.shares
         if loss is not None:
             here, there = self._declared(self.ingredients.case.loss), self._declared(loss)
             shares = [s * f / other for s, f, other in zip(shares, here, there, strict=True)]
@@ -114,7 +131,7 @@ class StepExpectation:
             rescaled=scaled,
             wire=None if wire is None else getattr(torch, wire),
             passes=self.ingredients.training.accumulate,
-            magnitudes=self._magnitudes(index, like=filled[0]),
+            magnitudes=magnitudes,
         )
         if not self.half_quanta:
             return found
@@ -198,12 +215,12 @@ class StepExpectation:
     @property
     def unscaled(self) -> list[float]:
         """What each rank's shard gradients must be divided by to be its mean loss's gradients."""
-        found = zip(self.weights, self._loss_factors, self._loss_scales, strict=True)
+        found = zip(self.weights, self._loss_factors, self.loss_scales, strict=True)
         by_loss = self.contract.weighting == "loss"
         return [weight * scale if by_loss else factor for weight, factor, scale in found]
 
     @cached_property
-    def _loss_scales(self) -> list[float]:
+    def loss_scales(self) -> list[float]:
         """What a GradScaler has multiplied each rank's loss by."""
         ranks = range(self.trace.layout.world)
         return [loss_scale(self.ingredients, self.trace, rank, self.step) for rank in ranks]
@@ -218,7 +235,7 @@ class StepExpectation:
             factor * scale * (header.loss_factor if observed else 1.0)
             for factor, scale, header in zip(
                 self._declared(self.ingredients.case.loss),
-                self._loss_scales,
+                self.loss_scales,
                 self.headers,
                 strict=True,
             )
@@ -246,11 +263,11 @@ class StepExpectation:
         return f"the loss of {ranks} is multiplied by {by}, from which no gradient comes back"
 
     @property
-    def _shares(self) -> list[float]:
+    def shares(self) -> list[float]:
         """What each rank's shard gradient counts for in the mean over all samples."""
         world = len(self.weights)
         if self.contract.weighting == "loss":
-            return [1.0 / scale / world for scale in self._loss_scales]
+            return [1.0 / scale / world for scale in self.loss_scales]
         pairs = zip(self.weights, self._loss_factors, strict=True)
         return [weight / factor / world if factor else math.nan for weight, factor in pairs]
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import UsageError
+from distcheck.mistakes import MISTAKES
 from distcheck.records import (
     Allowance,
     CaseReport,
@@ -19,6 +20,7 @@ from distcheck.reports.aggregated import as_keys
 from distcheck.reports.wording import describe_place
 
 SCHEMA = "distcheck.report/1"
+_MOST_SILENT = 256  # tensors that are named
 
 
 def render_json(report: Report) -> str:
@@ -160,7 +162,31 @@ def _check(result: CheckResult) -> dict[str, Any]:
         "worst": None if result.worst is None else _difference(result.worst),
         "first": None if result.first is None else _difference(result.first),
         "reason": reason,
+        **({"sensitivity": _sensitivity(result)} if result.shown else {}),
         **as_keys(result),
+    }
+
+
+def _sensitivity(result: CheckResult) -> dict[str, Any]:
+    """Which tensors would have shown which of the simplest mistakes."""
+    tensors = result.shown
+    mistakes = {}
+    for name in MISTAKES:
+        possible = {tensor: one.shown[name] for tensor, one in tensors.items() if name in one.shown}
+        if possible:
+            most = max(map(len, possible.values()))
+            silent = [tensor for tensor, ranks in possible.items() if len(ranks) < max(1, most)]
+            mistakes[name] = {
+                "tensors": len(possible) - len(silent),
+                "of": len(possible),
+                "not_in": silent[:_MOST_SILENT],
+            }
+    return {
+        "mistakes": mistakes,
+        "wrong_factor": {
+            name: one.scale for name, one in list(tensors.items())[:_MOST_SILENT] if one.counts
+        },
+        "no_mistake_shows_in": [n for n, one in tensors.items() if not one.counts][:_MOST_SILENT],
     }
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from distcheck.checks.merging import earliest_failure, merge_results
 from distcheck.errors import ExitCode
+from distcheck.mistakes import SENSITIVITY
 from distcheck.records import (
     CaseReport,
     CheckResult,
@@ -28,6 +29,7 @@ from distcheck.reports.wording import (
     count,
     describe_accepted,
     describe_place,
+    describe_sensitivity,
     describe_worst,
 )
 
@@ -212,9 +214,9 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
         f"{result.check} {result.layer}: {result.reason}"
         for case in cases
         for result in case.checks
-        if result.verdict == "pass" and result.reason
+        if result.verdict == "pass" and result.reason and result.check != SENSITIVITY
     ]
-    return list(dict.fromkeys([*notes, *said]))
+    return list(dict.fromkeys([*notes, *said, *describe_sensitivity(cases)]))
 
 
 def _print_failure(case: CaseReport, console: Console) -> None:

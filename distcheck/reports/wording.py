@@ -1,6 +1,9 @@
 """Phrases that every format uses."""
 
-from distcheck.records import Allowance, CheckResult, Difference, Number
+from collections.abc import Iterator, Sequence
+
+from distcheck.mistakes import SENSITIVITY, scales
+from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Number
 
 
 def describe_place(difference: Difference) -> str:
@@ -38,6 +41,27 @@ def describe_accepted(allowance: Allowance) -> str:
     """What was accepted, what is owed instead, and what a pass no longer shows."""
     lost = "; ".join(allowance.not_owed)
     return f"accepted: {allowance.kind} {allowance.widened}; not owed: {lost}"
+
+
+def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
+    """What cases that passed would have shown; those of which the same is true in one sentence."""
+    alike: dict[str, list[str]] = {}
+    factors = []
+    for case in cases:
+        name = f"{case.case.workload} {case.case.dtype}"
+        for result in case.checks:
+            if result.check == SENSITIVITY and result.verdict == "pass":
+                alike.setdefault(result.reason, []).append(name)
+                found = scales(result.shown)
+                if found is not None and not case.case.accept:
+                    factors.append(f"{found[1]:.1e} in {name}")
+    for sentence, names in alike.items():
+        yield f"{SENSITIVITY}: in {', '.join(names)} {sentence}"
+    if factors:
+        yield (
+            f"{SENSITIVITY}: every tensor that counts would have shown a factor that is wrong by "
+            f"{', '.join(factors)}, or more"
+        )
 
 
 def count(number: int) -> str:

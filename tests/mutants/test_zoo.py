@@ -11,6 +11,7 @@ from tests.mutants import Mutant, everything
 from tests.mutants.causes import CAUSES
 
 ALL = everything()
+BLINDS = {"SameDataOnEveryRank"}  # under which a missing sync would not show
 
 
 def _parameter(mutant: Mutant) -> object:
@@ -31,8 +32,8 @@ def test_mutant_is_caught(mutant: Mutant) -> None:
     if mutant.exit_code == 1:
         firsts = [r.first for r in results if r.verdict == "fail"]
         assert min(first.step for first in firsts if first is not None) == mutant.step
-        unknown = [r for r in results if r.verdict == "unknown"]
-        assert not unknown
+        unknown = [r.check for r in results if r.verdict == "unknown"]
+        assert unknown == (["sensitivity"] if mutant.name in BLINDS else [])
 
 
 def test_every_mutant_says_what_it_is_called() -> None:

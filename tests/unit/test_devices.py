@@ -127,6 +127,6 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
     assert against.layers == ("S32",)
     assert {check for check, _ in checks(against, Contract())} == {
-        "outcome", "data", "initial state", "gradients", "loss", "agreement",
+        "outcome", "data", "initial state", "gradients", "loss", "agreement", "sensitivity",
     }  # fmt: skip
     assert check_case(against) == against, "it can be replayed"

@@ -1,0 +1,98 @@
+"""The simplest mistakes of a gradient exchange, and which of them a check would show. No torch.
+
+What each leaves, and when a comparison shows it, is in `checks/simplest_mistakes.py`; what follows
+for the verdict is in `sensitivity.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+SENSITIVITY = "sensitivity"  # the name of the check
+
+
+class Mistake(msgspec.Struct, frozen=True, kw_only=True):
+    """`says` completes "would have shown ..."; `of_ranks`: each rank may make it, and is counted by
+    itself; `of_exchange`: it is made with what one step exchanges of one tensor.
+    """
+
+    says: str
+    of_ranks: bool = False
+    of_exchange: bool = True
+
+
+MISTAKES: Mapping[str, Mistake] = {
+    "no-sync": Mistake(says="a missing sync", of_ranks=True),
+    "lost-rank": Mistake(says="a lost rank", of_ranks=True),
+    "doubled-rank": Mistake(says="a rank that is added twice", of_ranks=True),
+    "times-world": Mistake(says="a missing division"),
+    "divided-by-world": Mistake(says="a second division"),
+    "stale": Mistake(says="a gradient that is a step old", of_exchange=False),
+    "other-parameter": Mistake(
+        says="the gradient of another parameter of the same shape", of_exchange=False
+    ),
+}
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the comparison of one tensor would have shown, over some steps.
+
+    shown  mistake to the ranks for which it shows, `(0,)` for one that is not a single rank's; a
+           mistake that could not be made (no step before, no other parameter) is not there
+    scale  the smallest relative error of a factor that shows; "inf" where none does
+    zero   every rank's gradient is zero, or absent, at every step
+    alike  every rank's gradient is the same, at every step
+    steps  at how many steps a mistake in the exchange would have shown
+    """
+
+    shown: dict[str, tuple[int, ...]]
+    scale: float | str
+    zero: bool
+    alike: bool
+    steps: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether any mistake in the exchange would have shown."""
+        return self.steps > 0
+
+
+NOTHING = Shown(
+    shown={name: () for name, mistake in MISTAKES.items() if mistake.of_exchange},
+    scale="inf",
+    zero=True,
+    alike=True,
+    steps=0,
+)
+
+
+def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
+    """One by tensor out of those for disjoint sets of steps."""
+    merged: dict[str, Shown] = {}
+    for part in parts:
+        for name, found in part.items():
+            merged[name] = both(merged[name], found) if name in merged else found
+    return merged
+
+
+def both(one: Shown, two: Shown) -> Shown:
+    """What a tensor shows over two disjoint sets of steps."""
+    names = dict.fromkeys([*one.shown, *two.shown])
+    return Shown(
+        shown={
+            name: tuple(sorted({*one.shown.get(name, ()), *two.shown.get(name, ())}))
+            for name in names
+        },
+        scale=min(one.scale, two.scale, key=float),
+        zero=one.zero and two.zero,
+        alike=one.alike and two.alike,
+        steps=one.steps + two.steps,
+    )
+
+
+def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
+    """From which relative error on a wrong factor would have shown: in the most sensitive tensor,
+    and in every tensor that could show a mistake. None where none could.
+    """
+    found = sorted(float(one.scale) for one in shown.values() if one.counts)
+    return (found[0], found[-1]) if found else None
