@@ -215,6 +215,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been loaded within; then there is nothing to hold its state against.
     draws = draws or not seeds.library_states().startswith(libraries_before)
+    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
     layout = describe_model(ingredients, model)
     return CaseFacts(
         contract=Contract(),
@@ -229,7 +230,27 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         rows_apart=normalises and _rows_apart(ingredients, model, norms),
         rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
+        kinds=_kinds(model),
+        groups=_groups(ingredients, model),
+        schedule=hasattr(ingredients.loaded.workload, "schedule"),
+        frozen=frozen,
     )
+
+
+def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
+    """The classes of the modules that hold a parameter or a buffer themselves."""
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    }
+    return tuple(sorted(found))
+
+
+def _groups(ingredients: Ingredients, model: torch.nn.Module) -> int:
+    """How many groups of parameters the workload's optimizer has; people's own may have none."""
+    optimizer = ingredients.loaded.workload.optimizer(model.parameters())
+    return len(getattr(optimizer, "param_groups", ())) or 1
 
 
 def _check_statistics(case: Case, model: torch.nn.Module) -> None:

@@ -61,6 +61,10 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     own_backward: bool = False
     own_update: bool = False
     training: Training = Training()  # what the workload wants of the loop
+    kinds: tuple[str, ...] = ()  # classes of the modules that hold parameters or buffers
+    groups: int = 1  # of the optimizer's parameters
+    schedule: bool = False  # whether the workload changes its optimizer from step to step
+    frozen: int = 0  # parameters that do not train when the model is built
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

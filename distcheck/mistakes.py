@@ -41,6 +41,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
            mistake that could not be made (no step before, no other parameter) is not there
     scale  the smallest relative error of a factor that shows; "inf" where none does
     zero   every rank's gradient is zero, or absent, at every step
+    absent, absent_on_some, zero_on_some  at some step no rank had a gradient; some ranks had none
+           while others had one; some ranks' was zero while others' was not
     alike  every rank's gradient is the same, at every step
     steps  at how many steps a mistake in the exchange would have shown
     """
@@ -50,6 +52,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     zero: bool
     alike: bool
     steps: int
+    absent: bool = False
+    absent_on_some: bool = False
+    zero_on_some: bool = False
 
     @property
     def counts(self) -> bool:
@@ -63,6 +68,7 @@ NOTHING = Shown(
     zero=True,
     alike=True,
     steps=0,
+    absent=True,
 )
 
 
@@ -87,6 +93,9 @@ def both(one: Shown, two: Shown) -> Shown:
         zero=one.zero and two.zero,
         alike=one.alike and two.alike,
         steps=one.steps + two.steps,
+        absent=one.absent or two.absent,
+        absent_on_some=one.absent_on_some or two.absent_on_some,
+        zero_on_some=one.zero_on_some or two.zero_on_some,
     )
 
 

@@ -249,8 +249,34 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     not_owed: tuple[str, ...]
 
 
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case had in it, as far as a pass depends on it.
+
+    worlds    how many worlds ran: 2 with a rerun
+    tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
+              `depth` the most modules that one of them is nested in
+    kinds     the classes of the modules that hold parameters or buffers
+    features  names of what else it had; `distcheck.contents` lists them
+    """
+
+    world: int
+    backend: str
+    device: str
+    dtype: str
+    steps: int
+    worlds: int
+    tensors: int
+    most_elements: int
+    most_dimensions: int
+    depth: int
+    kinds: tuple[str, ...]
+    features: tuple[str, ...]
+
+
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A case, how its ranks ended, and what every check said."""
+    """A case, how its ranks ended, and what every check said; `contents` is None where it was given
+    up before it was looked at.
+    """
 
     case: Case
     strategy_file: str
@@ -263,6 +289,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""
     notes: tuple[str, ...] = ()
     accepted: Allowance | None = None
+    contents: Contents | None = None
 
     @property
     def ranks_failed(self) -> bool:
@@ -320,13 +347,15 @@ class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over all cases. `distcheck.reports` turns it into text or JSON.
 
-    `left_out` holds the cases that have nothing to show for their strategy, each with the reason.
+    `left_out` holds the cases that have nothing to show for their strategy, each with the reason;
+    `not_shown` what a pass of the others does not show.
     """
 
     environment: dict[str, Any]
     cases: tuple[CaseReport, ...]
     plan: RunPlan | None = None
     left_out: dict[str, str] = {}
+    not_shown: tuple[str, ...] = ()
     since_green: SinceGreen | None = None
     saved_to: str | None = None
     save_error: str = ""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from distcheck import acceptance, diagnosis, sensitivity
+from distcheck import acceptance, contents, diagnosis, sensitivity
 from distcheck.aggregates import merge_aggregates
 from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
@@ -47,6 +47,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
+        contents=contents.contents_of(run.case, run.facts, results),
         notes=(
             *run.notes,
             *filter(None, [elsewhere]),

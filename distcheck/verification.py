@@ -20,6 +20,7 @@ import msgspec
 
 from distcheck import limits, plan, preparation, store, verdicts
 from distcheck.adapters.asked import adaptation_of
+from distcheck.contents import not_shown
 from distcheck.datasets import SYNTHETIC
 from distcheck.errors import DistcheckError, MembershipError, UsageError
 from distcheck.greens import since_last_green
@@ -231,7 +232,8 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
             replay = f"distcheck recheck {shlex.quote(str(folder))}"
             reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
-    return Report(environment=here, cases=tuple(reports), saved_to=str(folder))
+    shown = not_shown([report.contents for report in reports if report.contents])
+    return Report(environment=here, cases=tuple(reports), not_shown=shown, saved_to=str(folder))
 
 
 def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
@@ -308,9 +310,11 @@ class _Book:
             self._reports.get(run.case.id) or verdicts.report_of(run, replay=self._replay(run.case))
             for run in self._runs
         )
+        cases = (*self._earlier, *cases)
         report = Report(
             environment=self._environment,
-            cases=(*self._earlier, *cases),
+            cases=cases,
+            not_shown=not_shown([case.contents for case in cases if case.contents]),
             plan=self.plan,
             left_out=self.left_out,
             since_green=self._since_green(),

@@ -7,6 +7,7 @@ seen, those that were computed again. Nothing is trained for it.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
 from distcheck.checks.evidence import Evidence
@@ -35,8 +36,10 @@ def of_mean(
         return None
     seen = _own_gradients(expectation, index)
     present = next((gradient for gradient in seen if gradient is not None), None)
-    if present is None or present.numel() == 0:
+    if present is None:
         return NOTHING
+    if present.numel() == 0:
+        return msgspec.structs.replace(NOTHING, absent=False)
     own = [torch.zeros_like(present) if g is None else g for g in seen]
     shares = torch.tensor(expectation.shares, dtype=torch.float64)
     if not bool(shares.isfinite().all()):
@@ -56,12 +59,18 @@ def of_mean(
 
     step, trace, first = expectation.step, evidence.trace, ranks[0]
     before = trace.tensor(first, Kind.GRADIENT, step - 1, index) if step else None
-    return shown_by(
+    found = shown_by(
         parts_at,
         elements=real_parts(present).numel(),
         ranks=ranks,
         before=before,
         others=_others(evidence, step, index),
+    )
+    there = [g is not None and bool(g.any()) for g in seen]
+    return msgspec.structs.replace(
+        found,
+        absent_on_some=any(g is None for g in seen),
+        zero_on_some=any(there) and not all(there),
     )
 
 

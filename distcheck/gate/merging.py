@@ -12,9 +12,11 @@ from typing import Any, cast
 import click
 import msgspec
 
+from distcheck.contents import not_shown, of_document
 from distcheck.errors import ExitCode, UsageError
 from distcheck.outputs import check_outputs, write_document
 from distcheck.records import (
+    Contents,
     Diagnosis,
     Difference,
     OutcomeName,
@@ -66,6 +68,7 @@ class _Case(msgspec.Struct):
     timings_s: dict[str, float]
     replay: str
     notes: list[str]
+    contents: Contents | None = None
 
 
 class _Document(msgspec.Struct):
@@ -138,6 +141,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         "cases": found,
         "plan": {**plan, "shard": 0},
         "left_out": left_out,
+        "not_shown": list(not_shown(of_document(found))),
         "parts": [
             {
                 "file": part.file,
@@ -195,6 +199,7 @@ def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
         "steps": 0, "as": None, "arguments": {}, "variables": {}, "finish": None, "reset": None,
         "without_data": [], "accept": None, "accepted": None,
         "loss": "mean", "outcomes": [], "checks": [], "diagnosis": [], "timings_s": {},
+        "contents": None,
     }  # fmt: skip
     return {
         **known,

@@ -85,6 +85,7 @@ def as_document(report: Report) -> dict[str, Any]:
         "cases": [_case(case) for case in report.cases],
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan),
         "left_out": report.left_out,
+        "not_shown": list(report.not_shown),
     }
 
 
@@ -125,6 +126,7 @@ def _case(report: CaseReport) -> dict[str, Any]:
         "command": case.command_line,
         "notes": list(report.notes),
         "accepted": None if report.accepted is None else _accepted(report.accepted),
+        "contents": None if report.contents is None else msgspec.to_builtins(report.contents),
     }
 
 

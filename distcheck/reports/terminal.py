@@ -313,14 +313,9 @@ def _one_line(cases: Sequence[CaseReport]) -> str:
 
 def _print_end(report: Report, console: Console) -> None:
     console.print()
-    worlds = ", ".join(dict.fromkeys(str(c.case.world) for c in report.cases))
-    if report.verdict == "pass":
+    if report.verdict == "pass" and report.not_shown:
         console.print(
-            Text(
-                f"A pass shows nothing about other worlds than {worlds}, other sizes, schedules, "
-                "backends or hardware."
-            ),
-            style="dim",
+            Text(f"A pass shows nothing about: {'; '.join(report.not_shown)}."), style="dim"
         )
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"

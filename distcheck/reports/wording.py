@@ -25,6 +25,8 @@ def describe_place(difference: Difference) -> str:
 def describe_worst(result: CheckResult) -> str:
     """The worst error against its bound, in one unit; "identical" where bits were compared."""
     worst = result.worst
+    if result.check == SENSITIVITY:
+        return ""
     if worst is None:
         return "identical" if result.compared.elements and result.verdict == "pass" else ""
     if worst.unit == "":

@@ -1,0 +1,141 @@
+"""What a pass does not show, from what its cases had in them."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distcheck.contents import _FEATURES, contents_of, not_shown, of_document
+from distcheck.contract import Contract, Training
+from distcheck.jobs import CaseFacts
+from distcheck.mistakes import NOTHING, Shown
+from distcheck.records import Case, CheckResult, Contents, Delay, ModelLayout, TensorSpec
+
+SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)
+PLAIN = Case(id="a", strategy="allreduce", world=4, steps=3)
+
+
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype)
+
+
+@dataclass
+class Run:
+    """A case with nothing special in it, but for what a test says."""
+
+    case: Case = PLAIN
+    parameters: tuple[TensorSpec, ...] = (spec("a.weight", 3, 4), spec("a.bias", 3))
+    buffers: tuple[TensorSpec, ...] = ()
+    facts: dict[str, object] = field(default_factory=dict)
+    shown: Shown = SHOWN
+
+    @property
+    def contents(self) -> Contents:
+        known = {
+            "contract": Contract(), "strategy_file": "", "train_size": 1024,
+            "saved_bytes_per_sample": 0, "own_sampler": False, "draws_random_numbers": False,
+            "kinds": ("Linear",),
+        }  # fmt: skip
+        model = ModelLayout(parameters=self.parameters, buffers=self.buffers, optimizer=())
+        facts = CaseFacts(model=model, **{**known, **self.facts})  # type: ignore[arg-type]
+        result = CheckResult(
+            check="gradients", layer="R", verdict="pass", shown={"a.weight": self.shown}
+        )
+        return contents_of(self.case, facts, [result])
+
+
+def also(**changes: object) -> Shown:
+    return msgspec.structs.replace(SHOWN, **changes)
+
+
+HAVING = {
+    "groups": Run(facts={"groups": 2}),
+    "schedule": Run(facts={"schedule": True}),
+    "alike": Run(parameters=(spec("a", 3), spec("b", 3))),
+    "tied_or_unused": Run(shown=also(absent=True)),
+    "absent_on_some": Run(shown=also(absent_on_some=True)),
+    "zero_on_some": Run(shown=also(zero_on_some=True)),
+    "frozen": Run(facts={"frozen": 1}),
+    "several_dtypes": Run(parameters=(spec("a", 3), spec("b", 4, dtype="float64"))),
+    "buffers": Run(buffers=(spec("m", 3),)),
+    "integer_buffers": Run(buffers=(spec("n", dtype="int64"),)),
+    "batch_norm": Run(facts={"normalises_batches": True}),
+    "random_numbers": Run(facts={"draws_random_numbers": True}),
+    "unequal_shards": Run(case=msgspec.structs.replace(PLAIN, world=3)),
+    "accumulation": Run(facts={"training": Training(accumulate=2)}),
+    "clipping": Run(facts={"training": Training(clip_norm=1.0)}),
+    "loss_scaling": Run(facts={"training": Training(loss_scale=8.0)}),
+    "resume": Run(facts={"training": Training(resume_before=2)}),
+    "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
+}
+
+
+def test_every_feature_has_a_run_here() -> None:
+    assert set(HAVING) == set(_FEATURES)
+
+
+def test_a_plain_run_has_none_of_them() -> None:
+    assert Run().contents.features == ()
+    assert set(_FEATURES.values()) < set(not_shown([Run().contents]))
+
+
+@pytest.mark.parametrize("name", _FEATURES)
+def test_what_a_case_had_is_not_named(name: str) -> None:
+    had = HAVING[name].contents
+    assert name in had.features
+    assert _FEATURES[name] not in not_shown([had, Run().contents])
+    others = {"integer_buffers": {"buffers"}}.get(name, set())
+    assert set(had.features) == {name} | others
+
+
+def test_sizes_are_those_of_the_largest() -> None:
+    deep = Run(parameters=(spec("a.b.c.weight", 2, 3, 4, 5, 6), spec("d", 1_100_000)))
+    text = "; ".join(not_shown([Run().contents, deep.contents]))
+    assert (
+        "models of more than 2 tensors, tensors of more than 1,100,000 elements or 5 dimensions, "
+        "modules nested deeper than 3" in text
+    )
+    worlds = [
+        Run(case=msgspec.structs.replace(PLAIN, world=w, steps=w)).contents for w in (2, 12, 4)
+    ]
+    assert not_shown(worlds)[0] == "worlds other than 2, 4, 12"
+    assert "what begins after step 12, or after the last step" in not_shown(worlds)
+
+
+def test_one_world_is_not_two() -> None:
+    alone = Run(case=msgspec.structs.replace(PLAIN, rerun=False)).contents
+    assert "orders of arrival other than those of one world" in not_shown([alone])
+    assert "orders of arrival other than those of two worlds" in not_shown([Run().contents])
+
+
+def test_many_kinds_are_cut_short() -> None:
+    many = Run(facts={"kinds": tuple(f"K{k:02}" for k in range(15))}).contents
+    assert any(text.endswith("K11 and 3 more") for text in not_shown([many]))
+
+
+def test_a_document_holds_what_it_is_made_from() -> None:
+    contents = Run().contents
+    document = [{"contents": msgspec.to_builtins(contents)}, {"contents": None}, {}]
+    assert of_document(document) == [contents]
+    assert not_shown([]) == ()
+
+
+def test_the_page_on_what_equal_means_names_each_of_them() -> None:
+    """Its list is that of the code: a feature is named there by a word that it has here."""
+    page = Path("docs/what-equal-means.md").read_text()
+    section = " ".join(page.partition("## What a pass does not show")[2].split())
+    words = {
+        "groups": "several parameter groups", "schedule": "a learning-rate schedule",
+        "alike": "two parameters of one shape", "tied_or_unused": "without a gradient on every",
+        "absent_on_some": "or on some", "zero_on_some": "gradients of zero on some ranks",
+        "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
+        "integer_buffers": "buffers", "batch_norm": "of another kind",
+        "random_numbers": "random numbers", "unequal_shards": "unequal shards",
+        "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
+        "resume": "a resumed run", "late_ranks": "orders of arrival",
+    }  # fmt: skip
+    assert set(words) == set(_FEATURES)
+    missing = [name for name, word in words.items() if not re.search(word, section, re.I)]
+    assert not missing
