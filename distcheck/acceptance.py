@@ -9,7 +9,7 @@
                                 and the rest is carried over (PowerSGD)     oracles/low_rank.py
     low-rank:RANK:no-feedback   the same, and the rest is dropped
     local-sgd:PERIOD            ranks train by themselves, and average their parameters after every
-                                PERIOD-th step                              oracles/averaging.py
+                                PERIOD-th step (1: after every one)         oracles/averaging.py
 
 Nothing is left out that could still be owed: what starts from recorded state (local gradients, the
 optimizer's step, the loss of each rank, a second run) is judged as without it. No torch.
@@ -30,7 +30,7 @@ _WIRES: dict[str, Wire] = {
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 COMPRESSED = "tensors were compressed"
-_RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (2, 10_000)}
+_RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (1, 10_000)}
 KINDS = (
     "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantised:BITS",
     "low-rank:RANK", "low-rank:RANK:no-feedback", "local-sgd:PERIOD",
@@ -212,12 +212,14 @@ def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
 
 
 def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+    steps = f"once in {accepted.amount} steps" if accepted.amount > 1 else "after every step"
+    between = ", and of parameters between averages" if accepted.amount > 1 else ""
     return (
-        "has each rank owe its own gradients and its own update to the bit, and once in "
-        f"{accepted.amount} steps the plain mean of all ranks' parameters, within R",
+        f"has each rank owe its own gradients and its own update to the bit, and {steps} the plain "
+        "mean of all ranks' parameters, within R",
         (
             "gradients averaged over the ranks",
-            "agreement of gradients, of the optimizer's state, and of parameters between averages",
+            f"agreement of gradients and of the optimizer's state{between}",
             "the gradient and the loss of the whole batch (S32, S64)",
             "exact sums (lattice, left out)",
         ),

@@ -47,7 +47,8 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     facts = []
     for case in job.cases:
         reporter.progress(0, f"inspect {case.id}")
-        strategy = load_strategy(case.strategy, case.adaptation)
+        with seeds.under(seeds.settings()):  # puts back what their file sets
+            strategy = load_strategy(case.strategy, case.adaptation)
         _check_loss(case, strategy)
         _check_without_data(case, strategy)
         acceptance.check_promise(case, strategy.contract)

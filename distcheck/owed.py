@@ -62,16 +62,17 @@ class Owed:
         fewest, most = steps // period, -(-steps // period)
         parameters = sum(t.elements for t in self._model.parameters) * world
         state = sum(t.elements for t in self._model.optimizer) * world
-        tensors = len(self._model.parameters)
+        tensors, alone = len(self._model.parameters), steps - most
         between = Compared(
-            tensors=tensors + len(self._model.optimizer),
-            elements=parameters * (steps - most) + state * steps,
+            tensors=tensors * (alone > 0) + len(self._model.optimizer),
+            elements=parameters * alone + state * steps,
             ranks=world,
-            steps=steps if self._model.optimizer else steps - most,
+            steps=steps if self._model.optimizer else alone,
         )
         after = Compared(tensors=tensors, elements=parameters * fewest, ranks=world, steps=fewest)
+        own = PlannedCheck(check="parameters", layer="X", scope="step", owed=between)
         return [
-            PlannedCheck(check="parameters", layer="X", scope="step", owed=between),
+            *([own] if between.tensors else []),
             PlannedCheck(check="parameters", layer="R", scope="step", owed=after),
             PlannedCheck(check="agreement", layer="-", scope="step", owed=after),
         ]

@@ -4,11 +4,13 @@ Every random stream of a run is `derive(root seed, purpose, numbers...)`, so tha
 never coincide by accident and each can be made again without running what came before it.
 """
 
+import contextlib
 import hashlib
 import os
 import random
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 # What must be pinned before torch is imported. More than one intra-op thread changes bits (the
@@ -101,6 +103,49 @@ def pin_determinism() -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         _compute_float32_in_float32()
+
+
+_DEFAULT_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_MKLDNN_OFF, _DENORMALS_FLUSHED = 1 << 4, 1 << 5
+_SMALLEST = 2.0**-149  # of float32, a denormal number
+
+
+def settings() -> int:
+    """The settings that change what one process computes, and stay as people's code has them: the
+    default dtype (in four bits), whether mkldnn is off, whether denormal numbers are zero. 0 where
+    all are torch's own.
+    """
+    import torch
+
+    name = str(torch.get_default_dtype()).removeprefix("torch.")
+    found = _DEFAULT_DTYPES.index(name) if name in _DEFAULT_DTYPES else 0
+    found |= 0 if torch.backends.mkldnn.enabled else _MKLDNN_OFF
+    smallest = torch.tensor(_SMALLEST, dtype=torch.float32)
+    return found | (0 if bool((smallest * 1).any()) else _DENORMALS_FLUSHED)
+
+
+@contextlib.contextmanager
+def under(wanted: int) -> Iterator[None]:
+    """Sets what `settings` says of another process, and puts back what was set before."""
+    before = settings()
+    _set(wanted, before)
+    try:
+        yield
+    finally:
+        _set(before, wanted)
+
+
+def _set(wanted: int, before: int) -> None:
+    import torch
+
+    if wanted == before:
+        return
+    torch.set_default_dtype(getattr(torch, _DEFAULT_DTYPES[wanted % len(_DEFAULT_DTYPES)]))
+    mkldnn: Any = torch.backends.mkldnn
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        mkldnn.enabled = not wanted & _MKLDNN_OFF
+    if (wanted ^ before) & _DENORMALS_FLUSHED:
+        torch.set_flush_denormal(bool(wanted & _DENORMALS_FLUSHED))
 
 
 def _compute_float32_in_float32() -> None:

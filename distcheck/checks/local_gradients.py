@@ -1,15 +1,14 @@
 """What every rank's backward produced before anything was exchanged is that rank's own shard."""
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
-
-from distcheck.checks.comparison import Comparison, bitwise, equal_numbers
+from distcheck.checks.comparison import bitwise, equal_numbers
 from distcheck.checks.evidence import Evidence
-from distcheck.checks.lattice_tensors import as_tensor
-from distcheck.checks.matching import match_ranks
+from distcheck.checks.matching import Compare, match_ranks
+from distcheck.checks.rounded_sums import or_from_recorded
 from distcheck.checks.tally import Tally
+from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.lattice_tensors import as_tensor
 from distcheck.traces.layout import Kind
 
 NAME = "local gradients"
@@ -22,13 +21,16 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         for position, rank in enumerate(evidence.with_data):
             for index, spec in enumerate(specs):
-                same: Callable[..., Comparison] = bitwise
-                expected: torch.Tensor | None
+                same: Compare | None
                 if tally.layer == "lattice":
-                    same = equal_numbers
                     expected = as_tensor(spec, expectation.lattice.local[position][spec.name])
+                    same = or_from_recorded(
+                        partial(equal_numbers, expected=expected),
+                        expectation,
+                        partial(_computed_again, expectation, position, index),
+                    )
                 else:
-                    expected = expectation.shards[position].gradients[index]
+                    same = _computed_again(expectation, position, index)
                 match_ranks(
                     tally,
                     evidence.trace,
@@ -37,5 +39,10 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     step=expectation.step,
                     index=index,
                     ranks=[rank],
-                    compare=None if expected is None else partial(same, expected=expected),
+                    compare=same,
                 )
+
+
+def _computed_again(expectation: StepExpectation, position: int, index: int) -> Compare | None:
+    expected = expectation.shards[position].gradients[index]
+    return None if expected is None else partial(bitwise, expected=expected)

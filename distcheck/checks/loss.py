@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from distcheck.checks.comparison import bitwise, by_norm
 from distcheck.checks.evidence import Evidence
+from distcheck.checks.matching import Compare
+from distcheck.checks.rounded_sums import or_from_recorded
 from distcheck.checks.tally import Tally
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.full_batch import loss_tolerance
@@ -35,9 +38,17 @@ def _compare_ranks(evidence: Evidence, expectation: StepExpectation, tally: Tall
         else:
             expected = expectation.shards[position].loss
         owed.append(expected)
-        comparison = bitwise(_scalar(header.loss), _scalar(expected))
+        compare: Compare = partial(bitwise, expected=_scalar(expected))
+        if tally.layer == "lattice":
+            beside = partial(_computed_again, expectation, position)
+            compare = or_from_recorded(compare, expectation, beside)
+        comparison = compare(_scalar(header.loss))
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
     _sum_up(expectation, tally, expected=_mean(expectation, owed), bound=0.0)
+
+
+def _computed_again(expectation: StepExpectation, position: int) -> Compare:
+    return partial(bitwise, expected=_scalar(expectation.shards[position].loss))
 
 
 def _compare_mean(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:

@@ -14,11 +14,12 @@ import torch
 from distcheck.checks import sensitivity
 from distcheck.checks.comparison import bitwise, equal_numbers, within
 from distcheck.checks.evidence import Evidence
-from distcheck.checks.lattice_tensors import as_tensor
 from distcheck.checks.matching import is_zero, match_ranks
+from distcheck.checks.rounded_sums import rounds
 from distcheck.checks.tally import Tally
 from distcheck.oracles.averaging import mean_of
 from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.lattice_tensors import as_tensor
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.traces.layout import Kind
 
@@ -30,25 +31,31 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     """Parameters and optimizer state after every step."""
     if tally.layer == "lattice":
         for expectation in evidence.expectations:
-            _compare_lattice(evidence, expectation, tally)
+            # As exact as gradients were; from where those were rounded on, from recorded state.
+            how = _compare_updates if rounds(expectation) else _compare_lattice
+            how(evidence, expectation, tally)
         return
     for expectation in evidence.expectations:
         if tally.layer == "R":
             _compare_average(evidence, expectation, tally)
             continue
-        reference = expectation.update
-        updates: dict[bytes, dict[Kind, list[torch.Tensor | None]]] = {}
-        for position, rank in enumerate(evidence.with_data):
-            inputs = reference.input_digest(position, expectation.step)
-            if inputs not in updates:
-                try:
-                    updates[inputs] = reference.run(position, expectation.step)
-                    if zeros := _zeros_for_none(evidence, rank, expectation):
-                        moved = reference.run(position, expectation.step, absent=zeros)
-                        updates[inputs][Kind.PARAMETER] = moved[Kind.PARAMETER]
-                except NotRecordedError:
-                    continue  # counted as not compared
-            _compare_rank(evidence, rank, expectation, updates[inputs], tally)
+        _compare_updates(evidence, expectation, tally)
+
+
+def _compare_updates(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+    reference = expectation.update
+    updates: dict[bytes, dict[Kind, list[torch.Tensor | None]]] = {}
+    for position, rank in enumerate(evidence.with_data):
+        inputs = reference.input_digest(position, expectation.step)
+        if inputs not in updates:
+            try:
+                updates[inputs] = reference.run(position, expectation.step)
+                if zeros := _zeros_for_none(evidence, rank, expectation):
+                    moved = reference.run(position, expectation.step, absent=zeros)
+                    updates[inputs][Kind.PARAMETER] = moved[Kind.PARAMETER]
+            except NotRecordedError:
+                continue  # counted as not compared
+        _compare_rank(evidence, rank, expectation, updates[inputs], tally)
 
 
 def _zeros_for_none(evidence: Evidence, rank: int, expectation: StepExpectation) -> set[int]:

@@ -47,6 +47,7 @@ class Tally:
         self._worst: Difference | None = None
         self._first: Difference | None = None
         self._reasons: list[str] = []
+        self._excuses: list[str] = []
         self.sums = Sums()
 
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
@@ -114,6 +115,10 @@ class Tally:
         """Adds a sentence to the report that decides nothing."""
         self._reasons.append(reason)
 
+    def excuse(self, reason: str) -> None:
+        """Adds a sentence on why something passed. Beside a failure it would explain nothing."""
+        self._excuses.append(reason)
+
     def result(self) -> CheckResult:
         """The result so far."""
         return CheckResult(
@@ -125,7 +130,9 @@ class Tally:
             shown=self._shown,
             worst=self._worst,
             first=self._first,
-            reason="; ".join(dict.fromkeys(self._reasons)),
+            reason="; ".join(
+                dict.fromkeys(self._reasons + ([] if self._failed else self._excuses))
+            ),
             aggregates=self.sums.result(),
         )
 

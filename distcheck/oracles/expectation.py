@@ -11,7 +11,9 @@ from distcheck.contract import Contract, DDPBuckets
 from distcheck.oracles import low_rank, order_exact, quantum, rounding
 from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance
+from distcheck.oracles.inexact_sums import Standing
 from distcheck.oracles.lattice import LatticeStep
+from distcheck.oracles.lattice_tensors import as_tensor
 from distcheck.oracles.references import References
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import NotRecordedError, ShardResult, declared_factor, loss_scale
@@ -173,8 +175,7 @@ class StepExpectation:
         """R of every parameter at an earlier step."""
         kept = self._references.intervals
         if step not in kept:
-            given = (self.ingredients, self.contract, self.trace, self._references)
-            then = StepExpectation(*given, step)
+            then = self.at(step)
             indices = range(len(self.trace.layout.model.parameters))
             kept[step] = [then.interval(i) for i in indices]
         return kept[step]
@@ -379,3 +380,20 @@ class StepExpectation:
     def lattice(self) -> LatticeStep:
         """The lattice's closed form. Raises HeadroomError."""
         return self._references.lattice_step(self.step)
+
+    def exact_gradient(self, index: int) -> torch.Tensor:
+        """The lattice's mean gradient of one parameter."""
+        spec = self.trace.layout.model.parameters[index]
+        return as_tensor(spec, self.lattice.synced[spec.name])
+
+    @property
+    def standings(self) -> dict[int, Standing]:
+        """What the lattice's gradients are, by step, as far as it is known."""
+        return self._references.standings
+
+    def at(self, step: int) -> "StepExpectation":
+        """What is expected at another step."""
+        if step == self.step:
+            return self
+        given = (self.ingredients, self.contract, self.trace, self._references)
+        return StepExpectation(*given, step)

@@ -54,6 +54,7 @@ from math import fsum, sqrt
 import torch
 from torch import nn
 
+from distcheck import seeds
 from distcheck.contract import Batch, Contract
 from distcheck.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.oracles.rounding import real_parts, unit_roundoff
@@ -142,7 +143,8 @@ class FullBatchReference:
         """
         batch, shards = self._prepare(step)
         stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
-        with self._ghost(step, stretches) as layers:
+        under = seeds.under(self._trace.header(0, step).settings)
+        with under, self._ghost(step, stretches) as layers:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
@@ -157,7 +159,8 @@ class FullBatchReference:
         """
         batch, shards = self._prepare(step)
         loss_of, terms = self._ingredients.loaded.workload.loss, []
-        with self._ghost(step, self._stretches(shards), keep_outputs=True) as layers:
+        under = seeds.under(self._trace.header(0, step).settings)
+        with under, self._ghost(step, self._stretches(shards), keep_outputs=True) as layers:
             loss_of(self._model, batch)
             for sample in range(sum(shards)):
                 layers.alone(sample)

@@ -11,6 +11,7 @@ from distcheck.acceptance import read
 from distcheck.contract import Contract
 from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import FullBatchReference
+from distcheck.oracles.inexact_sums import Standing
 from distcheck.oracles.lattice import LatticeOracle, LatticeStep
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import ShardReference, declared_factor
@@ -29,6 +30,8 @@ class References:
         self.intervals: dict[int, list[Interval | None]] = {}
         # Whether shards were seen to mean something else than the whole batch, also in float64.
         self.told_apart = False
+        # What the lattice's gradients are, by step: see inexact_sums.
+        self.standings: dict[int, Standing] = {}
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -11,7 +11,7 @@ from distcheck import devices, seeds
 from distcheck.contract import Batch, Contract
 from distcheck.oracles.rounding import real_parts
 from distcheck.ranks.training import Ingredients, dense, trainable
-from distcheck.traces.layout import CPU_RNG_STATE_BYTES, Kind
+from distcheck.traces.layout import CPU_RNG_STATE_BYTES, Kind, memory_order, strides_in
 from distcheck.traces.reader import TraceReader
 
 _GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
@@ -79,20 +79,36 @@ def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
 def load_state(
     model: torch.nn.Module, trace: TraceReader, *, rank: int, buffers_of: int, step: int
 ) -> None:
-    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`."""
+    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`. What
+    a strategy has laid out otherwise in memory lies as it did there: convolutions choose their
+    kernel, and so their roundings, by that.
+    """
     with torch.no_grad():
         for index, (name, parameter) in enumerate(trainable(model)):
             recorded = trace.tensor(rank, Kind.PARAMETER, step, index)
             if recorded is None:
                 raise NotRecordedError(f"rank {trace.ranks[rank]} has no {name} before step {step}")
-            parameter.copy_(recorded)
             parameter.grad = None
+            lay_out(parameter, trace.entry(rank, Kind.PARAMETER, step, index).order)
+            parameter.copy_(recorded)
         for index, (name, buffer) in enumerate(model.named_buffers()):
             recorded = trace.tensor(buffers_of, Kind.BUFFER, step, index)
             if recorded is None:
                 owner = trace.ranks[buffers_of]
                 raise NotRecordedError(f"rank {owner} has no {name} before step {step}")
+            lay_out(buffer, trace.entry(buffers_of, Kind.BUFFER, step, index).order)
             buffer.copy_(recorded)
+
+
+def lay_out(tensor: torch.Tensor, order: int) -> None:
+    """Gives a tensor room in which its dimensions lie in a `memory_order`; its numbers are lost
+    where that is another one than its own. 0 leaves it as it is.
+    """
+    if order and order != memory_order(tensor.shape, tensor.stride()):
+        strides = strides_in(order, tensor.shape)
+        tensor.data = torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        )
 
 
 @contextlib.contextmanager
@@ -150,7 +166,8 @@ class ShardReference:
         accumulate = self._ingredients.training.accumulate
         declared = declared_factor(self._ingredients.case.loss, len(header.ids), total, headers)
         loss_value, at = None, 0
-        with _measuring(self._model, passes=accumulate) as sums:
+        under = seeds.under(header.settings)
+        with under, _measuring(self._model, passes=accumulate) as sums:
             for size in stretch_sizes(len(header.ids), self._contract.micro_batches * accumulate):
                 part = slice(at, at + size)
                 at += size

@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 import torch
 import xxhash
 
+from distcheck import seeds
 from distcheck.contract import Contract
 from distcheck.oracles.shards import all_finite, load_state
-from distcheck.ranks.optimizers import is_of_group, put_back
+from distcheck.ranks.optimizers import implement, is_of_group, put_back
 from distcheck.ranks.training import Ingredients, state_tensors, trainable
 from distcheck.traces.layout import Kind
 from distcheck.traces.reader import TraceReader
@@ -73,6 +74,8 @@ class UpdateReference:
             parameter.requires_grad_(self._trains[index])
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer = self._ingredients.loaded.workload.optimizer(model.parameters())
+        header = trace.header(rank, step)
+        implement(optimizer, header.implementation)
         for index, spec in enumerate(trace.layout.model.optimizer):
             source = self._source(rank, Kind.OPTIMIZER, step, index)
             before = trace.tensor(source, Kind.OPTIMIZER, step, index)
@@ -83,7 +86,8 @@ class UpdateReference:
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         if training.loss_scale is None or all_finite(trace, rank, step):
-            optimizer.step()
+            with seeds.under(header.settings):
+                optimizer.step()
         state = state_tensors(model, optimizer, trace.layout.model)
         return {
             # Copies: the next rank's update is computed in the same model.

@@ -99,6 +99,35 @@ def put_back(
     optimizer.state[parameter][key] = value.clone()
 
 
+_FLAGS = ("fused", "foreach")  # which of torch's implementations of one algorithm takes a step
+_CHOICES = (None, False, True)
+
+
+def implementation(optimizer: torch.optim.Optimizer) -> int:
+    """Which of torch's implementations takes the steps: the flags of the first group, in two bits
+    each (0: it has no such flag). They compute one algorithm, and round differently.
+    """
+    groups = getattr(_innermost(optimizer), "param_groups", ())
+    group = groups[0] if groups else {}
+    found = 0
+    for place, flag in enumerate(_FLAGS):
+        if flag in group and group[flag] in _CHOICES:
+            found |= (1 + _CHOICES.index(group[flag])) << (2 * place)
+    return found
+
+
+def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
+    """Has one of torch's own optimizers step as `implementation` says of another."""
+    optimizer = _innermost(optimizer)
+    if not is_torchs_own(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for place, flag in enumerate(_FLAGS):
+            choice = (wanted >> (2 * place)) & 3
+            if choice and flag in group:
+                group[flag] = _CHOICES[choice - 1]
+
+
 def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps its count of steps beside the parameters, as fused ones on a GPU do."""
     return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from distcheck import devices, seeds
-from distcheck.ranks.training import can_train, state_tensors, trainable, whole
-from distcheck.traces.layout import Kind, TraceLayout
+from distcheck.ranks.optimizers import implementation
+from distcheck.ranks.training import can_train, is_distributed, state_tensors, trainable, whole
+from distcheck.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.traces.writer import TraceWriter
 
 
@@ -63,6 +64,7 @@ class TraceRecorder:
         self._ids: list[int] = []
         self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
+        self._settings = 0
         self._ready: list[int] = []
 
     def attach(self, model: nn.Module) -> None:
@@ -84,6 +86,7 @@ class TraceRecorder:
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
         self._library_states = seeds.library_states()
+        self._settings = seeds.settings()
         self._ready.clear()
         self._loss_factor = 1.0
 
@@ -118,6 +121,8 @@ class TraceRecorder:
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,
             library_states=self._library_states,
+            settings=self._settings,
+            implementation=implementation(optimizer),
         )
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -136,10 +141,20 @@ class TraceRecorder:
         model_layout = self._layout.model
         found: dict[str, torch.Tensor] = dict(trainable(model))
         for index, spec in enumerate(model_layout.parameters):
-            self._writer.put(Kind.PARAMETER, slot, index, whole(found.get(spec.name)))
+            parameter = found.get(spec.name)
+            order = _order_of(parameter)
+            self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
-            self._writer.put(Kind.BUFFER, slot, index, found.get(spec.name))
+            buffer = found.get(spec.name)
+            self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
         found = state_tensors(model, optimizer, model_layout)
         for index, spec in enumerate(model_layout.optimizer):
             self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
+
+
+def _order_of(tensor: torch.Tensor | None) -> int:
+    """How a rank's tensor lies in memory; of one that ranks hold parts of, nothing is known."""
+    if tensor is None or tensor.layout is not torch.strided or is_distributed(tensor):
+        return 0
+    return memory_order(tensor.shape, tensor.stride())

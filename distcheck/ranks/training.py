@@ -27,20 +27,25 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Ingredients:
-    """A case's workload and samples, opened in this process."""
+    """A case's workload and samples, opened in this process. `settings` are those that the
+    workload's own file has left (`seeds.settings`).
+    """
 
     case: Case
     loaded: LoadedWorkload
     samples: Samples
     dtype: torch.dtype
     device: torch.device
+    settings: int = 0
 
     def model(self) -> nn.Module:
         """The model in its initial state, built on the CPU: the same bits in every process."""
         seeds.seed_everything(seeds.derive(self.case.seed, "model"))
-        model = self.loaded.workload.model(
-            sample_shape=self.samples.shape, classes=self.samples.classes
-        )
+        # A default dtype that the strategy's file has set would draw other numbers.
+        with seeds.under(self.settings):
+            model = self.loaded.workload.model(
+                sample_shape=self.samples.shape, classes=self.samples.classes
+            )
         own_dtypes = getattr(self.loaded.workload, "own_dtypes", False)
         return model.to(self.device, None if own_dtypes else self.dtype).train()
 
@@ -83,6 +88,7 @@ def open_ingredients(
     Raises UsageError where they do not fit.
     """
     loaded = load_workload(case.workload)
+    settings = seeds.settings()
     samples = (
         loaded.own_samples()
         if loaded.own_samples is not None
@@ -93,9 +99,8 @@ def open_ingredients(
         raise UsageError(
             f"batch {case.batch} is larger than the data set: {case.data} has {size} samples"
         )
-    return Ingredients(
-        case, loaded, samples, getattr(torch, case.dtype), device or torch.device("cpu")
-    )
+    device = device or torch.device("cpu")
+    return Ingredients(case, loaded, samples, getattr(torch, case.dtype), device, settings)
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

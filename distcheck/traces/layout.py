@@ -14,6 +14,7 @@ trace of a correct run small.
 
 import mmap
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
 
@@ -35,9 +36,11 @@ _ALIGNMENT = 64
 CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
 RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
 
-ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, reserved
-# written, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states' bytes
-HEADER = struct.Struct("<BxxxIddqI16sI")
+ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, memory order
+# written, settings, implementation of the optimizer, samples, loss, factor on the loss, epoch,
+# RNG bytes, RNG digest, library states' bytes
+HEADER = struct.Struct("<BBHIddqI16sI")
+_MOST_ORDERED = 8  # dimensions: four bits each
 
 
 class Kind(IntEnum):
@@ -81,6 +84,29 @@ class Source(IntEnum):
 def spec_bytes(spec: TensorSpec) -> int:
     """Size of a tensor in bytes."""
     return spec.elements * BYTES[spec.dtype]
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """In which order a tensor's dimensions lie in memory, outermost first, four bits each; 0 where
+    there is one order only, or no room.
+
+    Of dimensions with one stride, all but one have size 1, and that one is the innermost of what
+    the others would be: it goes first.
+    """
+    if len(shape) > _MOST_ORDERED:
+        return 0
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
+    return sum(d << (4 * place) for place, d in enumerate(reversed(order)))
+
+
+def strides_in(order: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in memory in this order."""
+    strides, stride = [0] * len(shape), 1
+    for place in range(len(shape)):
+        dimension = (order >> (4 * place)) & 15
+        strides[dimension] = stride
+        stride *= max(1, shape[dimension])
+    return tuple(strides)
 
 
 def _aligned(offset: int) -> int:

@@ -29,7 +29,8 @@ class StepHeader:
     """What a rank recorded of a step besides tensors; ids and ready_order are indices.
 
     `loss_factor` is the derivative of what backward started from by the shard's mean loss.
-    `rng_state` is that of torch's generators, `library_states` what `seeds.library_states` says.
+    `rng_state` is that of torch's generators; `library_states` and `settings` are what the
+    functions of that name in `seeds` say, `implementation` what the one in `ranks.optimizers` does.
     """
 
     written: bool
@@ -41,16 +42,21 @@ class StepHeader:
     rng_digest: bytes
     library_states: bytes
     ready_order: tuple[int, ...]
+    settings: int
+    implementation: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A table entry: what a rank recorded in one slot, and its 128-bit digest."""
+    """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
+    of a parameter or buffer (0: not known).
+    """
 
     state: State
     digest: bytes
     source: Source
     holder: int
+    order: int = 0
 
 
 class TraceReader:
@@ -83,7 +89,8 @@ class TraceReader:
         """The step header of a rank."""
         at = self.layout.header_offset(rank, step)
         header = HEADER.unpack_from(self._map, at)
-        written, samples, loss, factor, epoch, rng_bytes, digest, library_bytes = header
+        written, settings, implementation, samples, loss, factor, epoch, *sizes = header
+        rng_bytes, digest, library_bytes = sizes
         at += HEADER.size
         rng_state = bytes(self._map[at : at + rng_bytes])
         at += RNG_STATE_BYTES
@@ -102,6 +109,8 @@ class TraceReader:
             rng_digest=digest,
             library_states=library_states,
             ready_order=tuple(i for i in order if i >= 0),
+            settings=settings,
+            implementation=implementation,
         )
 
     def steps_written(self) -> int:
@@ -111,8 +120,8 @@ class TraceReader:
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
         """The table entry of one tensor."""
         at = self.layout.entry_offset(rank, kind, slot, index)
-        digest, state, source, holder, _ = ENTRY.unpack_from(self._map, at)
-        return Entry(State(state), digest, Source(source), holder)
+        digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
+        return Entry(State(state), digest, Source(source), holder, order)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         """The recorded tensor, mapped; None where none of the layout's shape was recorded."""

@@ -44,8 +44,12 @@ class TraceWriter:
             else None
         )
 
-    def put(self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None) -> None:
-        """Records one tensor (or its absence). The tensor may be reused as soon as this returns."""
+    def put(
+        self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None, *, order: int = 0
+    ) -> None:
+        """Records one tensor (or its absence), and in which `memory_order` its dimensions lay. The
+        tensor may be reused as soon as this returns.
+        """
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:
             self._publish(at, NO_DIGEST, State.ABSENT, Source.OWN, self._rank)
@@ -61,7 +65,7 @@ class TraceWriter:
         source, holder = self._holder(kind, slot, index, digest)
         if source is Source.OWN and holder == self._rank:
             write_at(self._fd, data, self._layout.data_offset(self._rank, kind, slot, index))
-        self._publish(at, digest, State.STORED, source, holder)
+        self._publish(at, digest, State.STORED, source, holder, order)
 
     def read_back(self, kind: Kind, slot: int, index: int) -> torch.Tensor:
         """A copy of a tensor that this rank recorded earlier."""
@@ -86,12 +90,15 @@ class TraceWriter:
         rng_state: bytes,
         ready_order: list[int],
         library_states: bytes = b"",
+        settings: int = 0,
+        implementation: int = 0,
     ) -> None:
         """Records what belongs to a step and is no tensor of the model; marks it as written.
 
         `ready_order` [parameters] lists parameter indices in the order in which backward
         finished their gradients, padded with -1. The digest is of torch's generators alone: the
         libraries' are drawn from by whoever likes, and what that changes shows elsewhere.
+        `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does.
         """
         at = self._layout.header_offset(self._rank, step)
         tail = at + HEADER.size
@@ -106,7 +113,8 @@ class TraceWriter:
         self._index[tail : tail + len(packed_order)] = packed_order
         digest = xxhash.xxh3_128_digest(rng_state)
         sizes = len(rng_state), digest, len(library_states)
-        HEADER.pack_into(self._index, at, 1, len(ids), loss, loss_factor, epoch, *sizes)
+        kinds = settings, implementation
+        HEADER.pack_into(self._index, at, 1, *kinds, len(ids), loss, loss_factor, epoch, *sizes)
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself when nobody does."""
@@ -126,7 +134,9 @@ class TraceWriter:
                     return source, holder
         return Source.OWN, self._rank
 
-    def _publish(self, at: int, digest: bytes, state: State, source: Source, holder: int) -> None:
+    def _publish(
+        self, at: int, digest: bytes, state: State, source: Source, holder: int, order: int = 0
+    ) -> None:
         # The state byte goes in last: a peer that sees STORED also sees the digest.
-        ENTRY.pack_into(self._index, at, digest, State.UNWRITTEN, source, holder, 0)
+        ENTRY.pack_into(self._index, at, digest, State.UNWRITTEN, source, holder, order)
         self._index[at + 16] = state

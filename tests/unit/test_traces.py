@@ -18,8 +18,10 @@ from distcheck.traces.layout import (
     Source,
     State,
     TraceLayout,
+    memory_order,
     spec_bytes,
     steps_written,
+    strides_in,
 )
 from distcheck.traces.reader import TraceReader
 from distcheck.traces.writer import TraceWriter
@@ -243,3 +245,28 @@ def test_any_layout_keeps_its_regions_apart(
         assert begin >= end
         end = begin + size if size else end
     assert end <= layout.total_bytes
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.randoms())
+def test_a_memory_order_gives_back_the_strides(shape: list[int], random: object) -> None:
+    """Of a dense tensor in any order, dimensions of size 1 included."""
+    places = list(range(len(shape)))
+    random.shuffle(places)  # type: ignore[attr-defined]
+    packed = torch.empty([shape[place] for place in places])
+    tensor = packed.permute([places.index(place) for place in range(len(shape))])
+    order = memory_order(tensor.shape, tensor.stride())
+    strides = strides_in(order, tensor.shape)
+    again = torch.empty_strided(tensor.shape, strides)
+    assert again.numel() == again.untyped_storage().nbytes() // 4
+    same = [s == t for s, t, n in zip(strides, tensor.stride(), shape, strict=True) if n > 1]
+    assert all(same)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 1), (1, 1, 5, 5), (4, 1, 3, 3)])
+def test_channels_last_is_told_from_contiguous(shape: tuple[int, ...], fd: int) -> None:
+    tensors = [torch.empty(shape), torch.empty(shape).to(memory_format=torch.channels_last)]
+    for tensor in tensors:
+        order = memory_order(tensor.shape, tensor.stride())
+        assert strides_in(order, tensor.shape) == tensor.stride()
+    TraceWriter(fd, LAYOUT, 0).put(Kind.PARAMETER, 0, 0, torch.zeros(3, 5), order=0x10)
+    assert TraceReader(fd, LAYOUT).entry(0, Kind.PARAMETER, 0, 0).order == 0x10
