@@ -181,6 +181,7 @@ class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):
     has_data: bool
     draws_random_numbers: bool
     takes_loss: bool = True
+    update_step: int = -1  # at which parameters failed first
 
 
 class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):

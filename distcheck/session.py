@@ -314,6 +314,7 @@ class Session:
             has_data=self._data_fd is not None,
             draws_random_numbers=run.facts.draws_random_numbers,
             takes_loss=run.facts.takes_loss,
+            update_step=diagnosis.step_of_update(run.results),
         )
         payload = msgspec.msgpack.encode(job)
         return start_job(

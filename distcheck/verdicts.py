@@ -43,7 +43,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
-        diagnosis=tuple(diagnosis.diagnose(outcomes, results, run.seen)),
+        diagnosis=tuple(diagnosis.diagnose(outcomes, results, run.seen, accept=run.case.accept)),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),

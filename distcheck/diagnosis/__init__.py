@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.checks.merging import earliest_failure
-from distcheck.diagnosis import gradients, loss_contract, outcomes, state
+from distcheck.diagnosis import beside, gradients, loss_contract, outcomes, state
 from distcheck.diagnosis.facts import Facts
 from distcheck.diagnosis.places import Failures, where
 from distcheck.records import CheckResult, Diagnosis, Outcome
@@ -25,16 +25,24 @@ CAUSES = (
     "accumulated-gradient", "unweighted-mean", "low-precision", "initial-state-differs",
     "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
     "optimizer-not-stepped", "nonfinite", "nondeterministic", "crash", "hang",
-    "collective-mismatch", "unreachable", "unexplained",
+    "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign", "chained-mean",
+    "shared-bucket", "noise", "lost-micro-batch", "model-averaging", "not-as-promised",
+    "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss", "repeated-samples",
+    "wrong-on-server", "unexplained",
 )  # fmt: skip
 
 
 def diagnose(
-    ends: Sequence[Outcome], results: Sequence[CheckResult], facts: Facts | None = None
+    ends: Sequence[Outcome],
+    results: Sequence[CheckResult],
+    facts: Facts | None = None,
+    *,
+    accept: str | None = None,
 ) -> list[Diagnosis]:
     """The causes behind a case's failures; nothing for a case that did not fail.
 
-    `facts` are what a closer look at the trace has measured, if there was one.
+    `facts` are what a closer look at the trace has measured, if there was one; `accept` is what the
+    case accepts.
     """
     found = outcomes.explain(ends)
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
@@ -43,17 +51,57 @@ def diagnose(
         return found
     facts = facts or Facts(world=len(ends))
     found += state.explain(failed, facts)
-    of_gradients = []
-    if checks & {"gradients", "agreement"}:
-        of_gradients = gradients.explain(facts) + _of_batch(failed, facts)
+    of_gradients = _of_gradients(failed, facts, accept or "")
     differed = state.nondeterministic(failed, alone=checks == {"rerun"})
     if state.gradients_raced(failed):
         found += differed + [_of_one_run(cause) for cause in of_gradients]
     else:
         found += of_gradients + differed
+        found += _of_update(failed, facts, found) + beside.of_loss(failed)
     if not found:
         found.append(_unexplained(failed, facts))
     return loss_contract.with_hint(found, facts) + state.same_randomness(facts)
+
+
+def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
+    checks = {check for check, _ in failed}
+    found = beside.lost(facts)
+    if checks & {"gradients", "agreement"}:
+        found = found or gradients.explain(facts)
+        found = _averaged(found, facts) + _of_batch(failed, facts)
+        found += [] if found else beside.of_passes(facts)
+        found += [] if found else beside.of_bits(failed, facts)
+        found += [] if found else beside.of_design(failed, facts, accept)
+        found += [] if found else _server(failed, facts)
+    if "local gradients" in checks and not found:
+        found = gradients.explain_left(facts)
+    return found + beside.of_average(failed, facts)
+
+
+def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
+    """What is no missing exchange: ranks exchange parameters in place of gradients."""
+    if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
+        return found
+    every = facts.averaged_every
+    steps = "every step" if every == 1 else f"every {every} steps"
+    told = Diagnosis(
+        cause="model-averaging",
+        evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
+        "parameters that their own updates left: a design of its own, which is no mean of "
+        "gradients where the optimizer keeps a state",
+        suggestion=f"say --accept local-sgd:{every} if that is meant; or average gradients before "
+        "the optimizer's step",
+    )
+    return [told if cause.cause == "no-sync" else cause for cause in found]
+
+
+def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[Diagnosis]:
+    """Unless it follows from what was found, or is part of it."""
+    causes = {cause.cause for cause in found}
+    if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
+        return []
+    first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
+    return beside.of_update(failed, facts, first)
 
 
 def worth_a_look(results: Sequence[CheckResult]) -> bool:
@@ -72,6 +120,12 @@ def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
     first = min(step for _, step in steps)
     of_gradients = min((s for check, s in steps if check == "gradients"), default=first)
     return tuple(dict.fromkeys((of_gradients, of_gradients + 1, first)))
+
+
+def step_of_update(results: Sequence[CheckResult]) -> int:
+    """The first step whose parameters failed; -1 where none did."""
+    failed = [r for r in results if r.verdict == "fail" and r.check == "parameters"]
+    return min((r.first.step for r in failed if r.first is not None), default=-1)
 
 
 def _of_one_run(cause: Diagnosis) -> Diagnosis:
@@ -98,27 +152,10 @@ def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
 
 _START = "start at that step: all that was compared before it agreed"
 _HINTS = {
-    "parameters": "gradients are right: look for what else writes to parameters or to the "
-    "optimizer's state, and for state that is lost or kept twice",
-    "loss": "gradients are right: look at how the loss is averaged, and what is added to it",
     "data": "look at the sampler: its seed, its epoch (set_epoch), its rank and world size",
     "local gradients": "look at what changes the loss, the model's output or the gradients before "
     "the exchange, and at how micro-batches are weighted",
 }
-
-
-_AVERAGE = (
-    "every rank's own update is right: look at the average of the parameters, what it is divided "
-    "by, which ranks and parameters it takes in, and after which steps"
-)
-
-
-def _of_average(first: CheckResult, failed: Failures) -> str:
-    """An average of the ranks' parameters that is not one, in numbers; whether any was taken."""
-    place, agreement = first.first, failed.get(("agreement", "-"))
-    assert place is not None
-    text = f"{place.actual:.9g} where the mean of the ranks' own updates is {place.expected:.9g}"
-    return "; ".join(filter(None, [text, agreement.reason if agreement else ""]))
 
 
 def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
@@ -128,43 +165,29 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     parts = [f"{first.check} differ first: {where(first)}"]
     reason = first.reason.partition("; ")[0]
     parts += [reason] if reason and (first.layer != "R" or not facts.steps) else []
-    suggestion = _HINTS.get(first.check, _START)
-    if (first.check, first.layer) == ("parameters", "R"):
-        parts += [_of_average(first, failed)]
-        suggestion = _AVERAGE
-    if facts.other_order:
-        parts.append(f"the bits are those of {facts.other_order}")
-        suggestion = "promise the order that is used, or use the one that is promised"
-    elif _bits_alone(failed, facts):
-        parts.append("every gradient is within rounding of the right mean, its last bits are not")
-        suggestion = (
-            "add up in one order on every rank, the promised one; look at what rounds, and when"
-        )
-    elif _server_alone(first, facts):
-        parts.append("every rank with data holds the right mean, and the one without another")
-        suggestion = "have the server keep the mean that it sends, or leave its own gradients alone"
     seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
     parts.append(seen)
     evidence = "; ".join(filter(None, parts))
     if facts.trouble:
         evidence += f" (a closer look was not possible: {facts.trouble})"
+    suggestion = _HINTS.get(first.check, _START)
     return Diagnosis(cause="unexplained", evidence=evidence, suggestion=suggestion)
 
 
-def _server_alone(first: CheckResult, facts: Facts) -> bool:
+def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """Gradients are wrong on a rank without data, and were measured to be right on the others."""
+    first = failed.get(("gradients", "R")) or failed.get(("gradients", "lattice"))
     measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
-    place = first.first if first.check == "gradients" else None
-    if not measured or place is None:
-        return False
-    return place.rank not in (facts.steps[0].ranks or (place.rank,))
-
-
-def _bits_alone(failed: Failures, facts: Facts) -> bool:
-    """Gradients were measured, none is outside the rounding bound, and their bits differ (those of
-    the promised order, or between ranks: it may be the parameters that do not agree).
-    """
-    seen = {pair for pair in failed if pair[0] in ("gradients", "agreement")}
-    within = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
-    apart = ("gradients", "X") in failed or any(len(s.alike) > 1 for s in facts.steps)
-    return within and apart and bool(seen) and seen <= {("gradients", "X"), ("agreement", "-")}
+    if first is None or first.first is None or not measured:
+        return []
+    if first.first.rank in (facts.steps[0].ranks or (first.first.rank,)):
+        return []
+    return [
+        Diagnosis(
+            cause="wrong-on-server",
+            evidence="every rank with data holds the right mean, and the one without another: "
+            f"{where(first)}, {first.first.actual} where {first.first.expected} is the mean",
+            suggestion="have the server keep the mean that it sends, or leave its own gradients "
+            "alone",
+        )
+    ]

@@ -6,6 +6,7 @@ from math import hypot, isclose, sqrt
 
 from distcheck.diagnosis.facts import ParameterFacts, StepFacts
 
+_PARALLEL = 1e-5  # of their norms: whatever rounds a result, gradients are computed as ever
 # What clip_grad_norm_ adds to a norm before it divides by it.
 _CLIP_EPSILONS = (0.0, 1e-6)
 
@@ -17,7 +18,9 @@ class Reading:
     kind      `mean` (over samples, times `factor`), `plain mean` (over ranks, times `factor`,
               where shards are unequal), `single` (rank `source`'s gradient alone, times
               `factor`), `counted` (rank r counts `counts[r]` times, and all times `factor`),
-              `clipped` (every rank's gradient clipped to the norm `factor`)
+              `signed` (the same with counts of 1 and -1), `chain` (each rank's gradient is averaged
+              with what was there: 1/2, 1/4, 1/8 and 1/8), `clipped` (every rank's gradient clipped
+              to the norm `factor`)
     tolerance  how far rounding may move the factor; 0.0 for one that was tried as it is
     """
 
@@ -99,13 +102,13 @@ def _scaled(
     a result is a multiple of anything, so there a factor must have a name.
     """
     world = len(base)
-    named = [1.0, float(world), 1.0 / world] if kind != "single" else [1.0, 1.0 / world]
+    named = [1.0, float(world), 1.0 / world, -1.0] if kind != "single" else [1.0, 1.0 / world]
     found = [
         Reading(kind, factor)
         for factor in dict.fromkeys(named)
         if holds(step, parameters, rank, [factor * b for b in base])
     ]
-    if found or _all_parallel(parameters):
+    if found or all_parallel(step, parameters):
         return found
     factor, tolerance = best_factor(step, parameters, rank, base)
     if abs(factor) <= tolerance:
@@ -115,11 +118,23 @@ def _scaled(
     return []
 
 
-def _all_parallel(parameters: Sequence[ParameterFacts]) -> bool:
-    if len(parameters) != 1:
-        return False
-    rows = parameters[0].basis
-    return hypot(*(e for row in rows[1:] for e in row)) <= 1e-9 * hypot(*rows[0])
+def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
+    """Whether the ranks' gradients, of all these parameters at once, are multiples of each other
+    up to rounding: then a result is a multiple of any of them, and no weights can be read off it.
+    """
+    world = len(step.shares)
+    columns = [[row[r] for p in parameters for row in p.basis] for r in range(world)]
+    norms = [hypot(*column) for column in columns]
+    longest = max(range(world), key=norms.__getitem__)
+    if not norms[longest]:
+        return True
+    direction = [entry / norms[longest] for entry in columns[longest]]
+    for column, norm in zip(columns, norms, strict=True):
+        along = sum(a * b for a, b in zip(column, direction, strict=True))
+        aside = hypot(*(a - along * b for a, b in zip(column, direction, strict=True)))
+        if aside > min(4 * step.gamma, _PARALLEL) * norm:
+            return False
+    return world > 1
 
 
 def best_factor(
@@ -149,24 +164,49 @@ def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     fit, world = step.fits[rank], len(step.shares)
     if not fit.identified:
         return []
-    found: list[Reading] = []
+    found: dict[str, Reading] = {}
     for base in {step.shares, (1.0 / world,) * world}:
         ratios = [c / b for c, b in zip(fit.coefficients, base, strict=True)]
         largest = max(map(abs, ratios))
-        units = [r for r in ratios if r > largest / (2 * world)]
+        units = [abs(r) for r in ratios if abs(r) > largest / max(2 * world, 2**world)]
         if not units:
             continue
         smallest = min(units)
         counts = tuple(round(r / smallest) for r in ratios)
-        if len(set(counts)) == 1 or sum(map(bool, counts)) < 2 or min(counts) < 0:
-            continue
-        if max(counts) > world:
+        if len(set(counts)) == 1 or sum(map(bool, counts)) < 2:
             continue
         combined = [count * b for count, b in zip(counts, base, strict=True)]
         factor, tolerance = best_factor(step, parameters, rank, combined)
+        for named in usual_factors(counts):
+            if holds(step, parameters, rank, [named * c for c in combined]):
+                factor, tolerance = named, 0.0
+                break
         if holds(step, parameters, rank, [factor * c for c in combined]):
-            found.append(Reading("counted", factor, tolerance, counts=counts))
-    return found[:1]
+            for kind in _kinds_of(counts, factor, tolerance):
+                found.setdefault(kind, Reading(kind, factor, tolerance, counts=counts))
+    return list(found.values())
+
+
+def usual_factors(counts: Sequence[int]) -> tuple[float, ...]:
+    """What counts of ranks are multiplied by where their sum is divided by the number of ranks, of
+    those that count, or of the counts; by nothing, last.
+    """
+    world, total = len(counts), sum(counts)
+    divisors = [world, sum(map(bool, counts)), total if total > 0 else world]
+    return (*dict.fromkeys(world / divisor for divisor in divisors), float(world))
+
+
+def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[str]:
+    """What counts of the ranks, all times a factor, are called; nothing where they have no name."""
+    world = len(counts)
+    if min(counts) < 0:
+        return ["signed"] if set(counts) == {1, -1} else []
+    halves = [1, *(2**k for k in range(world - 1))]
+    even = abs(factor * sum(counts) / world - 1) <= world * tolerance + 1e-9
+    chain = ["chain"] if sorted(counts) == halves and world > 2 and even else []
+    # Of four ranks and more nothing else gives a rank half of the weight, and one a quarter.
+    counted = max(counts) <= world and not (chain and world > 3)
+    return [*chain, *(["counted"] if counted else [])]
 
 
 def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:

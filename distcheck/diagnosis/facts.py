@@ -33,10 +33,12 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     Q^T y, `remainder` [W] the norm of what is left of y, `floor` the bound's absolute part.
     `wrong` lists the ranks, `of_mean` and `of_own` [W] say how many elements are the mean and how
     many the rank's own gradient (of `elements`; `of_either` counts those that are one or both).
-    `shorter` names per rank the dtype whose roundings are of the size of the errors, empty where
-    none's are; `on_grid` says per rank whether its result, or W times that, holds numbers of that
-    dtype only. `coarse` [W] is how far quantising may take each rank's gradient, as a norm, where
-    that is accepted.
+    `kinds` names what else elements may be beside the mean (`zero`, `own / W`, `sum`, `any rank's`)
+    and says per rank how many are one or the other. `shorter` names per rank the dtype whose
+    roundings are of the size of the errors, empty where none's are; `on_grid` says per rank whether
+    its result, or W times that, holds numbers of that dtype only; `of_terms` whether it is the mean
+    of the ranks' gradients rounded to it, one by one. `coarse` [W] is how far quantising may take
+    each rank's gradient, as a norm, where that is accepted.
     """
 
     name: str
@@ -53,6 +55,8 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     gamma: float = 0.0  # of its own dtype; 0: the step's
     shorter: tuple[str, ...]
     on_grid: tuple[bool, ...]
+    of_terms: tuple[bool, ...] = ()
+    kinds: tuple[tuple[str, tuple[int, ...]], ...] = ()
     coarse: Vector = ()
 
 
@@ -92,13 +96,26 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
     """The first gradient with an infinity or a NaN; `before` are the ranks whose own shard's
-    gradient has one already.
+    gradient has one already. `hidden`: it has none, where the mean of those gradients has.
     """
 
     rank: int
     parameter: str
     count: int
     before: tuple[int, ...]
+    hidden: bool = False
+
+
+class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank on which backward was seen to leave something else than its shard's gradient:
+    `distance` of it, as a share of that gradient, in `parameters`; `source` is the rank whose
+    shard's gradient it is, if it is one's (-1: none's).
+    """
+
+    rank: int
+    parameters: tuple[str, ...]
+    distance: float
+    source: int = -1
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,12 +131,14 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `shares` [W] are n_r / N. `left_norms` [W] are the norms of all that backward left on each
     rank. `left_factors` [W] say what multiple of the shard's gradient that was as far as it was
-    recorded (None: not seen, or no multiple). `alike` are groups of ranks whose gradients agree
-    to the bit, `unchanged` the ranks whose parameters the step did not move although they should
-    have. `mean_of_left` says whether ranks hold the right mean of what backward was seen to leave,
-    which then was not the shards' gradients. `missing` lists (parameter, rank) without a gradient
-    where there should be one; `missing_elsewhere` says whether that is the whole mismatch, in that
-    backward left no gradient there, the other ranks hold their own, and all else is right.
+    recorded (None: not seen, or no multiple), `left` lists the ranks where it was not that; where
+    ranks do not hold the mean of it either, `parameters` are measured by what was left. `alike` are
+    groups of ranks whose gradients agree to the bit, `unchanged` the ranks whose parameters the
+    step did not move although they should have. `mean_of_left` says whether ranks hold the right
+    mean of what backward was seen to leave, which then was not the shards' gradients. `missing`
+    lists (parameter, rank) without a gradient where there should be one; `missing_elsewhere` says
+    whether that is the whole mismatch, in that backward left no gradient there, the other ranks
+    hold their own, and all else is right.
     """
 
     step: int
@@ -133,6 +152,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     fits: tuple[Fit, ...]
     left_norms: Vector
     left_factors: tuple[float | None, ...]
+    left: tuple[LeftFacts, ...] = ()
     left_elements: int
     mean_of_left: bool
     matches: tuple[Match, ...]
@@ -156,6 +176,33 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     whole_steps: bool  # at every step both read the very same samples
 
 
+class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A step whose parameters, or whose optimizer's state, are not what the optimizer makes of what
+    ranks recorded: on which `ranks` (as the world that was run numbers them), of which names. The
+    update is `factor` times the right one plus `decay` times the parameters, up to `rest` (a share
+    of it); `unchanged`, where those parameters stayed as they were.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    state: tuple[str, ...]
+    factor: float
+    decay: float
+    rest: float
+    unchanged: bool
+
+
+class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A step with several backward passes: `weights` [W][W][passes] say per rank what each rank's
+    passes count for in what it holds.
+    """
+
+    step: int
+    passes: int
+    weights: tuple[tuple[Vector, ...], ...]
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that was measured. `steps` has at most three, the first failing one of the gradients
     first. `other_order` names the order whose bits the gradients have where the promised one's they
@@ -163,7 +210,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     batch's, where the mean over all samples does not. `same_randomness` lists groups of ranks that
     began a forward pass from one state, for a workload that draws random numbers. `right_under`
     names the loss contracts, other than the declared one, under which every gradient of every rank
-    and step would be right within R. Outside of `steps`, ranks have the numbers of the world that
+    and step would be right within R. `lost` says of which ranks no gradient can come back from the
+    loss. `begins_alike`: all ranks begin with the same bits. `averaged_every`: parameters were
+    averaged after every so many steps, and rightly. `average`: of a wrong average of parameters,
+    where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
+    low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
+    ones. Outside of `steps`, ranks have the numbers of the world that
     was run.
     """
 
@@ -175,4 +227,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     batch_weights: Vector = ()
     batch_tolerance: float = 0.0
     right_under: tuple[LossName, ...] = ()
+    lost: str = ""
+    begins_alike: bool = False
+    averaged_every: int = 0
+    update: UpdateFacts | None = None
+    average: StepFacts | None = None
+    passes: PassFacts | None = None
+    scaled_projection: float | None = None
     trouble: str = ""

@@ -37,9 +37,15 @@ def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> st
     return f"{shown}{more} ({len(names)} of {step.total} parameters)"
 
 
-def number_text(value: float) -> str:
-    """Seven digits, which is what float32 has."""
-    return f"{value:.7g}"
+def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
+    """Seven digits, which is what float32 has; more where a number would read as one of those that
+    it stands `beside`, and is not that.
+    """
+    for digits in range(7, 17):
+        text = f"{value:.{digits}g}"
+        if not any(text == f"{other:.{digits}g}" and value != other for other in beside):
+            return text
+    return f"{value:.17g}"
 
 
 def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:

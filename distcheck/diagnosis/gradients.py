@@ -6,11 +6,13 @@ lists. Several that do so at once cannot be told apart by what was measured, and
 """
 
 from collections.abc import Sequence
+from math import isfinite
 from types import ModuleType
 
 import msgspec
 
 from distcheck.diagnosis import earlier, parts, precision, weights
+from distcheck.diagnosis.combinations import all_parallel, distance
 from distcheck.diagnosis.facts import Facts, ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import (
     Finding,
@@ -28,6 +30,12 @@ FAMILIES: tuple[ModuleType, ...] = (weights, parts, earlier, precision)
 def explain(facts: Facts) -> list[Diagnosis]:
     """The causes of wrong gradients; empty where none explains them."""
     return [_among(_diagnosis(finding), facts) for finding in _explain(facts)]
+
+
+def explain_left(facts: Facts) -> list[Diagnosis]:
+    """The same of what backward left, where all that came of it is right."""
+    found = next((left_otherwise(step) for step in facts.steps if step.left), [])
+    return [_among(_diagnosis(finding), facts) for finding in found]
 
 
 def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
@@ -60,17 +68,56 @@ def explain_step(step: StepFacts) -> list[Finding]:
         return [_not_finite(step)]
     if step.missing:  # told by the check itself, and little was measured of it
         return [_missing(step)] if step.missing_elsewhere else []
+    before = left_otherwise(step)
+    if before and step.mean_of_left:
+        return before
     found = _said_together(explain_all(step, step.parameters))
     if found or len(step.parameters) < 2:
-        return found
-    return _one_by_one(step)
+        return [*before, *found]
+    return [*before, *_one_by_one(step)]
+
+
+def left_otherwise(step: StepFacts) -> list[Finding]:
+    """What went wrong before anything was exchanged. A loss that was scaled alike on all ranks, and
+    whose mean the ranks hold, is a matter of scale.
+    """
+    multiples = [step.left_factors[found.rank] for found in step.left]
+    if not step.left or (step.mean_of_left and None not in multiples):
+        return []
+    ranks = positions_text(step, [found.rank for found in step.left])
+    names = list(dict.fromkeys(name for found in step.left for name in found.parameters))
+    what = "all parameters" if len(names) == step.total else ", ".join(names[:6])
+    what += f" and {len(names) - 6} more" if len(names) > 6 and len(names) < step.total else ""
+    evidence = f"step {step.step}: what backward left on {ranks} is not the gradient of the shard"
+    evidence += f" there, in {what}"
+    sources = {found.source for found in step.left}
+    if sources != {-1} and len(sources) == 1 and len(step.left) == len(step.shares) - 1:
+        source = positions_text(step, [*sources])
+        evidence += f": it is that of {source}'s, as if all had been given {source}'s samples"
+    elif None not in multiples:
+        shown = ", ".join(number_text(f) for f in step.left_factors if f is not None)
+        evidence += f": ranks held {shown} times that"
+    else:
+        most = max(found.distance for found in step.left)
+        evidence += f" (up to {most:.2g} of it apart, as norms)"
+    if step.mean_of_left:
+        evidence += "; ranks hold the right mean of what backward left, so the exchange is right"
+    return [
+        Finding(
+            "wrong-local-gradient",
+            evidence,
+            "look at what changes inputs, labels, the loss, the model's output or the gradients "
+            "before the exchange: a broadcast of inputs, a transformation, hooks, and how "
+            "micro-batches are weighted",
+        )
+    ]
 
 
 def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
     """What every family says of these parameters, taken together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
-    return [finding for family in FAMILIES for finding in family.explain(step, parameters)]
+    return [f for family in FAMILIES for f in family.explain(step, parameters)]
 
 
 def _one_by_one(step: StepFacts) -> list[Finding]:
@@ -80,21 +127,36 @@ def _one_by_one(step: StepFacts) -> list[Finding]:
         causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
         groups.setdefault(causes, []).append(parameter)
     found: list[Finding] = []
-    for causes, parameters in groups.items():
+    whole = sum(error_of(step, p) for p in step.parameters)
+    shares = {
+        causes: sum(error_of(step, p) for p in parameters) / whole if whole else 0.0
+        for causes, parameters in groups.items()
+    }
+    for causes, parameters in sorted(groups.items(), key=lambda item: -shares[item[0]]):
         together = [f for f in explain_all(step, parameters) if f.cause in causes]
         singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
-        found += _said_together(together or singly)
+        part = f" ({100 * shares[causes]:.3g} % of the error)" if len(groups) > 1 else ""
+        found += [
+            Finding(f.cause, f.evidence + part, f.suggestion)
+            for f in _said_together(together or singly)
+        ]
     unexplained = groups.get((), [])
     if found and unexplained:
         found.append(
             Finding(
                 "unexplained",
                 f"step {step.step}: nothing that is known explains "
-                f"{parameters_text(step, unexplained)}",
+                f"{parameters_text(step, unexplained)} ({100 * shares[()]:.3g} % of the error)",
                 "mend the other cause first, then look again",
             )
         )
     return found
+
+
+def error_of(step: StepFacts, parameter: ParameterFacts) -> float:
+    """How far a parameter's gradients are from the mean, as the square of a norm over all ranks."""
+    errors = [distance(parameter, rank, step.shares) for rank in parameter.wrong]
+    return sum(error * error for error in errors if isfinite(error))
 
 
 # Causes that are true side by side; any others, of the same gradients, exclude each other.
@@ -103,6 +165,11 @@ _SIDE_BY_SIDE = (
     {"unweighted-mean", "double-division"},
     {"unweighted-mean", "wrong-divisor"},
     {"no-sync", "dropped-rank"},
+    {"one-rank-only", "missing-division"},
+    {"dropped-rank", "missing-division"},
+    {"dropped-rank", "wrong-divisor"},
+    {"duplicated-rank", "missing-division"},
+    {"duplicated-rank", "wrong-divisor"},
 )
 
 
@@ -150,6 +217,14 @@ def _not_finite(step: StepFacts) -> Finding:
     seen = step.not_finite
     assert seen is not None
     where = f"step {step.step}, {seen.parameter}, {positions_text(step, [seen.rank])}: "
+    if seen.hidden:
+        before = positions_text(step, seen.before)
+        return Finding(
+            "nonfinite",
+            f"{where}{seen.count:,} elements are finite, and the gradient that backward gives on "
+            f"{before} is infinite or NaN there",
+            "let infinities through: what skips a step (a GradScaler) has to see them on all ranks",
+        )
     where += f"{seen.count:,} elements are "
     if seen.before:
         before = positions_text(step, seen.before)
@@ -185,6 +260,11 @@ def describe_unexplained(facts: Facts) -> str:
             "exchange is right and what went into it is not"
         )
     fit = step.fits[wrong[0]] if step.fits else None
+    if all_parallel(step, step.parameters):
+        return (
+            f"{text}; the ranks' own gradients are multiples of each other, so what each counts "
+            "for cannot be read off the result: look at a workload where they are not"
+        )
     if fit is None or not fit.identified:
         return text
     text += f"; {coefficients_text(step, step.fits, wrong[0])}"

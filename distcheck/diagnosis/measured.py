@@ -1,11 +1,12 @@
 """A parameter of a failed step, as tensors."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from distcheck.oracles.expectation import StepExpectation
-from distcheck.oracles.rounding import Interval, real_parts
+from distcheck.oracles.rounding import Interval, interval, real_parts
 from distcheck.traces.layout import Kind
 
 
@@ -34,6 +35,13 @@ class Measured:
             self.kept[self.index] = found
         return found
 
+    @property
+    def shares(self) -> list[float]:
+        """What each rank's gradient, as backward leaves it, counts for in the mean."""
+        world = len(self.expectation.weights)
+        pairs = zip(self.expectation.weights, self.expectation.unscaled, strict=True)
+        return [weight / world / factor for weight, factor in pairs]
+
     def left(self, rank: int) -> torch.Tensor:
         """What backward should have left on a rank."""
         gradient = self.expectation.shards[rank].gradients[self.index]
@@ -52,3 +60,29 @@ class Measured:
         )
         assert found is not None
         return real_parts(found).double()
+
+
+@dataclass(frozen=True)
+class Given(Measured):
+    """The same, by what backward was seen to leave in place of what it should have left: what an
+    exchange made of that is the exchange's doing, whatever went wrong before.
+    """
+
+    @cached_property
+    def interval(self) -> Interval:
+        """The mean of what was left."""
+        parts = [self._left_on(rank) for rank in range(len(self.expectation.weights))]
+        return interval(parts, self.shares, rescaled=True)
+
+    def left(self, rank: int) -> torch.Tensor:
+        """What backward was seen to leave on a rank."""
+        return real_parts(self._left_on(rank)).double()
+
+    def _left_on(self, rank: int) -> torch.Tensor:
+        found = self.expectation.trace.tensor(
+            rank, Kind.LOCAL_GRADIENT, self.expectation.step, self.index
+        )
+        if found is not None:
+            return found
+        spec = self.expectation.trace.layout.model.parameters[self.index]
+        return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))

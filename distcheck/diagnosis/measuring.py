@@ -8,6 +8,7 @@ from math import isfinite, sqrt
 
 import torch
 
+from distcheck.diagnosis import left
 from distcheck.diagnosis.facts import (
     LEAST_FOR_A_GRID,
     Fit,
@@ -17,7 +18,7 @@ from distcheck.diagnosis.facts import (
     StepFacts,
 )
 from distcheck.diagnosis.matching import matches_of
-from distcheck.diagnosis.measured import Measured
+from distcheck.diagnosis.measured import Given, Measured
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.rounding import Interval, gamma, real_parts, unit_roundoff
 from distcheck.oracles.shards import NotRecordedError
@@ -65,6 +66,10 @@ class StepMeasuring:
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite or self._missing else wrong
+        others = left.others(self._expectation, measured)
+        if others and wrong and not self._is_right_mean_of_left(wrong):
+            # Two mistakes: the exchange is measured by what it was given.
+            wrong = [Given(**vars(m)) for m in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
         matches: tuple[Match, ...] = ()
         if wrong:
@@ -85,12 +90,11 @@ class StepMeasuring:
             left_norms=tuple(
                 sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
             ),
-            left_factors=tuple(self._left_factor(rank, measured) for rank in self._ranks),
+            left_factors=tuple(left.factor(self._expectation, r, measured) for r in self._ranks),
+            left=others,
             left_elements=sum(m.elements for m in measured),
             matches=matches,
-            mean_of_left=bool(wrong)
-            and not all(self._left_the_shards(m) for m in wrong)
-            and all(self._is_mean_of_left(m) for m in wrong),
+            mean_of_left=self._is_right_mean_of_left(wrong),
             alike=self._alike(),
             unchanged=self._unchanged(measured),
             missing=tuple(self._missing),
@@ -131,6 +135,12 @@ class StepMeasuring:
                 before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
                 self._not_finite = NotFinite(
                     rank=rank, parameter=spec.name, count=count, before=before
+                )
+            hidden = int((result.isfinite() & ~interval.mean.isfinite()).sum())
+            if hidden and self._not_finite is None:
+                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
+                self._not_finite = NotFinite(
+                    rank=rank, parameter=spec.name, count=hidden, before=before, hidden=True
                 )
             if not bool(((result - interval.mean).abs() <= interval.bound).all()):
                 wrong.append(rank)
@@ -204,6 +214,11 @@ class StepMeasuring:
                 and self._on_grid(measured.result(rank), dtype, self._own_unit(measured))
                 for rank, dtype in enumerate(shorter)
             ),
+            of_terms=tuple(
+                bool(dtype) and self._of_terms(measured, rank, dtype)
+                for rank, dtype in enumerate(shorter)
+            ),
+            kinds=self._kinds(measured, unit),
             coarse=self._coarse(elements),
         )
 
@@ -230,6 +245,50 @@ class StepMeasuring:
             counts.append((int(mean.sum()), int(alone.sum()), int((mean | alone).sum())))
         means, owns, eithers = zip(*counts, strict=True)
         return means, owns, eithers
+
+    def _kinds(self, measured: Measured, unit: float) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Per kind and rank: elements that are the mean, or are of that kind."""
+        world, interval = len(self._ranks), measured.interval
+        owns = [measured.left(rank) for rank in self._ranks]
+        sums = zip(measured.shares, owns, strict=True)
+        total = torch.stack([share * own for share, own in sums]).sum(0) * world
+        found: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            result = measured.result(rank)
+            mean = (result - interval.mean).abs() <= interval.bound
+
+            def are(*wanted: torch.Tensor, actual: torch.Tensor = result) -> torch.Tensor:
+                close = [(actual - w).abs() <= gamma(4, unit) * w.abs() for w in wanted]
+                return torch.stack(close).any(0)
+
+            of_sum = (result - total).abs() <= world * interval.bound
+            for kind, same in (
+                ("zero", result == 0),
+                ("own / W", are(owns[rank] / world)),
+                ("sum", of_sum),
+                ("any rank's", are(*owns)),
+            ):
+                found.setdefault(kind, []).append(int((mean | same).sum()))
+        return tuple((kind, tuple(counts)) for kind, counts in found.items())
+
+    def _of_terms(self, measured: Measured, rank: int, dtype: str) -> bool:
+        """Whether a result is the mean of gradients that were rounded to a dtype before they were
+        added up in their own: weighted before or after that.
+        """
+        short, world = getattr(torch, dtype), len(self._ranks)
+        own_dtype = getattr(torch, self._trace.layout.model.parameters[measured.index].dtype)
+        own_dtype = own_dtype.to_real() if own_dtype.is_complex else own_dtype
+        owns = [measured.left(r) for r in self._ranks]
+        result, bound = measured.result(rank), 2 * measured.interval.bound
+        for before in (1.0, float(world), 0.0):
+            total = torch.zeros_like(result)
+            for share, own in zip(measured.shares, owns, strict=True):
+                weight = share * before if before else 1.0 / world
+                rounded = (own * weight).to(own_dtype).to(short).double()
+                total += rounded * (share / weight)
+            if bool(((result - total).abs() <= bound).all()):
+                return True
+        return False
 
     def _shorter(self, measured: Measured, unit: float) -> tuple[str, ...]:
         """Per rank, the least short dtype whose roundings are of the size of its errors; empty
@@ -312,28 +371,12 @@ class StepMeasuring:
             identified=True,
         )
 
-    def _left_factor(self, rank: int, measured: list[Measured]) -> float | None:
-        """What multiple of the shard's gradient backward left, a loss that was scaled included."""
-        same, along, square, size = True, 0.0, 0.0, 0.0
-        for m in measured:
-            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, m.index)
-            shard = self._expectation.shards[rank].gradients[m.index]
-            if seen is None or shard is None:
-                return None
-            same = same and torch.equal(seen, shard)
-            wanted, got = real_parts(shard).double(), real_parts(seen).double()
-            along += float((wanted * got).sum())
-            square += float((wanted * wanted).sum())
-            size += float((got * got).sum())
-        if not measured or not square or not along:
-            return None
-        by_loss = self._expectation.contract.weighting == "loss"
-        promised = 1.0 if by_loss else self._expectation.unscaled[rank]
-        if same:
-            return promised
-        # |got - f wanted|^2 for the best f; no multiple where more than 1e-5 of it is left over.
-        left = max(0.0, size - along**2 / square)
-        return along / square * promised if left <= 1e-10 * size else None
+    def _is_right_mean_of_left(self, wrong: list[Measured]) -> bool:
+        return (
+            bool(wrong)
+            and not all(self._left_the_shards(m) for m in wrong)
+            and all(self._is_mean_of_left(m) for m in wrong)
+        )
 
     def _left_the_shards(self, measured: Measured) -> bool:
         """Whether backward was seen to leave what it should: nothing was wrong before the exchange

@@ -23,11 +23,18 @@ from distcheck.contract import (
 )
 from distcheck.diagnosis.facts import Facts, Overlap
 from distcheck.diagnosis.measuring import MOST_KEPT, StepMeasuring
+from distcheck.diagnosis.micro_batches import measured_passes
+from distcheck.diagnosis.updates import (
+    averaged_every,
+    measured_average,
+    measured_update,
+    scaled_projection,
+)
 from distcheck.jobs import ObserveJob
 from distcheck.oracles import order_exact
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.references import References
-from distcheck.oracles.rounding import NotBoundedError
+from distcheck.oracles.rounding import NotBoundedError, real_parts
 from distcheck.oracles.shards import NotRecordedError
 from distcheck.ranks.training import Ingredients, open_ingredients
 from distcheck.records import LossName
@@ -64,11 +71,17 @@ def observe(job: ObserveJob, ingredients: Ingredients, trace: TraceReader) -> Fa
         world=job.layout.world,
         overlaps=tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         same_randomness=_same_randomness(job, trace) if job.draws_random_numbers else (),
+        begins_alike=_begins_alike(trace),
     )
     accepted = acceptance.read(job.case.accept)
-    if not job.steps or (accepted is not None and not accepted.owes_mean):
-        return facts  # causes are told from what makes up a mean
+    if not job.steps:
+        return facts
     try:
+        facts = look.at_update(facts)
+        if accepted is not None and not accepted.owes_mean:
+            return look.at_design(facts, accepted)
+        if lost := look.lost():
+            return msgspec.structs.replace(facts, lost=lost)
         return look.at_steps(facts)
     except (NotBoundedError, NotRecordedError) as error:
         return msgspec.structs.replace(facts, trouble=str(error))
@@ -84,6 +97,35 @@ class _Look:
         self._large = elements > MOST_KEPT  # then one step, and the one before it
         self._reach = 1 if self._large else _MOST_EARLIER
 
+    def lost(self) -> str:
+        """Says of which ranks no gradient can come back from the loss, at the first step."""
+        step = self._job.steps[0]
+        return self._expect(step).lost if step < self._trace.steps_written() else ""
+
+    def at_update(self, facts: Facts) -> Facts:
+        """Measures the optimizer's step where its check failed."""
+        step = self._job.update_step
+        failed = ("parameters", "X") in self._job.failed or (
+            ("parameters", "lattice") in self._job.failed and step == min(self._job.steps)
+        )
+        if not failed or not 0 <= step < self._trace.steps_written():
+            return facts
+        return msgspec.structs.replace(facts, update=measured_update(self._expect(step)))
+
+    def at_design(self, facts: Facts, accepted: acceptance.Accepted) -> Facts:
+        """Measures what is exchanged in place of a mean of gradients."""
+        step = self._job.steps[0]
+        if step >= self._trace.steps_written():
+            return facts
+        if ("parameters", "R") in self._job.failed:
+            step = self._job.update_step
+            average = measured_average(self._expect(step))
+            return msgspec.structs.replace(facts, average=average)
+        if accepted.family == "low-rank" and ("gradients", "R") in self._job.failed:
+            factor = scaled_projection(self._expect(step))
+            return msgspec.structs.replace(facts, scaled_projection=factor)
+        return facts
+
     def at_steps(self, facts: Facts) -> Facts:
         """Measures every step that was written."""
         written = self._trace.steps_written()
@@ -94,6 +136,8 @@ class _Look:
             earlier = [self._expect(before) for before in past]
             measured.append(StepMeasuring(self._expect(step), earlier).facts())
         facts = msgspec.structs.replace(facts, steps=tuple(measured))
+        if measured and measured[0].parameters:
+            facts = self._beside(facts, self._expect(steps[0]), written)
         if measured and measured[0].parameters and self._job.takes_loss:
             under = tuple(self._right_under(steps[0], written))
             facts = msgspec.structs.replace(facts, right_under=under)
@@ -108,6 +152,16 @@ class _Look:
                 facts = msgspec.structs.replace(
                     facts, batch_weights=weights, batch_tolerance=tolerance
                 )
+        return facts
+
+    def _beside(self, facts: Facts, expectation: StepExpectation, written: int) -> Facts:
+        """What makes up gradients beside the ranks' own: passes, and averages of parameters."""
+        passes = self._job.contract.micro_batches * self._ingredients.training.accumulate
+        if passes > 1 and not self._large:
+            facts = msgspec.structs.replace(facts, passes=measured_passes(expectation))
+        if len(facts.steps[0].alike) > 1:
+            every = averaged_every(expectation, written)
+            facts = msgspec.structs.replace(facts, averaged_every=every)
         return facts
 
     def _expect(self, step: int) -> StepExpectation:
@@ -136,7 +190,7 @@ class _Look:
                 if found is None or owed is None:
                     if found is not None or owed is not None:
                         return False
-                elif not bool(((found.double() - owed.mean).abs() <= owed.bound).all()):
+                elif not bool(((real_parts(found) - owed.mean).abs() <= owed.bound).all()):
                     return False
         return True
 
@@ -242,6 +296,17 @@ def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
                     for a, b in zip(headers[one], headers[two], strict=True)
                 ),
             )
+
+
+def _begins_alike(trace: TraceReader) -> bool:
+    """Whether all ranks begin with the same bits."""
+    ranks, model = range(trace.layout.world), trace.layout.model
+    kinds = ((Kind.PARAMETER, model.parameters), (Kind.BUFFER, model.buffers))
+    return all(
+        len({trace.entry(rank, kind, 0, index).digest for rank in ranks}) == 1
+        for kind, specs in kinds
+        for index in range(len(specs))
+    )
 
 
 def _same_randomness(job: ObserveJob, trace: TraceReader) -> tuple[tuple[int, ...], ...]:

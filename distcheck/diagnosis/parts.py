@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from distcheck.diagnosis.facts import Match, ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import Finding, parameters_text, positions_text
 
+_LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by chance
+
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
     """Every cause that explains these parameters on all ranks."""
-    return [*_partial(step, parameters), *_order(step, parameters)]
+    found = _partial(step, parameters)
+    return [*(found or _other_kinds(step, parameters)), *_order(step, parameters)]
 
 
 def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
@@ -40,6 +43,77 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Find
     ]
 
 
+_KINDS = {
+    "zero": (
+        "partial-sync",
+        "zero",
+        "look at what fills the buffer that is exchanged, and at what is copied back from it",
+    ),
+    "own / W": (
+        "partial-sync",
+        "a W-th of the rank's own gradient",
+        "these were divided and never exchanged: look at what selects the slices or chunks to "
+        "exchange",
+    ),
+    "sum": (
+        "missing-division",
+        "the sum over all ranks, not divided",
+        "divide everything that was added up, once: look at what selects the elements to divide",
+    ),
+    "any rank's": (
+        "one-rank-only",
+        "some one rank's own gradient",
+        "look at the chunk that each rank adds up and passes on, and at the round at which it "
+        "stops: chunks that are one rank's alone were passed on before they were added to",
+    ),
+}
+
+
+def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+    """Elements are the mean or of one other kind, and both are there, or other parameters are
+    right; chunks of single ranks may be all that there is.
+    """
+    found = []
+    for kind, (cause, what, suggestion) in _KINDS.items():
+        either = {p.name: dict(p.kinds).get(kind) for p in parameters}
+        mean = other = elements = 0
+        for parameter in parameters:
+            counts = either[parameter.name]
+            for rank in parameter.wrong:
+                alone = kind == "any rank's" and parameter.of_own[rank] == parameter.elements
+                if counts is None or counts[rank] < parameter.elements or alone:
+                    break
+                mean += parameter.of_mean[rank]
+                other += parameter.elements - parameter.of_mean[rank]
+                elements += parameter.elements
+            else:
+                continue
+            break
+        else:
+            if other >= _LEAST_OF_A_KIND and _are_parts(step, parameters, kind, mean):
+                where = f"step {step.step}, {parameters_text(step, parameters)}"
+                rest = ", the others the mean over all samples" if mean else ""
+                evidence = f"{where}: {other:,} of {elements:,} elements (over all ranks) are "
+                found.append(Finding(cause, f"{evidence}{what}{rest}", suggestion))
+    return found[:1]
+
+
+def _are_parts(step: StepFacts, parameters: Sequence[ParameterFacts], kind: str, mean: int) -> bool:
+    """Whether there is something else beside the elements of a kind."""
+    if kind == "any rank's":
+        return True
+    if kind != "zero":
+        return mean > 0
+    something = any(any(p.projected[r]) or p.remainder[r] for p in parameters for r in p.wrong)
+    return something or len(parameters) < step.total
+
+
+_SHARED = (
+    "look for a buffer that several parameters share: it is filled again before its exchange has "
+    "ended, or before it was copied back; give each its own, or wait in between"
+)
+
+
 def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
     others = [m for m in step.matches if m.kind == "parameter"]
     where = f"step {step.step}, {parameters_text(step, parameters)}"
@@ -51,6 +125,10 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findin
         names = {p.name for p in parameters}
         pairs = {m.parameter: m.other for m in others if m.parameter in names}
         shown = ", ".join(f"{name} that of {other}" for name, other in list(pairs.items())[:4])
+        wrong = {p.name for p in step.parameters}
+        if len(set(pairs.values())) < len(pairs) or not set(pairs.values()) <= wrong:
+            what = f"{shown}, which {'that one' if len(pairs) == 1 else 'another'} holds as well"
+            return [Finding("shared-bucket", f"{where}: got {what}", _SHARED)]
         return [Finding("wrong-parameter-order", f"{where}: got {shown}", suggestion)]
     mixed = [m for m in step.matches if m.kind in ("parameter", "mixed")]
     if _all_match(parameters, mixed):
@@ -60,6 +138,9 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findin
             f"{positions_text(step, first.ranks)} gave "
             f"{'its' if len(first.ranks) == 1 else 'their'} gradient of {first.other}"
         )
+        if first.other not in {p.name for p in step.parameters}:
+            what += ", which is right itself"
+            return [Finding("shared-bucket", f"{where}: {what}", _SHARED)]
         return [Finding("wrong-parameter-order", f"{where}: {what}", suggestion)]
     permuted = [m for m in step.matches if m.kind == "permuted"]
     if len(parameters) == len(step.parameters) and _all_match(parameters, permuted):

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from distcheck.diagnosis.combinations import bound
+from distcheck.diagnosis.combinations import bound, distance
 from distcheck.diagnosis.facts import LEAST_FOR_A_GRID, ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import Finding, parameters_text
 
+_MOST_NOISE = 1e-2  # of what is added up: more is another gradient
 _WIDTHS = ("float32", "float16", "bfloat16")  # by what they round away
 
 
@@ -25,7 +26,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     """Every cause that explains these parameters on all ranks."""
     dtypes = {p.shorter[rank] for p in parameters for rank in p.wrong}
     if not dtypes or "" in dtypes:
-        return []
+        return _small_noise(step, parameters)
     # No weights of the shards' gradients explain roundings, and only they leave a grid.
     if not any(
         p.on_grid[rank] or p.remainder[rank] > bound(step, p, step.shares)
@@ -39,13 +40,48 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
         return []
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"
-    return [
+    mean = f"{where}: the mean over all samples, up to errors "
+    terms = all(p.of_terms[rank] if p.of_terms else False for p in parameters for rank in p.wrong)
+    proof = f"; every result is a number of {dtype} (or a W-th of one)" if grid else ""
+    proof = proof or (f"; each rank's gradient was rounded to {dtype} first" if terms else "")
+    found = [
         Finding(
             "low-precision",
-            f"{where}: the mean over all samples, up to errors as large as {dtype} makes when "
-            "gradients are rounded to it, and larger than their own dtype makes"
-            + (f"; every result is a number of {dtype} (or a W-th of one)" if grid else ""),
+            f"{mean}as large as {dtype} makes when gradients are rounded to it, and larger than "
+            f"their own dtype makes{proof}",
             f"exchange gradients in their own dtype; or, if {dtype} is meant, promise it with "
             f'@strategy(wire="{dtype}"), or say --accept low-precision:{dtype}',
         )
     ]
+    return found if proof else [*found, _noise(f"{mean}in every element")]
+
+
+def _noise(what: str) -> Finding:
+    return Finding(
+        "noise",
+        f"{what} that no weights of the ranks' gradients explain, and no result holds numbers of a "
+        "shorter dtype only",
+        "look for noise that is added (differential privacy), stochastic rounding, and whatever "
+        "reads memory that another thread writes",
+    )
+
+
+def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+    """Errors in most elements, small beside what is added up, and in no direction of the ranks'
+    gradients.
+    """
+    largest = 0.0
+    for p in parameters:
+        size = sum(share * norm for share, norm in zip(step.shares, p.norms, strict=True))
+        for rank in p.wrong:
+            error = distance(p, rank, step.shares)
+            if p.elements < LEAST_FOR_A_GRID or 2 * p.of_mean[rank] > p.elements:
+                return []
+            if not error <= _MOST_NOISE * size or p.remainder[rank] < error / 2:
+                return []
+            largest = max(largest, error / size)
+    if not largest:
+        return []
+    where = f"step {step.step}, {parameters_text(step, parameters)}"
+    share = f"{largest:.1g} of what is added up (as norms)"
+    return [_noise(f"{where}: the mean over all samples, up to errors of {share} in most elements")]

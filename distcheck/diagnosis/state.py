@@ -11,9 +11,9 @@ from distcheck.traces.layout import Kind
 
 def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """Every such cause that is carried by a check that failed and by what was measured."""
-    found = _initial(failed)
-    if _of("data", failed):
-        found += _data(facts)
+    found = _initial(failed, facts)
+    if data := _of("data", failed):
+        found += _data(facts) or _repeated(data)
     found += _buffers(failed)
     found += _optimizer(failed, facts)
     return found
@@ -85,16 +85,41 @@ def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResul
     return next((result for (name, _), result in failed.items() if name == check), None)
 
 
-def _initial(failed: Failures) -> list[Diagnosis]:
+def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
     result = _of("initial state", failed)
     if result is None:
         return []
+    evidence = f"ranks did not begin where one machine begins: {where(result)}"
+    if facts.begins_alike:  # a broadcast cannot help
+        return [
+            Diagnosis(
+                cause="initial-state-differs",
+                evidence=f"{evidence}; all ranks begin alike",
+                suggestion="look for what changes the model that it is given before the first "
+                "step: another model in its place, weights that are drawn or loaded again",
+            )
+        ]
     return [
         Diagnosis(
             cause="initial-state-differs",
-            evidence=f"ranks did not begin where one machine begins: {where(result)}",
+            evidence=evidence,
             suggestion="build the model from the same seed on every rank, or broadcast rank "
             "0's parameters and buffers before the first step",
+        )
+    ]
+
+
+def _repeated(result: CheckResult) -> list[Diagnosis]:
+    """Samples that a rank reads again, where ranks share none."""
+    reason = result.reason.partition("; ")[0]
+    if "read before in the same epoch" not in reason and "in the same order" not in reason:
+        return []
+    return [
+        Diagnosis(
+            cause="repeated-samples",
+            evidence=f"ranks share no samples, and read some again: {reason}",
+            suggestion="look at the sampler: its epoch (set_epoch before every epoch), and a shard "
+            "that is cut again from a shard",
         )
     ]
 

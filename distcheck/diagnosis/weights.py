@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from math import hypot, isclose
 
-from distcheck.diagnosis.combinations import Reading, norms_differ, readings
+from distcheck.diagnosis.combinations import Reading, norms_differ, readings, usual_factors
 from distcheck.diagnosis.facts import ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import Finding, number_text, parameters_text, positions_text
 
 _REDUCE = (
     "look for a reduction that is never called, whose result is dropped, or that works on a copy "
     "instead of parameter.grad"
+)
+_SIGN = (
+    "look for a minus sign: a gradient that is subtracted, an update that is sent in place of a "
+    "gradient, a loss that is to be maximised"
 )
 _CLIP = "clip after the gradients are averaged, by the norm of the average"
 _ONE_RANK = (
@@ -54,8 +58,50 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     if way.kind == "single":
         return _only_one(step, way, where)
     if way.kind == "counted":
-        return [_counted(step, way, where)]
+        return [_counted(step, way, where), *_not_divided(step, way, where)]
+    if way.kind == "signed":
+        return [_signed(step, way, where)]
+    if way.kind == "chain":
+        return [_chain(way, where)]
     return _clipped(step, way, where)
+
+
+def _signed(step: StepFacts, way: Reading, where: str) -> Finding:
+    minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
+    return Finding(
+        "wrong-sign",
+        f"{where}: {positions_text(step, minus)} count with the sign turned, in what every rank "
+        f"holds (all times {number_text(abs(way.factor))})",
+        _SIGN,
+    )
+
+
+def _chain(way: Reading, where: str) -> Finding:
+    total = sum(way.counts)
+    shown = ", ".join(f"{count}/{total}" for count in way.counts)
+    return Finding(
+        "chained-mean",
+        f"{where}: in what every rank holds the ranks' gradients count {shown}, as where each is "
+        "averaged with what came before it, (a + b) / 2 again and again",
+        "add all ranks' gradients up first, and divide once by their number",
+    )
+
+
+def _not_divided(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """A second mistake beside the counts: a factor that neither all ranks, nor those that count,
+    nor their counts explain.
+    """
+    world, factor = len(step.shares), way.factor
+    *usual, undivided = usual_factors(way.counts)
+    if factor in usual:
+        return []
+    evidence = f"{where}: what is counted so is also multiplied by {number_text(factor)}"
+    if factor == undivided:
+        suggestion = f"divide by the number of ranks ({world}) once, after the sum"
+        return [Finding("missing-division", f"{evidence}: the sum is not divided", suggestion)]
+    return [
+        Finding("wrong-divisor", evidence, "look for a further factor on the loss or the gradients")
+    ]
 
 
 def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
@@ -63,6 +109,8 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
     mean = "mean over all samples" if way.kind == "mean" else "plain mean over the ranks"
     evidence = f"{where}: every rank holds {number_text(factor)} times the {mean}"
     evidence += _already_there(step, factor)
+    if factor == -1.0:
+        return Finding("wrong-sign", evidence, _SIGN)
     if factor == world:
         return Finding(
             "missing-division",
@@ -78,7 +126,8 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
             "(ReduceOp.AVG, DDP) that is divided again",
         )
     divisor = world / factor
-    evidence += f", as if the sum were divided by {number_text(divisor)} and not by {world}"
+    shown = number_text(divisor, beside=(world,))
+    evidence += f", as if the sum were divided by {shown} and not by {world}"
     suggestion = (
         f"divide by the number of ranks that took part ({world}), and look for a further factor "
         "on the loss or the gradients"
@@ -199,6 +248,10 @@ def _is_right(ways: Sequence[Reading]) -> bool:
     return any(way.kind == "mean" and way.factor == 1.0 for way in ways)
 
 
+def _is_sum(ways: Sequence[Reading], world: int) -> bool:
+    return any(way.kind == "mean" and way.factor == world for way in ways)
+
+
 def _is_mean(ways: Sequence[Reading]) -> bool:
     return any(way.kind in ("mean", "plain mean") for way in ways)
 
@@ -209,10 +262,13 @@ def _one_right(
     ways: Sequence[Sequence[Reading]],
     where: str,
 ) -> list[Finding]:
-    """One rank alone has the mean, and the others no multiple of it. A tenth of their elements and
-    more are another number: a damaged element, or one that is right by chance, has no such name.
+    """One rank alone has the mean, or the sum, and the others no multiple of it. A tenth of their
+    elements and more are another number: a damaged element, or one that is right by chance, has no
+    such name.
     """
     right = [rank for rank, way in enumerate(ways) if _is_right(way)]
+    summed = [rank for rank, way in enumerate(ways) if _is_sum(way, len(ways))]
+    right = right or summed
     others = [way for rank, way in enumerate(ways) if rank not in right]
     if len(right) != 1 or not others or any(map(_is_mean, others)):
         return []
@@ -224,12 +280,15 @@ def _one_right(
     ]
     if min(off) <= max(1, elements // 10):
         return []
+    alone = f"{where}: {positions_text(step, right)} alone holds"
+    own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
+    beside = f", and {positions_text(step, own)} what backward had left there" if own else ""
+    if right != summed:
+        return [Finding("one-rank-only", f"{alone} the mean over all samples{beside}", _ONE_RANK)]
+    suggestion = f"divide by the number of ranks ({len(ways)}) once, before or after the sum"
     return [
-        Finding(
-            "one-rank-only",
-            f"{where}: {positions_text(step, right)} alone holds the mean over all samples",
-            _ONE_RANK,
-        )
+        Finding("one-rank-only", f"{alone} the sum over all ranks{beside}", _ONE_RANK),
+        Finding("missing-division", f"{alone} the sum over all ranks, not divided", suggestion),
     ]
 
 

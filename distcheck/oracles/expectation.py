@@ -59,6 +59,10 @@ class StepExpectation:
         run = self._references.shards.run
         return [run(rank, self.step) for rank in range(self.trace.layout.world)]
 
+    def passes(self, rank: int) -> list[list[torch.Tensor | None]]:
+        """What each of a rank's backward passes adds to its gradients."""
+        return self._references.shards.passes(rank, self.step)
+
     @cached_property
     def order_exact(self) -> list[torch.Tensor | None]:
         """X: the synchronised gradients to the bit."""

@@ -1,7 +1,7 @@
 """Each rank's own part of a step, computed again in one process from the state it recorded."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 
@@ -147,7 +147,30 @@ class ShardReference:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model = model
 
-    def run(self, rank: int, step: int, *, buffers_of: int | None = None) -> ShardResult:
+    def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:
+        """What each backward pass of a rank's step added to the gradients, up to a rounding."""
+        sums: list[list[torch.Tensor | None]] = []
+
+        def note() -> None:
+            so_far = [dense(parameter.grad) for _, parameter in trainable(self._model)]
+            sums.append([None if total is None else total.clone() for total in so_far])
+
+        self.run(rank, step, after_pass=note)
+        nothing: list[torch.Tensor | None] = [None] * len(sums[0])
+        earlier = [nothing, *sums[:-1]]
+        return [
+            [a if a is None or b is None else a - b for a, b in zip(after, before, strict=True)]
+            for after, before in zip(sums, earlier, strict=True)
+        ]
+
+    def run(
+        self,
+        rank: int,
+        step: int,
+        *,
+        buffers_of: int | None = None,
+        after_pass: Callable[[], None] | None = None,
+    ) -> ShardResult:
         """One rank's forward and backward at one step, from its own buffers or another's (by
         default as the contract has it). Raises NotRecordedError.
         """
@@ -189,6 +212,8 @@ class ShardReference:
                 if scale != 1.0:  # a power of two: wherever it is applied, the bits are the same
                     loss = loss * scale
                 loss.backward(self._cotangent(loss, header.loss_factor))
+                if after_pass is not None:
+                    after_pass()
         assert loss_value is not None, "a shard holds at least one sample"
         return ShardResult(
             loss=float(loss_value),

@@ -2,25 +2,25 @@
 
 # What each mutant's diagnosis names, over all cases of its run: exactly these.
 CAUSES: dict[str, set[str]] = {
-    # accepted: what makes up a projection, or an average of parameters, is not measured
+    # accepted
     "rounded_and_never_divided": {"missing-division"},
     "rounded_and_one_percent_off": {"wrong-divisor"},
     "shorter_than_accepted": {"low-precision"},
     "quantised_and_never_divided": {"missing-division"},
     "quantised_without_the_last_rank": {"dropped-rank"},
     "quantised_and_one_percent_off": {"wrong-divisor"},
-    "fewer_bits_than_accepted": {"unexplained"},
-    "LowRankAndNeverDivided": {"unexplained"},
-    "LowRankAndOnePercentOff": {"unexplained"},
-    "LowRankWithoutTheLastRank": {"unexplained"},
-    "LowRankNeverOrthogonal": {"unexplained"},
-    "LowRankForgetsTheRest": {"unexplained"},
-    "MoreDirectionsThanAccepted": {"unexplained"},
-    "NeverAverages": {"unexplained"},
-    "AveragesAndNeverDivides": {"unexplained"},
-    "AveragesWithoutTheLastRank": {"unexplained"},
-    "AveragesSomeParameters": {"unexplained"},
-    "AveragesMoreOften": {"unexplained"},
+    "fewer_bits_than_accepted": {"not-as-accepted"},
+    "LowRankAndNeverDivided": {"missing-division"},
+    "LowRankAndOnePercentOff": {"wrong-divisor"},
+    "LowRankWithoutTheLastRank": {"not-as-accepted"},
+    "LowRankNeverOrthogonal": {"not-as-accepted"},
+    "LowRankForgetsTheRest": {"not-as-accepted"},
+    "MoreDirectionsThanAccepted": {"not-as-accepted"},
+    "NeverAverages": {"no-sync"},
+    "AveragesAndNeverDivides": {"missing-division"},
+    "AveragesWithoutTheLastRank": {"dropped-rank"},
+    "AveragesSomeParameters": {"partial-sync"},
+    "AveragesMoreOften": {"wrong-update"},
     # missing_sync
     "no_sync": {"no-sync"},
     "last_parameter_left_out": {"partial-sync"},
@@ -43,10 +43,18 @@ CAUSES: dict[str, set[str]] = {
     "NeverSetToZero": {"accumulated-gradient"},
     "OptimizerOfCopies": {"optimizer-not-stepped", "accumulated-gradient"},
     "SeedsAlikeAndStaysAlone": {"no-sync", "same-randomness"},
+    "averages_in_a_chain": {"chained-mean"},
+    "one_buffer_for_two": {"shared-bucket"},
+    "adds_noise": {"low-precision", "noise"},
+    "AveragesWhatItUpdated": {"model-averaging"},
+    "BroadcastsItsInputs": {"wrong-local-gradient"},
+    "AugmentsAndNeverDivides": {"wrong-local-gradient", "missing-division"},
+    "sums_on_rank_0_alone": {"one-rank-only", "missing-division"},
+    "two_mistakes_in_two_parameters": {"wrong-sign", "missing-division"},
     # servers: without data, at world 4
     "server_counts_itself": {"wrong-divisor"},
     "server_stops_a_rank_early": {"dropped-rank"},
-    "server_keeps_the_sum": {"unexplained"},
+    "server_keeps_the_sum": {"wrong-on-server"},
     # scale
     "missing_division": {"missing-division"},
     "double_division": {"double-division"},
@@ -61,27 +69,23 @@ CAUSES: dict[str, set[str]] = {
     "drops_a_rank_on_a_short_wire": {"dropped-rank"},
     "one_percent_on_a_short_wire": {"wrong-divisor"},
     "single_precision_wire": {"low-precision"},
-    # Right numbers, other bits than promised: there is no word for that, and the evidence names
-    # the order or scale whose bits they are where one of the known ones has them.
-    "multiplies_by_the_reciprocal": {"unexplained"},
-    "rounds_after_the_sum": {"unexplained"},
-    "divides_after_where_it_promised_before": {"unexplained"},
-    "adds_in_rank_order": {"unexplained"},
-    "goes_round_the_other_way": {"unexplained"},
-    "gathers_where_it_promised_to_reduce": {"unexplained"},
-    "RebuildsItsBuckets": {"unexplained"},
-    # Each rank's own order; that ranks differ within rounding is all that can be seen.
-    "everybody_starts_with_itself": {"unexplained"},
-    # The exchange is right and what went in is not: said so, but backward is the user's own.
-    "MicroBatchesCountAlike": {"unexplained"},
-    "DoubledOnTheWay": {"unexplained"},
+    "multiplies_by_the_reciprocal": {"not-as-promised"},
+    "rounds_after_the_sum": {"not-as-promised"},
+    "divides_after_where_it_promised_before": {"not-as-promised"},
+    "adds_in_rank_order": {"not-as-promised"},
+    "goes_round_the_other_way": {"not-as-promised"},
+    "gathers_where_it_promised_to_reduce": {"not-as-promised"},
+    "RebuildsItsBuckets": {"not-as-promised"},
+    "everybody_starts_with_itself": {"last-bits-differ"},
+    "MicroBatchesCountAlike": {"wrong-local-gradient"},
+    "DoubledOnTheWay": {"wrong-local-gradient"},
     "order_of_arrival": {"nondeterministic"},
-    # sharded: what else touches parameters or the optimizer's state has no name
-    "StateEverywhere": {"unexplained"},
-    "StateNowhere": {"unexplained"},
-    "MomentumLostOnOneRank": {"unexplained"},
+    # sharded
+    "StateEverywhere": {"wrong-update"},
+    "StateNowhere": {"wrong-update"},
+    "MomentumLostOnOneRank": {"wrong-update"},
     "FSDPWithoutWeights": {"unweighted-mean"},
-    "FSDPThatDecays": {"unexplained"},
+    "FSDPThatDecays": {"wrong-update"},
     # stale
     "UsesTheLastStep": {"stale-gradient"},
     "BufferNeverZeroed": {"accumulated-gradient"},
@@ -89,22 +93,22 @@ CAUSES: dict[str, set[str]] = {
     # state
     "BuildsItsOwnModel": {"initial-state-differs"},
     "EveryRankItsOwnModel": {"initial-state-differs"},
-    "decays_weights_twice": {"unexplained"},  # nothing is recorded between sync and update
+    "decays_weights_twice": {"wrong-update"},
     "forgets_running_statistics": {"buffers-differ"},
-    "ReportsAnotherLoss": {"unexplained"},  # gradients are right: only the loss that is said is not
+    "ReportsAnotherLoss": {"wrong-loss"},
     "swaps_twins": {"wrong-parameter-order"},
     # workloads
     "MeanOverWhatCounts": {"unweighted-mean"},
     "SameDataOnEveryRank": {"same-data"},
     "OverlappingShards": {"overlapping-data"},
-    "EveryEpochAlike": {"unexplained"},  # ranks share nothing; the check's own reason says it all
-    # accumulation: a micro-batch's own gradient was not recorded, so what is lost has no name
+    "EveryEpochAlike": {"repeated-samples"},
+    # accumulation
     "DividesByTheStepsTwice": {"wrong-divisor"},
-    "RescalesEveryTime": {"unexplained"},
-    "AddsTheLastAfterTheSync": {"unexplained"},
-    "KeepsTheFirstOnly": {"unexplained"},
-    "KeepsTheLastOnly": {"unexplained"},
-    "SetsToZeroEveryTime": {"unexplained"},
+    "RescalesEveryTime": {"wrong-local-gradient"},
+    "AddsTheLastAfterTheSync": {"lost-micro-batch"},
+    "KeepsTheFirstOnly": {"lost-micro-batch"},
+    "KeepsTheLastOnly": {"lost-micro-batch"},
+    "SetsToZeroEveryTime": {"lost-micro-batch"},
     "TwoReplicasInEachProcess": {"wrong-divisor"},
     "BroadcastsBuffersBetween": {"buffers-differ"},
     "KeepsOneCallOnly": {"unexplained"},
@@ -113,8 +117,8 @@ CAUSES: dict[str, set[str]] = {
     "doubled_under_adam": {"wrong-divisor"},
     "TimesWorldOnALocalMean": {"missing-division"},
     "HalfTheDerivative": {"wrong-divisor"},
-    "ClimbsItsLoss": {"wrong-divisor"},
-    "FadesItsLoss": {"unexplained"},
+    "ClimbsItsLoss": {"wrong-sign"},
+    "FadesItsLoss": {"wrong-local-gradient"},
     "ThroughACollective": {"missing-division"},
     "divides_the_input": {"missing-division"},
     "division_dropped": {"missing-division"},
@@ -125,7 +129,7 @@ CAUSES: dict[str, set[str]] = {
     "hook_that_sums": {"missing-division"},
     # groups
     "DividesByOneDimension": {"wrong-divisor"},
-    "MeanOfGroupMeans": {"duplicated-rank"},
+    "MeanOfGroupMeans": {"duplicated-rank", "chained-mean"},  # of 2 and 1 of 3 ranks: the same
     "WithinTheRowOnly": {"dropped-rank"},
     "nothing_to_shard_nothing_to_sync": {"no-sync"},
     "DDPOfOneRank": {"no-sync"},
@@ -143,7 +147,7 @@ CAUSES: dict[str, set[str]] = {
     "WaitsForAFrozenOne": {"no-sync"},
     "SkipsTheHooks": {"no-sync"},
     "ListsOnceAndForAll": {"partial-sync"},
-    "ReducesBeforeTheTie": {"unexplained"},  # a sum of a mean and a part of a rank's own
+    "ReducesBeforeTheTie": {"wrong-local-gradient"},
     # rings
     "list_of_one_tensor": {"one-rank-only"},
     "ring_passes_on_its_sum": {"duplicated-rank"},
@@ -153,7 +157,7 @@ CAUSES: dict[str, set[str]] = {
     # layout
     "puts_back_in_storage_order": {"wrong-parameter-order"},
     "mixes_memory_formats": {"unexplained"},  # sums of elements that do not belong together
-    "imaginary_part_is_zero": {"unexplained"},
+    "imaginary_part_is_zero": {"partial-sync"},
     "sums_before_it_divides": {"nonfinite"},
     "one_element_is_not_divided": {"missing-division"},
     "padded_parts_overlap": {"unexplained"},
@@ -169,10 +173,10 @@ CAUSES: dict[str, set[str]] = {
     "CapturesTheFirstBuffer": {"no-sync"},
     "HookThatDetaches": {"no-sync"},
     # updates
-    "EpsilonOfEveryRank": {"unexplained"},
-    "NormOverReplicas": {"unexplained"},
-    "LastPartNeverSent": {"unexplained"},
-    "TargetDrifts": {"unexplained"},
+    "EpsilonOfEveryRank": {"wrong-update"},
+    "NormOverReplicas": {"wrong-update"},
+    "LastPartNeverSent": {"wrong-update"},
+    "TargetDrifts": {"wrong-update"},
     "zero_times_infinity": {"nonfinite"},
     "ClearsByItself": {"nonfinite"},
     "NaNOnRankOne": {"nonfinite"},
@@ -181,9 +185,9 @@ CAUSES: dict[str, set[str]] = {
     # feeding
     "GeneratorOfEachRanksOwn": {"overlapping-data"},
     "SplitsOverlap": {"overlapping-data"},
-    "ShardedTwice": {"unexplained"},  # ranks share nothing; each repeats itself
+    "ShardedTwice": {"repeated-samples"},
     # cells
-    "fills_absent_gradients_with_zeros": {"unexplained"},
+    "fills_absent_gradients_with_zeros": {"wrong-update"},
     "SplitsByPosition": {"partial-sync"},
     "adds_up_a_tied_weight_twice": {"missing-division"},
     "drops_the_contiguous_copy": {"no-sync"},
@@ -191,9 +195,9 @@ CAUSES: dict[str, set[str]] = {
     "forgets_what_fills_a_bucket": {"partial-sync"},
     "one_bucket_for_every_dtype": {"low-precision"},
     "reduces_the_real_part": {"unexplained"},
-    "ExchangesAfterTheFirstBackward": {"unexplained"},
-    "hides_infinities": {"unexplained"},
-    "StepsFromItsOwnBuffer": {"unexplained"},
+    "ExchangesAfterTheFirstBackward": {"lost-micro-batch"},
+    "hides_infinities": {"nonfinite"},
+    "StepsFromItsOwnBuffer": {"wrong-update"},
     "keeps_the_first_model": {"no-sync"},
     "BroadcastsDeadBuffers": {"buffers-differ"},
     # failures
