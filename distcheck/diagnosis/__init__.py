@@ -4,7 +4,8 @@ A cause is named only where the evidence carries it; a mismatch that none explai
 as `unexplained`, with what was seen. Causes that the evidence cannot tell apart are all named.
 
 One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
-optimizer, reruns), and under `gradients` `weights`, `parts`, `earlier` and `precision`. They see
+optimizer, reruns), `beside` (updates, losses, bits, accepted designs), and under `gradients`
+`weights`, `parts`, `earlier` and `precision`. They see
 plain numbers (`facts`), which `observation` measures in a process of its own, and only for cases
 that failed.
 """

@@ -6,6 +6,7 @@ from math import hypot, isclose, sqrt
 
 from distcheck.diagnosis.facts import ParameterFacts, StepFacts
 
+_NEARER = 4.0
 _PARALLEL = 1e-5  # of their norms: whatever rounds a result, gradients are computed as ever
 # What clip_grad_norm_ adds to a norm before it divides by it.
 _CLIP_EPSILONS = (0.0, 1e-6)
@@ -108,14 +109,30 @@ def _scaled(
         for factor in dict.fromkeys(named)
         if holds(step, parameters, rank, [factor * b for b in base])
     ]
-    if found or all_parallel(step, parameters):
+    if all_parallel(step, parameters):
         return found
     factor, tolerance = best_factor(step, parameters, rank, base)
+    whole = kind == "mean" and found == [Reading(kind, 1.0)]
+    if found and not (whole and _fits_better(parameters, rank, base, factor)):
+        return found
     if abs(factor) <= tolerance:
         return []
     if holds(step, parameters, rank, [factor * b for b in base]):
         return [Reading(kind, factor, tolerance)]
     return []
+
+
+def _fits_better(
+    parameters: Sequence[ParameterFacts], rank: int, base: Sequence[float], factor: float
+) -> bool:
+    """Whether a result that is wrong in single elements, and as a whole within a coarse bound of
+    `base`, is so by a factor: it is four times nearer to that multiple.
+    """
+    if not all(rank in p.wrong for p in parameters):
+        return False
+    plain = hypot(*(distance(p, rank, base) for p in parameters))
+    scaled = hypot(*(distance(p, rank, [factor * b for b in base]) for p in parameters))
+    return scaled < plain / _NEARER
 
 
 def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:

@@ -123,7 +123,8 @@ class StepMeasuring:
         trace, step = self._trace, self._step
         missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
-        one = Measured(self._expectation, index, spec.name, spec.elements, (), self._kept)
+        elements = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
+        one = Measured(self._expectation, index, spec.name, elements, (), self._kept)
         if missing:
             self._own_elsewhere &= self._is_own_elsewhere(one, missing)
             return None
@@ -250,8 +251,8 @@ class StepMeasuring:
         """Per kind and rank: elements that are the mean, or are of that kind."""
         world, interval = len(self._ranks), measured.interval
         owns = [measured.left(rank) for rank in self._ranks]
-        sums = zip(measured.shares, owns, strict=True)
-        total = torch.stack([share * own for share, own in sums]).sum(0) * world
+        shared = [share * own for share, own in zip(measured.shares, owns, strict=True)]
+        total = torch.stack(shared).sum(0) * world
         found: dict[str, list[int]] = {}
         for rank in self._ranks:
             result = measured.result(rank)
@@ -266,7 +267,7 @@ class StepMeasuring:
                 ("zero", result == 0),
                 ("own / W", are(owns[rank] / world)),
                 ("sum", of_sum),
-                ("any rank's", are(*owns)),
+                ("any rank's", are(*owns, *shared)),
             ):
                 found.setdefault(kind, []).append(int((mean | same).sum()))
         return tuple((kind, tuple(counts)) for kind, counts in found.items())

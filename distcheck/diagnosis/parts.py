@@ -62,7 +62,7 @@ _KINDS = {
     ),
     "any rank's": (
         "one-rank-only",
-        "some one rank's own gradient",
+        "some one rank's own gradient, or its share of the mean",
         "look at the chunk that each rank adds up and passes on, and at the round at which it "
         "stops: chunks that are one rank's alone were passed on before they were added to",
     ),
@@ -90,7 +90,7 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
                 continue
             break
         else:
-            if other >= _LEAST_OF_A_KIND and _are_parts(step, parameters, kind, mean):
+            if other >= _LEAST_OF_A_KIND and _are_parts(step, kind, mean):
                 where = f"step {step.step}, {parameters_text(step, parameters)}"
                 rest = ", the others the mean over all samples" if mean else ""
                 evidence = f"{where}: {other:,} of {elements:,} elements (over all ranks) are "
@@ -98,14 +98,15 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
     return found[:1]
 
 
-def _are_parts(step: StepFacts, parameters: Sequence[ParameterFacts], kind: str, mean: int) -> bool:
+def _are_parts(step: StepFacts, kind: str, mean: int) -> bool:
     """Whether there is something else beside the elements of a kind."""
     if kind == "any rank's":
         return True
     if kind != "zero":
         return mean > 0
-    something = any(any(p.projected[r]) or p.remainder[r] for p in parameters for r in p.wrong)
-    return something or len(parameters) < step.total
+    whole = step.parameters
+    something = any(any(p.projected[r]) or p.remainder[r] for p in whole for r in p.wrong)
+    return something or len(whole) < step.total
 
 
 _SHARED = (

@@ -81,15 +81,18 @@ def _made_of(
     taken, wanted, held = (torch.cat(parts) for parts in zip(*rows, strict=True))
     if not bool(taken.isfinite().all() and wanted.isfinite().all()):
         return 1.0, 0.0, 1.0
-    size = float(taken.norm())
-    for columns in ((wanted,), (wanted, held)):
-        system = torch.stack(columns, dim=1)
-        found = torch.linalg.lstsq(system, taken.unsqueeze(1)).solution
-        rest = float((system @ found - taken.unsqueeze(1)).norm()) / size if size else 0.0
-        weights = [*found.squeeze(1).tolist(), 0.0]
-        if rest <= _SAME:
-            break
-    return weights[0], weights[1], rest
+    factor, rest = _fit(taken, [wanted])
+    both, less = _fit(taken, [wanted, held])
+    if rest <= _SAME or less > rest / 4:
+        return factor[0], 0.0, rest
+    return both[0], both[1], less
+
+
+def _fit(taken: torch.Tensor, columns: list[torch.Tensor]) -> tuple[list[float], float]:
+    system, size = torch.stack(columns, dim=1), float(taken.norm())
+    found = torch.linalg.lstsq(system, taken.unsqueeze(1)).solution
+    rest = float((system @ found - taken.unsqueeze(1)).norm())
+    return found.squeeze(1).tolist(), rest / size if size else 0.0
 
 
 def averaged_every(expectation: StepExpectation, written: int) -> int:

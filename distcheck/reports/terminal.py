@@ -31,6 +31,7 @@ from distcheck.reports.wording import (
     describe_place,
     describe_sensitivity,
     describe_worst,
+    most_telling_first,
 )
 
 _STYLE: dict[VerdictName, str] = {
@@ -65,7 +66,8 @@ def render_text(report: Report, *, width: int) -> str:
 
 def summarize(report: Report) -> str:
     """The verdict in one line: what did not pass first, and where; or could not be saved."""
-    case = next((c for c in report.cases if c.verdict != "pass"), report.cases[0])
+    failed = most_telling_first([c for c in report.cases if c.verdict != "pass"])
+    case = next(iter(failed), report.cases[0])
     about = case.case
     text = f"{case.verdict.upper()} {about.strategy}, world {about.world}, {about.workload}"
     text += f" {about.dtype}"
@@ -157,9 +159,8 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         console.print(Padding(table, (0, 0, 0, 2)))
     for sentence in _remarks(cases):
         console.print(Padding(Text(sentence), (0, 0, 0, 2)))
-    for case in cases:
-        if case.verdict != "pass":
-            _print_failure(case, console)
+    for case in most_telling_first([case for case in cases if case.verdict != "pass"]):
+        _print_failure(case, console)
 
 
 def _columns(width: int) -> tuple[str, ...]:
@@ -334,7 +335,7 @@ def _print_end(report: Report, console: Console) -> None:
 
 
 def _next_step(report: Report) -> str:
-    failed = [case for case in report.cases if case.verdict != "pass"]
+    failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
     case = report.cases[0].case

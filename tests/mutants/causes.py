@@ -152,7 +152,7 @@ CAUSES: dict[str, set[str]] = {
     "list_of_one_tensor": {"one-rank-only"},
     "ring_passes_on_its_sum": {"duplicated-rank"},
     "ring_one_round_short": {"dropped-rank"},
-    "ring_of_chunks_one_off": {"unexplained"},  # each chunk is another rank's own
+    "ring_of_chunks_one_off": {"one-rank-only"},  # each chunk is another rank's own
     "sends_the_list_it_got": {"one-rank-only"},
     # layout
     "puts_back_in_storage_order": {"wrong-parameter-order"},
@@ -194,7 +194,7 @@ CAUSES: dict[str, set[str]] = {
     "puts_memory_back_by_index": {"wrong-parameter-order"},
     "forgets_what_fills_a_bucket": {"partial-sync"},
     "one_bucket_for_every_dtype": {"low-precision"},
-    "reduces_the_real_part": {"unexplained"},
+    "reduces_the_real_part": {"partial-sync"},
     "ExchangesAfterTheFirstBackward": {"lost-micro-batch"},
     "hides_infinities": {"nonfinite"},
     "StepsFromItsOwnBuffer": {"wrong-update"},

@@ -194,7 +194,7 @@ class AugmentsAndNeverDivides:
         missing_division(model)
 
 
-@mutant(caught="gradients R, gradients S32, agreement", workload=".small:Small")
+@mutant(caught="gradients R, gradients S32, loss S32, agreement", workload=".small:Small")
 def sums_on_rank_0_alone(model: nn.Module, step: Step) -> None:
     """Rank 0 adds up, forgets to divide, and sends nothing back."""
     for parameter in model.parameters():

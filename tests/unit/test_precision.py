@@ -9,7 +9,7 @@ from tests.unit.test_diagnosis import causes, equal, measured
 @pytest.mark.parametrize(
     ("elements", "grid", "named"),
     [
-        (3, False, {"low-precision", "unexplained"}),  # so few may err little by chance
+        (3, False, {"low-precision", "noise", "unexplained"}),  # so few may err little by chance
         (16, False, set()),  # whatever happened to them may have happened to the others
         (16, True, {"low-precision", "unexplained"}),  # numbers of bfloat16 are no accident
     ],
@@ -33,4 +33,4 @@ def test_the_size_of_errors_says_nothing_beside_what_is_wrong_in_another_way(
     mixed = msgspec.structs.replace(step, parameters=(first, other, last))
     assert causes(mixed) == named
     alone = msgspec.structs.replace(step, parameters=(first, last))
-    assert causes(alone) == {"low-precision"}
+    assert causes(alone) == {"low-precision", *(() if grid else ("noise",))}

@@ -180,7 +180,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             ("ranks 2, 3 did not do as the others",),
         ),
         (
-            "wrong-parameter-order",
+            "shared-bucket",
             [[0.3, 0.6, 0.9], THIRD, THIRD],
             {"matches": (MIXED,)},
             ("in what rank 1 holds as p0, ranks 1, 3 gave",),
