@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from distcheck.contract import Contract, Order, Training
-from distcheck.records import Case, ModelLayout
+from distcheck.records import Case, Delay, ModelLayout
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -96,8 +96,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
     """Train `case.steps` steps and record them.
 
-    Descriptors: the listening socket, the trace, then the data (if `has_data`), then the
-    first run's trace (if `has_baseline`).
+    `delays` are those of this world; `memory_seed` is that of what the rank allocates before it
+    loads anything (None: nothing). Descriptors: the listening socket, the trace, then the data (if
+    `has_data`), then the first run's trace (if `has_baseline`).
     """
 
     case: Case
@@ -106,6 +107,8 @@ class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
     description: bytes
     has_data: bool
     has_baseline: bool
+    delays: tuple[Delay, ...] = ()
+    memory_seed: int | None = None
 
 
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,8 +155,8 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
     """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
 
-    Descriptors: the trace, then the data (if `has_data`), then the rerun's trace (if
-    `has_rerun`).
+    With `of_rerun` the rerun is judged in the first run's place. Descriptors: the trace, then the
+    data (if `has_data`), then the rerun's trace (if `has_rerun`).
     """
 
     case: Case
@@ -164,6 +167,7 @@ class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
     planned: tuple[tuple[str, str], ...]
     has_data: bool
     has_rerun: bool
+    of_rerun: bool = False
 
 
 class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     thorough: bool = False
     without: tuple[str, ...] = ()  # cells
     delays: tuple[Delay, ...] = ()
+    separate: bool = True
 
 
 def check_request(request: Request) -> None:
@@ -171,6 +172,7 @@ def check_case(case: Case) -> Case:
         loss=case.loss,
         accept=case.accept,
         delays=case.delays,
+        separate=case.separate,
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:
@@ -296,6 +298,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         loss=cast("LossName", request.loss),
         accept=acceptance.spelled(request.accept),
         delays=request.delays,
+        separate=request.separate,
     )
 
 

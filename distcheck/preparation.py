@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from distcheck import limits, plan, remarks
+from distcheck.case_runs import CaseRun
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.errors import CannotRunError, LeftOutError, RankLostError
@@ -26,7 +27,6 @@ from distcheck.jobs import (
 )
 from distcheck.positions import shard_sizes
 from distcheck.records import Case
-from distcheck.session import CaseRun
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.helper_process import child_environment
 from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world

@@ -53,8 +53,9 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that is slept for `ms` milliseconds in every step of a case's first world: before
-    backward (`collective` 0), or before its n-th collective of the step, counted from 1.
+    """A rank that is slept for `ms` milliseconds in every step of a world: before backward
+    (`collective` 0), or before its n-th collective of the step, counted from 1. Those of a case are
+    for its first world.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     accept: str | None = None
     left_out: str = ""  # why it is not to run, where the person has said so
     delays: tuple[Delay, ...] = ()
+    separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
 
     @property
     def siblings(self) -> tuple[str, int, str, int]:
@@ -129,6 +131,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--device", self.device] if self.device != "cpu" else []
         words += ["--data", self.data] if self.data != "lattice" else []
         words += ["--data-dir", self.data_dir] if self.data_dir else []
+        words += ["--no-separate"] if not self.separate else []
         return shlex.join([*words, *self.adapter_words])
 
 
@@ -229,6 +232,23 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     aggregates: Aggregates = Aggregates()
     shown: dict[str, Shown] = {}
     insensitive: Compared = Compared()
+
+
+class Separation(msgspec.Struct, frozen=True, kw_only=True):
+    """What further worlds showed of a rerun in separate interpreters that was not the first world.
+
+    `depends` says whether it depends on process state, and was not a matter of chance: on each of
+    `factors` alone, or, where there are several, on no single one of them. Where it does not, one
+    factor says that this one made the difference, as delays do to a race. `harmless`: the rerun
+    passed every check too, and its factor is the machines that ranks are on. `lines` are those of
+    the code under test that read such state, as text.
+    """
+
+    depends: bool
+    factors: tuple[str, ...] = ()
+    worlds: int
+    harmless: bool = False
+    lines: tuple[str, ...] = ()
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,44 +2,47 @@
 
 A case goes through: first world -> its steps judged, while the second world reruns it -> what
 spans the whole run judged -> its report. Worlds are never run two at a time, because their ranks
-fill the cores; judges run beside them.
+fill the cores; judges run beside them. A rerun in separate interpreters waits until these are
+ready, and first worlds of other cases go before it; where it differs, further worlds take it apart.
 """
 
 import mmap
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import msgspec
 
 from distcheck import diagnosis, limits
+from distcheck.case_runs import CaseRun, WorldName, new_trace
 from distcheck.cells import CELLS
-from distcheck.contract import Contract
 from distcheck.cores import cores
-from distcheck.diagnosis.facts import Facts
 from distcheck.errors import CannotRunError, ExitCode
-from distcheck.jobs import JUDGE, OBSERVE, RECORD, CaseFacts, JudgeJob, ObserveJob, RecordJob
-from distcheck.owed import PlannedCheck
-from distcheck.records import Case, CheckResult, Outcome
+from distcheck.jobs import RECORD, RecordJob
+from distcheck.judgings import Judging, start_judging, what_was_judged, what_was_seen
+from distcheck.process_state import state_lines
+from distcheck.records import Case, CheckResult, Outcome, Separation
 from distcheck.remarks import FULL_BATCH_LAYERS
-from distcheck.traces.layout import TraceLayout, steps_written
+from distcheck.taking_apart import TakingApart
+from distcheck.traces.layout import steps_written
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now, error_of, start_job, start_world
+from distcheck.worlds.launch import end_now, error_of, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
-_JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
+_SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
+_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
 
 class Listener(Protocol):
@@ -62,43 +65,13 @@ class Listener(Protocol):
         ...
 
 
-@dataclass
-class CaseRun:
-    """A case on its way from plan to report."""
-
-    case: Case
-    facts: CaseFacts
-    contract: Contract
-    planned: list[PlannedCheck]
-    layout: TraceLayout
-    notes: list[str] = field(default_factory=list)
-    trace_fd: int = -1
-    rerun_fd: int = -1
-    outcomes: list[Outcome] = field(default_factory=list)
-    rerun_outcomes: list[Outcome] = field(default_factory=list)
-    results: list[CheckResult] = field(default_factory=list)
-    seen: Facts | None = None  # what a closer look at a failed case has measured
-    timings_s: dict[str, float] = field(default_factory=dict)
-    judges_left: int = 0
-    worlds_left: int = 0
-    finished: bool = False
-
-    def close(self) -> None:
-        """Frees the traces."""
-        for name in ("trace_fd", "rerun_fd"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                os.close(fd)
-                setattr(self, name, -1)
-
-
 @dataclass(frozen=True)
-class _Judging:
+class _Asked:
+    """A world that is to run: the first, the rerun, or one that takes the rerun apart."""
+
     run: CaseRun
-    steps: tuple[int, ...]
-    planned: tuple[tuple[str, str], ...]
-    whole_run: bool
-    closer_look: bool = False
+    what: WorldName
+    surroundings: Surroundings = TOGETHER
 
 
 class Session:
@@ -114,10 +87,10 @@ class Session:
     ) -> None:
         self._pool, self._listener = pool, listener
         self._description, self._data_fd = description, data_fd
-        self._worlds: deque[tuple[CaseRun, bool]] = deque()
-        self._judgings: deque[_Judging] = deque()
-        self._world: tuple[World, CaseRun, bool] | None = None
-        self._judges: list[tuple[World, _Judging]] = []
+        self._worlds: deque[_Asked] = deque()
+        self._judgings: deque[Judging] = deque()
+        self._world: tuple[World, _Asked] | None = None
+        self._judges: list[tuple[World, Judging]] = []
         self._on_finished: Callable[[CaseRun], None] = lambda run: None
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
@@ -128,7 +101,7 @@ class Session:
         self._on_finished = on_finished
         for run in runs:
             run.worlds_left = 2 if run.case.rerun else 1
-            self._worlds.append((run, False))
+            self._worlds.append(_Asked(run, "world"))
         self._until_finished(runs)
 
     def rejudge(self, run: CaseRun) -> None:
@@ -149,14 +122,22 @@ class Session:
             raise
 
     def _start_what_fits(self) -> None:
-        if self._world is None and self._worlds and len(self._judgings) < self._most_judges:
-            run, again = self._worlds.popleft()
-            self._world = (self._start_ranks(run, again=again), run, again)
+        if self._world is None and len(self._judgings) < self._most_judges:
+            asked = next((one for one in self._worlds if self._may_start(one)), None)
+            if asked is not None:
+                self._worlds.remove(asked)
+                self._world = (self._start_ranks(asked), asked)
         while self._judgings and self._has_room_for(self._judgings[0]):
             judging = self._judgings.popleft()
-            self._judges.append((self._start_judge(judging), judging))
+            world = start_judging(self._pool, judging, self._description, self._data_fd)
+            self._judges.append((world, judging))
 
-    def _has_room_for(self, judging: _Judging) -> bool:
+    def _may_start(self, asked: _Asked) -> bool:
+        """Whether the interpreters are ready that a world's ranks are to be forked from."""
+        separate = "interpreters" in asked.surroundings.factors
+        return not separate or self._pool.interpreters_ready
+
+    def _has_room_for(self, judging: Judging) -> bool:
         """Whether another judge may start: there are processes and, as far as known, memory."""
         if not self._judges:
             return True
@@ -165,18 +146,16 @@ class Session:
         needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
         return len(self._judges) < self._most_judges and limits.available_bytes() > 2 * needed
 
-    def _start_ranks(self, run: CaseRun, *, again: bool) -> World:
-        case = run.case
-        fd = _new_trace(run.layout)
-        if again:
-            run.rerun_fd = fd
-        else:
-            run.trace_fd = fd
-        fds = [_shared_trace(run, again=again)]
+    def _start_ranks(self, asked: _Asked) -> World:
+        run, case, surroundings = asked.run, asked.run.case, asked.surroundings
+        fd, again = new_trace(run.layout), asked.what != "world"
+        run.keep(fd, asked.what)
+        fds = [run.shared_trace(asked.what)]
         if self._data_fd is not None:
             fds.append(Shared(fd=self._data_fd, kind="data"))
         if again:
-            fds.append(_shared_trace(run, again=False))
+            fds.append(run.shared_trace("world"))
+        delays = surroundings.delays(case.world) if again else case.delays
 
         def payload(rendezvous: Rendezvous) -> bytes:
             job = RecordJob(
@@ -186,14 +165,15 @@ class Session:
                 description=self._description,
                 has_data=self._data_fd is not None,
                 has_baseline=again,
+                delays=delays,
+                memory_seed=surroundings.memory_seed(rendezvous.rank),
             )
             return msgspec.msgpack.encode(job)
 
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
-                again_text = "rerun, " if again else ""
                 at = f"step {progress.step + 1}/{case.steps}, {progress.phase}"
-                self._listener.progress(case, again_text + at)
+                self._listener.progress(case, _SAID_OF[asked.what] + at)
 
         return start_world(
             self._pool,
@@ -202,20 +182,23 @@ class Session:
             size=case.world,
             payload=payload,
             fds=fds,
-            deadline_s=case.deadline_s,
+            deadline_s=_deadline_s(asked),
             on_progress=on_progress,
+            surroundings=surroundings,
         )
 
     def _tick_world(self) -> None:
         if self._world is None:
             return
-        world, run, again = self._world
+        world, asked = self._world
+        run = asked.run
         world.tick()
         if not world.over:
             return
         self._world = None
         run.worlds_left -= 1
-        run.timings_s["rerun" if again else "world"] = time.monotonic() - world.begun
+        spent = time.monotonic() - world.begun
+        run.timings_s[asked.what] = run.timings_s.get(asked.what, 0.0) + spent
         unstarted = [c for c in world.children if c.spawn_error]
         outcomes = blame.outcomes(world.children, hung=world.hung)
         world.close()
@@ -227,7 +210,10 @@ class Session:
         refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
         if refused:  # what cannot be adapted may show only when it is called
             raise error_of(refused[0])
-        if again:
+        if asked.what == "further":
+            self._further_world_over(run, succeeded=world.succeeded)
+            return
+        if asked.what == "rerun":
             run.rerun_outcomes = outcomes
         else:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
@@ -239,7 +225,8 @@ class Session:
         if not succeeded:
             run.worlds_left = 0
         elif run.case.rerun:
-            self._worlds.appendleft((run, True))
+            run.decide_surroundings(self._pool.why_no_interpreters())
+            self._worlds.appendleft(_Asked(run, "rerun", run.surroundings))
 
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
@@ -253,7 +240,7 @@ class Session:
             groups = [whole, [pair for pair in planned if pair not in whole]]
         for group in filter(None, groups):
             for steps in self._shares(run, written):
-                self._judgings.append(_Judging(run, steps, tuple(group), whole_run=False))
+                self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
     def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
@@ -276,50 +263,8 @@ class Session:
         if run.worlds_left:
             return
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
-        self._judgings.append(_Judging(run, (), planned, whole_run=True))
+        self._judgings.append(Judging(run, (), planned, whole_run=True))
         run.judges_left += 1
-
-    def _start_judge(self, judging: _Judging) -> World:
-        run = judging.run
-        if judging.closer_look:
-            return self._start_closer_look(run)
-        has_rerun = judging.whole_run and run.rerun_fd >= 0
-        fds = [run.trace_fd]
-        fds += [self._data_fd] if self._data_fd is not None else []
-        fds += [run.rerun_fd] if has_rerun else []
-        job = JudgeJob(
-            case=run.case,
-            contract=run.contract,
-            layout=run.layout,
-            description=self._description,
-            steps=judging.steps,
-            planned=judging.planned,
-            has_data=self._data_fd is not None,
-            has_rerun=has_rerun,
-        )
-        payload = msgspec.msgpack.encode(job)
-        return start_job(
-            self._pool, target=JUDGE, payload=payload, fds=fds, deadline_s=_JUDGE_DEADLINE_S
-        )
-
-    def _start_closer_look(self, run: CaseRun) -> World:
-        fds = [run.trace_fd] + ([self._data_fd] if self._data_fd is not None else [])
-        job = ObserveJob(
-            case=run.case,
-            contract=run.contract,
-            layout=run.layout,
-            description=self._description,
-            steps=diagnosis.steps_to_look_at(run.results),
-            failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
-            has_data=self._data_fd is not None,
-            draws_random_numbers=run.facts.draws_random_numbers,
-            takes_loss=run.facts.takes_loss,
-            update_step=diagnosis.step_of_update(run.results),
-        )
-        payload = msgspec.msgpack.encode(job)
-        return start_job(
-            self._pool, target=OBSERVE, payload=payload, fds=fds, deadline_s=_JUDGE_DEADLINE_S
-        )
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
@@ -333,41 +278,82 @@ class Session:
             what = "closer look" if judging.closer_look else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
             if judging.closer_look:
-                run.seen = self._seen(world, run)
+                run.seen = what_was_seen(world, run)
             else:
-                run.results += self._judged(world, judging)
-                self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
+                self._take_results(judging, what_was_judged(world, judging))
             world.close()
             run.judges_left -= 1
-            if run.judges_left == 0 and run.worlds_left == 0 and not self._looks_closer(run):
-                run.finished = True
-                self._on_finished(run)
-                run.close()
-                self._listener.finished(run.case)
+            self._go_on(run)
+
+    def _take_results(self, judging: Judging, results: list[CheckResult]) -> None:
+        run = judging.run
+        if judging.what == "world":
+            run.results += results
+            self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
+        elif judging.what == "rerun":
+            run.of_rerun = results
+        else:
+            assert run.taking_apart is not None
+            run.taking_apart.note(any(result.verdict == "fail" for result in results))
+
+    def _go_on(self, run: CaseRun) -> None:
+        """The next thing to do with a case that waits for nothing, or its end."""
+        if run.judges_left or run.worlds_left:
+            return
+        if self._takes_apart(run) or self._looks_closer(run):
+            return
+        run.finished = True
+        self._on_finished(run)
+        run.close()
+        self._listener.finished(run.case)
+
+    def _takes_apart(self, run: CaseRun) -> bool:
+        """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
+        only if that was in separate interpreters, and differed.
+        """
+        if run.separation is not None or not run.surroundings.factors or not run.rerun_differed:
+            return False
+        apart = run.taking_apart = run.taking_apart or TakingApart(run.surroundings)
+        if apart.next is not None:
+            self._worlds.appendleft(_Asked(run, "further", apart.next))
+            run.worlds_left = 1
+            return True
+        assert apart.conclusion is not None
+        found = apart.conclusion
+        if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
+            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+            steps = tuple(range(run.case.steps))
+            judging = Judging(run, steps, planned, whole_run=False, what="rerun")
+            self._judgings.append(judging)
+            run.judges_left += 1
+            return True
+        run.separation = self._completed(run, found)
+        return False
+
+    @staticmethod
+    def _completed(run: CaseRun, found: Separation) -> Separation:
+        finished = all(outcome.outcome == "finished" for outcome in run.rerun_outcomes)
+        passed = bool(run.of_rerun) and all(r.verdict == "pass" for r in run.of_rerun or ())
+        lines = state_lines(run.facts.strategy_file, run.facts.strategy_line, found)
+        return msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
+
+    def _further_world_over(self, run: CaseRun, *, succeeded: bool) -> None:
+        assert run.taking_apart is not None
+        if not succeeded:
+            run.taking_apart.note(True)
+            self._go_on(run)
+            return
+        planned = (("rerun", "-"),)
+        self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
+        run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
         """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False
-        self._judgings.append(_Judging(run, (), (), whole_run=True, closer_look=True))
+        self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
         run.judges_left += 1
         return True
-
-    @staticmethod
-    def _seen(world: World, run: CaseRun) -> Facts:
-        if world.succeeded:
-            return msgspec.msgpack.decode(world.results[0], type=Facts)
-        return Facts(world=run.case.world, trouble=str(error_of(world.children[0])))
-
-    @staticmethod
-    def _judged(world: World, judging: _Judging) -> list[CheckResult]:
-        if world.succeeded:
-            return msgspec.msgpack.decode(world.results[0], type=list[CheckResult])
-        reason = f"the check itself failed: {error_of(world.children[0])}"
-        return [
-            CheckResult(check=check, layer=layer, verdict="unknown", reason=reason)
-            for check, layer in judging.planned
-        ]
 
     def _end_everything(self) -> None:
         worlds = [world for world, _ in self._judges]
@@ -376,25 +362,12 @@ class Session:
         end_now(self._pool, *worlds)
 
 
-def _shared_trace(run: CaseRun, *, again: bool) -> Shared:
-    return Shared(
-        fd=run.rerun_fd if again else run.trace_fd,
-        kind="trace",
-        key=f"{run.case.id}, {'rerun' if again else 'first run'}",
-        size=run.layout.total_bytes,
-        regions=run.layout.regions_of,
-    )
-
-
-def _new_trace(layout: TraceLayout) -> int:
-    """Shared memory for a trace; it takes up no more than what is written to it."""
-    fd = os.memfd_create("distcheck-trace")
-    try:
-        os.ftruncate(fd, layout.total_bytes)
-    except OSError as error:
-        os.close(fd)
-        raise CannotRunError(
-            f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
-            f"{error.strerror} (ulimit -f?)"
-        ) from error
-    return fd
+def _deadline_s(asked: _Asked) -> float:
+    """A world that takes a rerun apart may be one of several that hang, and the first world has
+    shown how long one takes that does not.
+    """
+    case = asked.run.case
+    if asked.what != "further":
+        return case.deadline_s
+    usual_s = _FURTHER_DEADLINE * asked.run.timings_s.get("world", 0.0)
+    return min(case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))

@@ -29,7 +29,7 @@ from distcheck.launchers.launch import Launch
 from distcheck.owed import PlannedCheck
 from distcheck.plan import check_case
 from distcheck.provenance import Provenance
-from distcheck.records import Case, CaseReport, Outcome
+from distcheck.records import Case, CaseReport, Outcome, Separation
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
@@ -48,6 +48,8 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     layout: TraceLayout
     outcomes: tuple[Outcome, ...]
     rerun_outcomes: tuple[Outcome, ...]
+    rerun_in: str = ""
+    separation: Separation | None = None
     notes: tuple[str, ...]
     environment: dict[str, Any]
     digests: dict[str, str] = {}

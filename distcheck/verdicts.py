@@ -7,6 +7,7 @@ import msgspec
 
 from distcheck import acceptance, contents, diagnosis, sensitivity
 from distcheck.aggregates import merge_aggregates
+from distcheck.case_runs import CaseRun
 from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.mistakes import SENSITIVITY
@@ -20,7 +21,6 @@ from distcheck.records import (
     VerdictName,
     merge_verdicts,
 )
-from distcheck.session import CaseRun
 
 # Settings and versions that the bits of a float computation depend on.
 _BIT_SETTINGS = (
@@ -43,7 +43,9 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
-        diagnosis=tuple(diagnosis.diagnose(outcomes, results, run.seen, accept=run.case.accept)),
+        diagnosis=tuple(
+            diagnosis.diagnose(outcomes, results, run.seen, run.separation, accept=run.case.accept)
+        ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
@@ -101,8 +103,11 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
 def _decisive(run: CaseRun) -> list[Outcome]:
     """The outcomes of the run that failed, the first of the two if none did."""
     if any(o.outcome != "finished" for o in run.rerun_outcomes):
+        where = (
+            "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"
+        )
         return [
-            msgspec.structs.replace(o, detail=f"in the rerun: {o.detail}")
+            msgspec.structs.replace(o, detail=f"{where}: {o.detail}")
             if o.outcome != "finished"
             else o
             for o in run.rerun_outcomes
@@ -137,10 +142,22 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
                 verdict="unknown",
                 reason=_why_not_judged(outcomes),
             )
+        if planned.check == "rerun":
+            merged = _of_rerun(run, merged)
         held = sensitivity.of_check(hold_against(merged, planned.owed))
         held = _with_note(held, planned.note)
         results.append(_of_what_was_accepted(run.case, held))
     return results
+
+
+def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
+    """Where the rerun was, and whether what it did differently is right as well."""
+    note = run.rerun_in
+    if run.separation is not None and run.separation.harmless and result.verdict == "fail":
+        result = msgspec.structs.replace(result, verdict="pass")
+        factor = run.separation.factors[0]
+        note += f"; there bits differ, by {factor} alone, and pass every check as well"
+    return _with_note(result, note) if result.verdict != "unknown" else result
 
 
 def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:

@@ -20,6 +20,7 @@ import msgspec
 
 from distcheck import limits, plan, preparation, store, verdicts
 from distcheck.adapters.asked import adaptation_of
+from distcheck.case_runs import CaseRun, is_separate
 from distcheck.contents import not_shown
 from distcheck.datasets import SYNTHETIC
 from distcheck.errors import DistcheckError, MembershipError, UsageError
@@ -28,10 +29,11 @@ from distcheck.objects import names_of
 from distcheck.plan import Request
 from distcheck.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen
-from distcheck.session import CaseRun, Listener, Session
+from distcheck.session import Listener, Session
 from distcheck.store import SavedCase, Store
 from distcheck.worlds import turns
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
 
 _DELAY = ("rank", "collective", "ms")
 
@@ -83,12 +85,13 @@ def verify(
     thorough: bool = False,
     without: Sequence[str] = (),
     delays: Sequence[tuple[int, int, int]] = (),
+    separate: bool = True,
     save: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
 
-    strategy    a registered name, "path/to/file.py:object", "pkg.mod:object", or a function or
-                class that can be imported by its module and name, as it stands there
+    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that
+                can be imported by its module and name, as it stands there
     world       number of ranks, or several to try
     workload    names of workloads; by default lattice and cnn
     batch       samples per step, over all ranks
@@ -98,13 +101,13 @@ def verify(
     thorough    all cells as well, but for those named in `without`
     delays      (rank, collective, ms): ranks to slow down in the first of the two worlds, before
                 their n-th collective of every step, or before backward (0)
+    separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
-
-    Returns the report; `report.raise_for_verdict()` turns anything but a pass into an
-    AssertionError. Raises UsageError for what makes no sense and CannotRunError for what this
-    machine cannot run. Every call starts fresh ranks; only the helper that they are forked from
-    is kept from one call to the next.
+    Returns the report; `report.raise_for_verdict()` raises AssertionError for all but a pass. Ranks
+    are fresh in every call; the interpreters that they are forked from are kept. Raises UsageError
+    for what makes no sense, CannotRunError for what this machine cannot run.
     """
+    adapted = form, arguments or {}, variables or {}, finish, reset, without_data
     asked = {
         "strategies": names_of(strategy),
         "worlds": (world,) if isinstance(world, int) else world,
@@ -116,14 +119,13 @@ def verify(
         "seed": seed,
         "dtype": dtype,
         "deadline_s": deadline_s,
-        "adaptation": adaptation_of(
-            form, arguments or {}, variables or {}, finish, reset, without_data
-        ),
+        "adaptation": adaptation_of(*adapted),
         "loss": loss,
         "accept": accept,
         "thorough": thorough,
         "without": (without,) if isinstance(without, str) else tuple(without),
         "delays": [dict(zip(_DELAY, delay, strict=False)) for delay in delays],
+        "separate": separate,
     }
     try:
         request = msgspec.convert(asked, Request)
@@ -164,6 +166,8 @@ def run_cases(
     listener = listener or Silent()
     listener.preparing("importing torch")
     pool.open()
+    if any(is_separate(case) for case in cases):
+        pool.open_interpreters()
     if keep is not None:
         for case in cases:
             keep.write_case(case)
@@ -176,7 +180,7 @@ def run_cases(
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
-        environment = {**facts.environment, **pool.describe()}
+        environment = {**facts.environment, **pool.describe(), "hash_seeds": _hash_seeds(cases)}
         here = {case.id: provenance_of(case, environment) for case in cases}
         if keep is not None:
             for case in cases:
@@ -234,6 +238,11 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
             reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
     shown = not_shown([report.contents for report in reports if report.contents])
     return Report(environment=here, cases=tuple(reports), not_shown=shown, saved_to=str(folder))
+
+
+def _hash_seeds(cases: Sequence[Case]) -> list[int]:
+    """PYTHONHASHSEED of the first world, and of the interpreters of the rerun."""
+    return [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
 
 
 def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
@@ -299,6 +308,8 @@ class _Book:
             layout=run.layout,
             outcomes=tuple(run.outcomes),
             rerun_outcomes=tuple(run.rerun_outcomes),
+            rerun_in=run.rerun_in,
+            separation=run.separation,
             notes=tuple(run.notes),
             environment=self._environment,
             digests=self._made[run.case.id].digests,
@@ -360,6 +371,7 @@ def _run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
     run = CaseRun(saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout)
     run.trace_fd, run.rerun_fd = [*fds, -1, -1][:2]
     run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
+    run.rerun_in, run.separation = saved.rerun_in, saved.separation
     run.notes = list(saved.notes)
     return run
 

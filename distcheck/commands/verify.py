@@ -60,6 +60,12 @@ from distcheck.outputs import errors_told, output_options, taken_from
     metavar="NAME",
     help="float32, float64, bfloat16 or float16. [float32, and float64 where quick]",
 )
+@click.option(
+    "--separate/--no-separate",
+    default=True,
+    help="Whether the rerun is in separate interpreters, as on several machines; without, a run "
+    "is some 2 s quicker. [--separate]",
+)
 @matrix_options
 @output_options
 @click.option(

@@ -18,16 +18,16 @@ from distcheck.checks.merging import earliest_failure
 from distcheck.diagnosis import beside, gradients, loss_contract, outcomes, state
 from distcheck.diagnosis.facts import Facts
 from distcheck.diagnosis.places import Failures, where
-from distcheck.records import CheckResult, Diagnosis, Outcome
+from distcheck.records import CheckResult, Diagnosis, Outcome, Separation
 
 CAUSES = (
     "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
     "one-rank-only", "dropped-rank", "duplicated-rank", "wrong-parameter-order", "stale-gradient",
     "accumulated-gradient", "unweighted-mean", "low-precision", "initial-state-differs",
     "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
-    "optimizer-not-stepped", "nonfinite", "nondeterministic", "crash", "hang",
-    "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign", "chained-mean",
-    "shared-bucket", "noise", "lost-micro-batch", "model-averaging", "not-as-promised",
+    "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
+    "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
+    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging", "not-as-promised",
     "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss", "repeated-samples",
     "wrong-on-server", "unexplained",
 )  # fmt: skip
@@ -37,24 +37,32 @@ def diagnose(
     ends: Sequence[Outcome],
     results: Sequence[CheckResult],
     facts: Facts | None = None,
+    separation: Separation | None = None,
     *,
     accept: str | None = None,
 ) -> list[Diagnosis]:
     """The causes behind a case's failures; nothing for a case that did not fail.
 
-    `facts` are what a closer look at the trace has measured, if there was one; `accept` is what the
-    case accepts.
+    `facts` are what a closer look at the trace has measured, `separation` what further worlds have
+    shown of a rerun that differed, if there were any; `accept` is what the case accepts.
     """
     found = outcomes.explain(ends)
+    if found and separation is not None and separation.depends:
+        found.insert(
+            0, state.of_process(separation, f"its ranks did not finish ({found[0].cause})")
+        )
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
     checks = {check for check, _ in failed}
     if not checks - {"outcome"}:
         return found
     facts = facts or Facts(world=len(ends))
+    depends = separation is not None and separation.depends
+    differed = (
+        [] if found and depends else state.of_rerun(failed, separation, alone=checks == {"rerun"})
+    )
     found += state.explain(failed, facts)
     of_gradients = _of_gradients(failed, facts, accept or "")
-    differed = state.nondeterministic(failed, alone=checks == {"rerun"})
-    if state.gradients_raced(failed):
+    if state.gradients_raced(failed) and not depends:
         found += differed + [_of_one_run(cause) for cause in of_gradients]
     else:
         found += of_gradients + differed

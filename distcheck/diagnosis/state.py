@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from distcheck.diagnosis.facts import Facts, Overlap
 from distcheck.diagnosis.findings import positions_text, ranks_text
 from distcheck.diagnosis.places import Failures, where
-from distcheck.records import CheckResult, Diagnosis
+from distcheck.records import CheckResult, Diagnosis, Separation
 from distcheck.traces.layout import Kind
 
 
@@ -31,14 +31,72 @@ _RACE = (
 _NO_ROUNDING = 1e-2
 
 
-def nondeterministic(failed: Failures, *, alone: bool) -> list[Diagnosis]:
-    """Two runs that differ say by themselves that something is not determined."""
+# What made a difference, in words, and what to do about it.
+_FACTORS = {
+    "memory": "the addresses of objects (id(), data_ptr(), the order of a set of objects)",
+    "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, as on several machines,",
+    "environment": "the order of the environment variables",
+    "interpreters": "a separate interpreter for the ranks (its PYTHONHASHSEED, and so hash() of a "
+    "string and the order of a set of them)",
+}
+_INSTEAD = {
+    "memory": "choose and order by a parameter's name or its place in model.parameters(), which "
+    "are the same on every rank, and not by id(), hash() or an address",
+    "nodes": "use RANK and WORLD_SIZE (dist.get_rank(), dist.get_world_size()): LOCAL_RANK and "
+    "LOCAL_WORLD_SIZE count the ranks of one machine",
+    "environment": "sort os.environ before iterating over it",
+    "interpreters": "use one order on every rank: sorted(...) or a dict in place of a set, "
+    "zlib.crc32(name.encode()) in place of hash(name)",
+}
+
+
+def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) -> list[Diagnosis]:
+    """Two runs that differ say by themselves that something is not determined by the seeds; what
+    further worlds have shown says whether process state determines it.
+    """
     result = _of("rerun", failed)
     if result is None:
         return []
+    if separation is not None and separation.depends:
+        return [of_process(separation, f"it differs first at {where(result)}", passed=alone)]
+    return [_nondeterministic(result, failed, separation, alone=alone)]
+
+
+def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
+    """`how` says how the rerun showed it; `passed`, whether the first world passed every check."""
+    factors = separation.factors
+    only = len(factors) == 1
+    said = "no single one of the things that differ there makes the difference"
+    if only:
+        said = f"the difference is made by {_FACTORS[factors[0]]} alone"
+    found = "; ".join(separation.lines)
+    lines = (
+        f"lines that may depend on it: {found}"
+        if found
+        else (
+            "no line that reads such state was found in the strategy's file and the modules beside "
+            "it"
+        )
+    )
+    first = "the first world, in which ranks share their process state, passed every check, and "
+    return Diagnosis(
+        cause="depends-on-process-state",
+        evidence=f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
+        f"A repeat of the first world was as the first, and {said} ({separation.worlds} further "
+        f"worlds); {lines}",
+        suggestion=_INSTEAD[factors[0]] if only else "; ".join(_INSTEAD.values()),
+    )
+
+
+def _nondeterministic(
+    result: CheckResult, failed: Failures, separation: Separation | None, *, alone: bool
+) -> Diagnosis:
     agreed = "everything agreed with one machine, but two" if alone else "two"
     evidence = f"{agreed} runs with the same seeds did not agree with each other: {where(result)}"
     suggestion = _ORDER
+    late = separation is not None and separation.factors == ("delays",)
+    if late:
+        evidence += ", nor does a world in which ranks are some milliseconds late"
     if gradients_raced(failed):
         evidence += ", by more than roundings do"
         parameters = failed.get(("parameters", "X"))
@@ -47,8 +105,11 @@ def nondeterministic(failed: Failures, *, alone: bool) -> list[Diagnosis]:
                 "; and the update was not that of the gradients which the exchange had left: "
                 "something changed them after it had returned"
             )
+    if late or gradients_raced(failed):
         suggestion = f"{_RACE} {_ORDER.removeprefix('look for ')}"
-    return [Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)]
+    if separation is not None and separation.lines:
+        evidence += f"; lines that another process need not repeat: {'; '.join(separation.lines)}"
+    return Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
 
 
 def gradients_raced(failed: Failures) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from distcheck import devices, plan, seeds
+from distcheck.case_runs import CaseRun
 from distcheck.exploring.messages import PAIRS, TRACE_BYTES, Sitting, Turn
 from distcheck.inspection import look_at
 from distcheck.jobs import JudgeJob
@@ -25,7 +26,6 @@ from distcheck.ranks.loop import Loop
 from distcheck.ranks.recorder import Observer, TraceRecorder
 from distcheck.ranks.training import Ingredients, open_ingredients
 from distcheck.records import Case, ModelLayout, Outcome
-from distcheck.session import CaseRun
 from distcheck.traces.layout import TraceLayout
 from distcheck.traces.reader import TraceReader
 from distcheck.traces.writer import TraceWriter

@@ -185,6 +185,7 @@ def _template(
             adaptation=adaptation,
             loss=loss,
             deadline_s=deadline_s,
+            separate=False,
         )
         (_templates[key],) = plan.plan_cases(request)
     return _templates[key]

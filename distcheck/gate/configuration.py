@@ -63,6 +63,7 @@ TAKES = {
     "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
     "thorough": "true or false",
     "without": "names of cells that --thorough would run",
+    "separate": "true or false",
 }
 # Keys, by the parameter that the option of the same purpose has in `distcheck.commands.verify`.
 PARAMETERS = {
@@ -71,7 +72,7 @@ PARAMETERS = {
     "deadline_s": "deadline_s", "data": "data", "data_dir": "data_dir", "device": "device",
     "as": "form", "arg": "arguments", "set": "variables", "finish": "finish", "reset": "reset",
     "without_data": "without_data", "loss": "loss", "accept": "accept", "thorough": "thorough",
-    "without": "without",
+    "without": "without", "separate": "separate",
 }  # fmt: skip
 
 
@@ -96,6 +97,7 @@ class OfStrategy(msgspec.Struct, forbid_unknown_fields=True, rename={"form": "as
     accept: str | UnsetType = UNSET
     thorough: bool | UnsetType = UNSET
     without: Words | UnsetType = UNSET
+    separate: bool | UnsetType = UNSET
 
 
 class OfAll(OfStrategy, forbid_unknown_fields=True, rename={"form": "as"}, kw_only=True):

@@ -40,7 +40,7 @@ from distcheck.worlds.pool import Pool
 
 SCHEMA = "distcheck.comparison/1"
 # Fields that have no part in what is computed.
-_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun")
+_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from distcheck.ranks.loop import Loop
 from distcheck.ranks.recorder import Observer, TraceRecorder
 from distcheck.ranks.training import Ingredients, is_distributed, open_ingredients
 from distcheck.traces.writer import TraceWriter
+from distcheck.worlds import noise
 from distcheck.worlds.child import Reporter
 from distcheck.worlds.rendezvous import join
 
@@ -29,6 +30,8 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     data_fd = remaining.pop(0) if job.has_data else None
     baseline_fd = remaining.pop(0) if job.has_baseline else None
     rank = job.rendezvous.rank
+    if job.memory_seed is not None:
+        noise.allocate(job.memory_seed)
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
@@ -36,9 +39,9 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     reporter.progress(0, "load")
     ingredients = open_ingredients(job.case, job.description, data_fd, device)
     late = Lateness()
-    if job.case.delays and not job.has_baseline:  # the rerun is undisturbed
+    if job.delays:
         late.install()
-        late.begin([delay for delay in job.case.delays if delay.rank == rank])
+        late.begin([delay for delay in job.delays if delay.rank == rank])
     load = partial(load_strategy, job.case.strategy, job.case.adaptation)
     writer = TraceWriter(trace_fd, job.layout, rank, baseline_fd)
     recorder = TraceRecorder(writer, job.layout, device)

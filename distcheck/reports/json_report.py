@@ -114,6 +114,7 @@ def _case(report: CaseReport) -> dict[str, Any]:
         "without_data": list(case.adaptation.without_data),
         "loss": case.loss,
         "accept": case.accept,
+        "separate": case.separate,
         "verdict": report.verdict,
         "outcomes": [_outcome(outcome) for outcome in report.outcomes],
         "checks": [_check(result) for result in report.checks],

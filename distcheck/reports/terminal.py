@@ -212,7 +212,7 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
     notes += [f"note: {note}" for case in cases for note in case.notes]
     said = [
-        f"{result.check} {result.layer}: {result.reason}"
+        f"{result.check}{'' if result.layer == '-' else f' {result.layer}'}: {result.reason}"
         for case in cases
         for result in case.checks
         if result.verdict == "pass" and result.reason and result.check != SENSITIVITY

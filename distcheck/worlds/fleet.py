@@ -20,7 +20,8 @@ from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.launchers.launch import Launch
 from distcheck.worlds import meeting, wire
 from distcheck.worlds.links import Link
-from distcheck.worlds.pool import LocalShare, Pool
+from distcheck.worlds.local_share import LocalShare
+from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import RankStart, Share, Shared
 from distcheck.worlds.stalls import Looks
 
@@ -59,6 +60,13 @@ class Fleet(Pool):
             "launcher": self._launch.launcher,
             "hosts": [host.removeprefix("rank ").removeprefix("ranks ") for host in hosts],
         }
+
+    def open_interpreters(self) -> None:
+        """Nothing: there is a process for every rank, or for some of them, already."""
+
+    def why_no_interpreters(self) -> str:
+        """Ranks are forked where the launcher wants them."""
+        return f"{self._launch.launcher} says where ranks run"
 
     def wait_ready(self) -> str:
         """Waits for torch, and for every other process. Raises CannotRunError."""
@@ -268,10 +276,10 @@ class Fleet(Pool):
 
 def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> RankStart:
     """A rank's start with what depends on the process that runs it: its rank on the machine, and
-    the network interface that leads to the others.
+    the network interface that leads to the others. Which machine it is the launcher has said.
     """
     environment = {
-        **start.environment,
+        **{n: value for n, value in start.environment.items() if not n.startswith("GROUP_")},
         "LOCAL_RANK": str(launch.local_rank + index),
         "LOCAL_WORLD_SIZE": str(launch.local_world),
     }

@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import random
 import selectors
 import signal
 import socket
@@ -17,12 +18,14 @@ import sys
 from collections.abc import Sequence
 
 from distcheck.seeds import PINNED_ENVIRONMENT
-from distcheck.worlds import child, linux, messages, scratch
+from distcheck.worlds import child, linux, messages, noise, scratch
 from distcheck.worlds.forks import ManyForks
 
 # The first optimizer in a process imports torch._dynamo, for about as long as torch itself
 # takes: here once, not in every rank.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
+# Imported by a variant in an order of its own: quick, and without a global effect.
+_HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
 
 
 class Helper:
@@ -161,13 +164,18 @@ class Helper:
         self._children.clear()
 
 
-def main(control_fd: int, front_pid: int) -> None:
-    """Entry point of the helper process; see `pool.py` for how it is started."""
+def main(control_fd: int, front_pid: int, variant: int = 0) -> None:
+    """Entry point of the helper process; see `pool.py` for how it is started.
+
+    A `variant` above 0 allocates and imports something of its own before torch.
+    """
     _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
     linux.adopt_orphans()
     helper = Helper(socket.socket(fileno=control_fd), front_pid, ManyForks(first=64))
     try:
+        if variant:
+            _differ(variant)
         version = _preload()
     except Exception as error:
         helper.say(messages.Ready("", f"{type(error).__name__}: {error}"))
@@ -195,6 +203,15 @@ def _ignore_signals() -> None:
     faulthandler.unregister(signal.SIGUSR1)
     for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
+
+
+def _differ(variant: int) -> None:
+    """What is imported later lies elsewhere, and `sys.modules` has another order."""
+    noise.allocate(variant)
+    modules = list(_HARMLESS)
+    random.Random(variant).shuffle(modules)
+    for name in modules:
+        importlib.import_module(name)
 
 
 def _preload() -> str:

@@ -7,6 +7,7 @@ ForkedHelper   a fork of this very process: for code that is here already, a tes
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typing import Protocol
 import distcheck
 from distcheck.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds.forks import ManyForks
+from distcheck.worlds.surroundings import HASH_SEED
 
 # Training allocates and frees the same large tensors at every step. glibc hands each back to the
 # kernel and faults it in again page by page, which took half of a float64 step's time. Read by
@@ -39,7 +41,7 @@ spec = importlib.util.spec_from_file_location("distcheck", {package!r} + "/__ini
 sys.modules["distcheck"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 from distcheck.worlds.helper import main
-main({control}, {front})
+main({control}, {front}, {variant})
 """
 
 
@@ -67,11 +69,20 @@ class HelperProcess(Protocol):
         """`sys.path` for what it forks."""
         ...
 
+    def variables(self) -> dict[str, str]:
+        """Environment variables that say of it what is so, for what it forks."""
+        ...
+
 
 class CleanHelper:
-    """A new interpreter that has imported torch, single-threaded."""
+    """A new interpreter that has imported torch, single-threaded.
 
-    def __init__(self) -> None:
+    Its PYTHONHASHSEED is fixed, so that a replay has the same one. A `variant` above 0 differs in
+    what it imports and allocates before torch.
+    """
+
+    def __init__(self, *, hash_seed: int = HASH_SEED, variant: int = 0) -> None:
+        self._hash_seed, self._variant = hash_seed, variant
         self._process: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
 
@@ -85,10 +96,11 @@ class CleanHelper:
             package=os.path.dirname(distcheck.__file__),
             control=control.fileno(),
             front=os.getpid(),
+            variant=self._variant,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**_KEEP_FREED_MEMORY, **child_environment()},
+            env={**_KEEP_FREED_MEMORY, **child_environment(), **self.variables()},
             pass_fds=[control.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -123,6 +135,10 @@ class CleanHelper:
         path = [os.path.abspath(entry) for entry in sys.path]
         here = os.getcwd()
         return path if here in path else [*path, here]
+
+    def variables(self) -> dict[str, str]:
+        """The seed of its hashes."""
+        return {"PYTHONHASHSEED": str(self._hash_seed)}
 
 
 class ForkedHelper:
@@ -174,6 +190,10 @@ class ForkedHelper:
         """`sys.path` as it is."""
         return list(sys.path)
 
+    def variables(self) -> dict[str, str]:
+        """None: it is as this process is."""
+        return {}
+
     def _reap(self, flags: int) -> bool:
         try:
             pid, _ = os.waitpid(self._pid, flags)
@@ -191,3 +211,12 @@ def child_environment() -> dict[str, str]:
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("TP_SOCKET_IFNAME", environment["GLOO_SOCKET_IFNAME"])  # rpc's
     return environment
+
+
+def in_order(variables: dict[str, str], seed: int | None) -> dict[str, str]:
+    """Environment variables in an order that is drawn, or as they are."""
+    if seed is None:
+        return variables
+    names = list(variables)
+    random.Random(seed).shuffle(names)
+    return {name: variables[name] for name in names}

@@ -20,7 +20,8 @@ from distcheck.worlds import meeting, messages, wire
 from distcheck.worlds.children import Child
 from distcheck.worlds.fleet import LEAST_SILENCE_S, ask_store, placed
 from distcheck.worlds.launch import job_result, start_job
-from distcheck.worlds.pool import LocalShare, Pool
+from distcheck.worlds.local_share import LocalShare
+from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import RankStart, Region
 from distcheck.worlds.stalls import Looks
 from distcheck.worlds.world import World

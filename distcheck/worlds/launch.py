@@ -12,10 +12,12 @@ from distcheck.errors import (
 )
 from distcheck.worlds import messages
 from distcheck.worlds.children import Child
+from distcheck.worlds.local_share import LocalShare
 from distcheck.worlds.mpirun import MPIJob
-from distcheck.worlds.pool import LocalShare, Pool
+from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.shares import RankStart, Shared
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 
 _END_DEADLINE_S = 5.0  # for killed processes to be gone
@@ -35,9 +37,13 @@ def start_world(
     deadline_s: float,
     on_progress: OnProgress | None = None,
     own_fds: Sequence[Mapping[str, int]] = (),
+    surroundings: Surroundings = TOGETHER,
 ) -> World:
     """Starts `size` ranks that will meet; each gets the listening socket before `fds`, and those
     of its own, by the names of the environment variables that will hold their numbers.
+
+    Of `surroundings`, the interpreters, the machines and the order of the environment are seen to
+    here; the rest is for the job.
     """
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job = MPIJob(size) if backend == "mpi" else None
@@ -56,8 +62,10 @@ def start_world(
                 )
                 start = RankStart(
                     payload=payload(meeting),
-                    environment=environment_of(meeting),
+                    environment=environment_of(meeting, nodes=surroundings.nodes_of(size)),
                     named_fds=own_fds[rank] if own_fds else {},
+                    interpreter=surroundings.interpreter_of(rank),
+                    order_seed=surroundings.order_seed(rank),
                 )
                 starts.append(start if job is None else job.enlist(rank, start))
             given = [Shared(fd=server.fileno()), *fds]

@@ -13,13 +13,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distcheck.errors import CannotRunError, HelperError
 from distcheck.worlds import messages
 from distcheck.worlds.children import Child
-from distcheck.worlds.helper_process import CleanHelper, HelperProcess, child_environment
+from distcheck.worlds.helper_process import (
+    CleanHelper,
+    HelperProcess,
+    child_environment,
+    in_order,
+)
+from distcheck.worlds.local_share import LocalShare
 from distcheck.worlds.shares import RankStart, Share, Shared
+
+if TYPE_CHECKING:
+    from distcheck.worlds.interpreters import Interpreters
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
@@ -51,9 +60,17 @@ class Readable(Protocol):
 
 
 class Pool:
-    """A helper process and what it forked. Close it; nothing outlives it."""
+    """A helper process and what it forked. Close it; nothing outlives it.
 
-    def __init__(self, helper: HelperProcess | None = None) -> None:
+    With `open_interpreters` it has further interpreters, each a pool that shares its selector.
+    """
+
+    def __init__(
+        self,
+        helper: HelperProcess | None = None,
+        *,
+        selector: selectors.BaseSelector | None = None,
+    ) -> None:
         self._helper = helper or CleanHelper()
         self._owner = os.getpid()
         self._opened = False
@@ -61,7 +78,9 @@ class Pool:
         self._children: dict[int, Child] = {}
         self._next_key = 0
         self._imports: dict[str, None] = {}  # of distcheck, that children needed
-        self._selector = selectors.DefaultSelector()
+        self._shares_selector = selector is not None
+        self._selector = selector or selectors.DefaultSelector()
+        self._interpreters: Interpreters | None = None
         self._connection: socket.socket | None = None
         self._notices = messages.Frames(messages.Notice)
         self._ready: messages.Ready | None = None
@@ -107,6 +126,46 @@ class Pool:
                 "distcheck doctor shows more"
             )
         return self._ready.torch_version
+
+    @property
+    def importing(self) -> bool:
+        """Whether the helper was started and is not ready."""
+        return self._opened and self._ready is None
+
+    @property
+    def start_error(self) -> str:
+        """Why the helper could not be made ready; empty where it could, or still may."""
+        return "" if self._ready is None else self._ready.error
+
+    def why_no_interpreters(self) -> str:
+        """Why ranks cannot be forked from further interpreters; empty where they can be."""
+        if self._interpreters is None or not self._interpreters.error:
+            return ""
+        return f"a further interpreter could not be started: {self._interpreters.error}"
+
+    def open_interpreters(self) -> None:
+        """Starts further interpreters for `start_ranks`; returns at once, while they import."""
+        if self._interpreters is not None:
+            if self._interpreters.usable:
+                return
+            self._interpreters.close()
+        from distcheck.worlds.interpreters import Interpreters  # which are pools as well
+
+        self.open()
+        self._interpreters = Interpreters(CleanHelper, self._selector)
+        self._interpreters.advance(others_importing=int(self.importing))
+
+    @property
+    def interpreters_ready(self) -> bool:
+        """Whether ranks can be forked from the further interpreters."""
+        return self._interpreters is not None and self._interpreters.ready
+
+    def place_of(self, interpreter: int | None) -> "Pool":
+        """The pool that forks from a further interpreter; this one for None."""
+        if interpreter is None:
+            return self
+        assert self._interpreters is not None, "open_interpreters comes first"
+        return self._interpreters[interpreter]
 
     @property
     def address(self) -> str:
@@ -160,6 +219,7 @@ class Pool:
         dump_fd: int,
         env: Mapping[str, str],
         named_fds: Mapping[str, int] | None = None,
+        order_seed: int | None = None,
         child: Child | None = None,
     ) -> Child:
         """Forks a child that calls `target` ("module:function") with `payload` and `fds`.
@@ -167,7 +227,8 @@ class Pool:
         The caller keeps its own copies of the descriptors; the child's copies of `named_fds` have
         their numbers in the environment variables of these names. The child lingers after its job
         until there is something to read from `release_fd`, and tells what it is doing when there
-        is from `dump_fd`. `child` is what to note it in, if not a new one.
+        is from `dump_fd`. `order_seed` is that of the order of its environment variables, if not
+        the usual one. `child` is what to note it in, if not a new one.
         """
         self.wait_ready()
         child = child or Child()
@@ -192,7 +253,7 @@ class Pool:
             payload=payload,
             cwd=os.getcwd(),
             path=self._helper.import_path(),
-            env={**child_environment(), **env},
+            env=in_order({**child_environment(), **self._helper.variables(), **env}, order_seed),
             fd_names=list(named_fds or {}),
             imports=list(self._imports),
         )
@@ -226,6 +287,8 @@ class Pool:
         """Waits at most `timeout_s` for something to happen, and takes note of all of it."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
+        if self._interpreters is not None:
+            self._interpreters.advance(others_importing=int(self.importing))
 
     def forget(self, child: Child) -> None:
         """Closes a child's descriptors, once; it must be gone."""
@@ -240,6 +303,8 @@ class Pool:
         self.let_go()
         if self._opened and os.getpid() == self._owner:
             with _interrupts_wait():
+                if self._interpreters is not None:
+                    self._interpreters.close()
                 self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
 
     def let_go(self) -> None:
@@ -247,7 +312,10 @@ class Pool:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
+        if self._interpreters is not None:
+            self._interpreters.let_go()
         if self._connection is not None:
+            self.unwatch(self._connection)
             # Not only closed: a helper that was forked later has a copy of this end.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -255,7 +323,8 @@ class Pool:
             self._connection = None
         for child in list(self._children.values()):
             self.forget(child)
-        self._selector.close()
+        if not self._shares_selector:
+            self._selector.close()
 
     def _on_notices(self) -> None:
         assert self._connection is not None
@@ -328,71 +397,3 @@ class Pool:
             f"the process that forks the ranks ended unexpectedly: {last}; "
             "out of memory is the usual reason"
         )
-
-
-class LocalShare(Share):
-    """Ranks that this process's own pool has forked."""
-
-    def __init__(
-        self,
-        pool: Pool,
-        *,
-        target: str,
-        starts: Mapping[int, RankStart],
-        fds: Sequence[int],
-        new_child: Callable[[int], Child] | None = None,
-    ) -> None:
-        self._pool = pool
-        self.children: dict[int, Child] = {}
-        pool.wait_ready()  # before there are pipes: a helper forked from here would keep them open
-        release_fd, self._release = os.pipe()
-        dump_fd, self._dump = os.pipe()
-        try:
-            for rank, start in starts.items():
-                self.children[rank] = pool.start(
-                    target,
-                    start.payload,
-                    fds=list(fds),
-                    release_fd=release_fd,
-                    dump_fd=dump_fd,
-                    env=start.environment,
-                    named_fds=start.named_fds,
-                    child=new_child(rank) if new_child is not None else None,
-                )
-        except BaseException:
-            os.close(self._release)
-            os.close(self._dump)
-            raise
-        finally:
-            os.close(release_fd)
-            os.close(dump_fd)
-
-    def signal(self, child: Child, number: int) -> None:
-        """Sends a signal to a rank, if it is still there."""
-        self._pool.signal(child, number)
-
-    def ask(self) -> None:
-        """Has every rank tell what it is doing."""
-        self._close_pipe("_dump")
-
-    def release(self) -> None:
-        """Lets ranks that are done leave."""
-        self._close_pipe("_release")
-
-    def close(self) -> None:
-        """Frees descriptors."""
-        for child in self.children.values():
-            self._pool.forget(child)
-        for name in ("_release", "_dump"):
-            self._close_pipe(name)
-
-    def _close_pipe(self, name: str) -> None:
-        """Tells every child that reads the pipe: by a byte for each, since its end may stay open
-        in a helper that was forked from this process later.
-        """
-        fd = getattr(self, name)
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.write(fd, bytes(len(self.children)))
-            os.close(fd)
-            setattr(self, name, -1)

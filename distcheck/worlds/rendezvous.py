@@ -44,13 +44,18 @@ def listening(host: str) -> Iterator[socket.socket]:
         yield server
 
 
-def environment_of(rendezvous: Rendezvous) -> dict[str, str]:
-    """The variables that launchers set and that code under test may read."""
+def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
+    """The variables that launchers set and that code under test may read, as on `nodes` machines
+    with as many ranks each.
+    """
+    local_world = rendezvous.world // nodes
     return {
         "RANK": str(rendezvous.rank),
-        "LOCAL_RANK": str(rendezvous.rank),
+        "LOCAL_RANK": str(rendezvous.rank % local_world),
         "WORLD_SIZE": str(rendezvous.world),
-        "LOCAL_WORLD_SIZE": str(rendezvous.world),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "GROUP_RANK": str(rendezvous.rank // local_world),
+        "GROUP_WORLD_SIZE": str(nodes),
         "MASTER_ADDR": rendezvous.host,
         "MASTER_PORT": str(rendezvous.port),
     }

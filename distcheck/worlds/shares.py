@@ -31,11 +31,17 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What one rank is started with; variables named in `named_fds` hold descriptors' numbers."""
+    """What one rank is started with; variables named in `named_fds` hold descriptors' numbers.
+
+    `interpreter` is the number of the further interpreter that it is forked from (None: the
+    helper), `order_seed` that of the order of its environment variables (None: as they come).
+    """
 
     payload: bytes
     environment: Mapping[str, str]
     named_fds: Mapping[str, int] = field(default_factory=dict)
+    interpreter: int | None = None
+    order_seed: int | None = None
 
 
 class Share(Protocol):

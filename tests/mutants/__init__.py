@@ -23,7 +23,8 @@ class Mutant:
     step of the first divergence. With `kind="workload"` the mutant is the workload and the
     strategy is the built-in allreduce. A workload is given as ".file:name" where it is one of
     this package. `seldom` says that another mutant shows the same in the same way, so that the
-    default test run can do without this one; `hangs`, that it is caught by its deadline.
+    default test run can do without this one; `hangs`, that it is caught by its deadline;
+    `separate`, that its rerun is in separate interpreters.
     """
 
     spec: str
@@ -39,6 +40,7 @@ class Mutant:
     seldom: bool = False
     without_data: tuple[int, ...] = ()
     hangs: bool = False
+    separate: bool = False
 
     @property
     def name(self) -> str:
@@ -59,6 +61,7 @@ class Mutant:
             "dtype": self.dtype,
             "accept": self.accept,
             "without_data": self.without_data,
+            "separate": self.separate,
             "deadline_s": 3.0 if self.hangs else 10.0,
         }
 
@@ -80,6 +83,7 @@ def mutant(
     seldom: bool = False,
     without_data: tuple[int, ...] = (),
     hangs: bool = False,
+    separate: bool = False,
 ) -> Callable[[T], T]:
     """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
 
@@ -90,7 +94,7 @@ def mutant(
         package = named.__module__.rpartition(".")[0]
         place = package + workload if workload.startswith(".") else workload
         asked = (place, world, steps, dtype, step, kind, exit_code, accept, seldom, without_data)
-        ALL.append(Mutant(spec, pairs, *asked, hangs))
+        ALL.append(Mutant(spec, pairs, *asked, hangs, separate))
         return target
 
     return register

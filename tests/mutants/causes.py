@@ -55,6 +55,14 @@ CAUSES: dict[str, set[str]] = {
     "server_counts_itself": {"wrong-divisor"},
     "server_stops_a_rank_early": {"dropped-rank"},
     "server_keeps_the_sum": {"wrong-on-server"},
+    # process: right in the first world
+    "fills_a_bucket_in_the_order_of_a_set": {"depends-on-process-state"},
+    "fills_a_bucket_in_the_order_of_hashes": {"depends-on-process-state"},
+    "chooses_a_bucket_by_hash": {"depends-on-process-state", "collective-mismatch"},
+    "shuffles_by_the_hash_of_a_class": {"depends-on-process-state"},
+    "starts_where_the_environment_says": {"depends-on-process-state"},
+    "takes_the_local_rank_for_the_rank": {"depends-on-process-state"},
+    "divides_by_the_ranks_of_a_machine": {"depends-on-process-state"},
     # scale
     "missing_division": {"missing-division"},
     "double_division": {"double-division"},

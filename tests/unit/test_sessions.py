@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from distcheck import preparation
+from distcheck.case_runs import CaseRun
 from distcheck.contract import BackendAllReduce
 from distcheck.jobs import Calibration
 from distcheck.records import Case
-from distcheck.session import CaseRun, Session
+from distcheck.session import Session
 from distcheck.traces.layout import TraceLayout
 from distcheck.verification import Silent
 from distcheck.worlds.pool import Pool

@@ -10,6 +10,7 @@ from distcheck.cells import CELLS
 from distcheck.owed import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Difference, Outcome
 from distcheck.verdicts import recorded_elsewhere, report_of
+from distcheck.worlds.surroundings import TOGETHER
 
 OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
@@ -40,6 +41,7 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
     ran = {
         "case": case, "facts": SimpleNamespace(strategy_file="s.py", strategy_line=3),
         "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
+        "surroundings": TOGETHER, "rerun_in": "", "separation": None,
         "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
     }  # fmt: skip
     elsewhere = given.pop("elsewhere", "")

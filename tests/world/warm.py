@@ -2,10 +2,10 @@
 
 Half of a short command's time is the import, and there are hundreds of them. A server, one for each
 process of tests, imports torch once and forks the processes that run a command: its words, folder,
-environment and exit code are those of the console script. Unlike there, front and helper are forks
-with torch in them and no new interpreters, the import path is the tests', and what libraries read
-from the environment when they are loaded is the server's. What is about that, or about how a
-command ends, runs the console script itself (`command.py`).
+environment and exit code are those of the console script. Unlike there, front, helper and what
+stands for the rerun's interpreters are forks with torch in them, the import path is the tests', and
+what libraries read from the environment when they are loaded is the server's. What is about that,
+or about how a command ends, runs the console script itself (`command.py`).
 """
 
 import atexit
@@ -146,6 +146,9 @@ def _settle(folder: str, environment: dict[str, str], files: list[str]) -> None:
 
     class Helper(ForkedHelper):
         import_path = CleanHelper.import_path
+
+        def __init__(self, **_: int) -> None:  # its hash seed is the server's
+            super().__init__()
 
     pool.CleanHelper = Helper  # type: ignore[attr-defined, assignment, misc]
     for number, file in enumerate([os.devnull, *files]):

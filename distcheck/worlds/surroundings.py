@@ -1,0 +1,103 @@
+"""What differs between the ranks of a world beside their rank, as it does between machines.
+
+`together`  every rank is forked from one interpreter, has the same environment, and is not delayed
+`separate`  ranks differ in every one of FACTORS
+
+    delays        each rank sleeps for some milliseconds, before backward and before a collective
+    memory        each rank allocates and frees first, so that its objects lie at other addresses
+    nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK as on several machines
+    environment   each rank has its environment variables in another order
+    interpreters  ranks are forked from interpreters with hash seeds and addresses of their own
+"""
+
+import random
+
+import msgspec
+
+from distcheck.records import Delay
+from distcheck.seeds import derive
+
+# What points at a line most exactly comes first: a rerun that differs is taken apart in this order.
+FACTORS = ("delays", "memory", "nodes", "environment", "interpreters")
+
+# PYTHONHASHSEED of the helper, and of each further interpreter. Two random seeds give a set of two
+# strings the same order half of the time. These two differ for 19 of the 20 pairs in
+# tests/unit/test_surroundings.py, such as "weight" and "bias".
+HASH_SEED = 0
+HASH_SEEDS = (106, 148)
+
+_MOST_BACKWARD_MS, _MOST_COLLECTIVE_MS = 3, 4
+_EARLY_COLLECTIVES = 3  # of a step, before one of which a rank is late
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """Which factors differ between ranks, and the seed from which each rank's are derived."""
+
+    factors: tuple[str, ...] = ()
+    seed: int = 0
+
+    def nodes_of(self, world: int) -> int:
+        """The machines that `world` ranks are said to be on: the fewest, more than one, that have
+        the same number of ranks each, as launchers start them.
+        """
+        if "nodes" not in self.factors:
+            return 1
+        return next((n for n in range(2, world + 1) if world % n == 0), 1)
+
+    def interpreter_of(self, rank: int) -> int | None:
+        """The further interpreter that a rank is forked from; None: the helper.
+
+        By the parity of the ones in the rank's binary digits: neighbours differ, and so do the two
+        ranks of a group with any power of two as its stride.
+        """
+        return rank.bit_count() % len(HASH_SEEDS) if "interpreters" in self.factors else None
+
+    def order_seed(self, rank: int) -> int | None:
+        """The seed of the order of a rank's environment variables; None: the front's order."""
+        return derive(self.seed, "environment", rank) if "environment" in self.factors else None
+
+    def memory_seed(self, rank: int) -> int | None:
+        """The seed of what a rank allocates before code under test is loaded; None: nothing."""
+        return derive(self.seed, "memory", rank) if "memory" in self.factors else None
+
+    def delays(self, world: int) -> tuple[Delay, ...]:
+        """For each rank one before backward and one before an early collective of every step."""
+        if "delays" not in self.factors:
+            return ()
+        found = []
+        for rank in range(world):
+            drawn = random.Random(derive(self.seed, "lateness", rank))
+            collective = drawn.randint(1, _EARLY_COLLECTIVES)
+            found += [
+                Delay(rank=rank, ms=drawn.randint(1, _MOST_BACKWARD_MS)),
+                Delay(rank=rank, collective=collective, ms=drawn.randint(1, _MOST_COLLECTIVE_MS)),
+            ]
+        return tuple(found)
+
+    def describe(self, world: int) -> str:
+        """In one line, for the report."""
+        parts = []
+        if "interpreters" in self.factors:
+            seeds = " and ".join(map(str, HASH_SEEDS[:world]))
+            parts.append(f"hash seed{'s' * (world > 1)} {seeds} (first world: {HASH_SEED})")
+        nodes = self.nodes_of(world)
+        if nodes > 1:
+            local = world // nodes
+            parts.append(f"LOCAL_RANK as on {nodes} machines with {local} rank{'s' * (local > 1)}")
+        if "memory" in self.factors:
+            parts.append("other addresses")
+        if "environment" in self.factors:
+            parts.append("another order of the environment")
+        if "delays" in self.factors:
+            most = _MOST_BACKWARD_MS + _MOST_COLLECTIVE_MS
+            parts.append(f"ranks up to {most} ms late")
+        return f"in separate interpreters: {', '.join(parts)}"
+
+
+TOGETHER = Surroundings()
+
+
+def separate(seed: int, *, delayed: bool) -> Surroundings:
+    """All factors; `delayed` says whether the delays are among them."""
+    factors = FACTORS if delayed else tuple(name for name in FACTORS if name != "delays")
+    return Surroundings(factors, seed)
