@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from distcheck import diagnosis, limits
-from distcheck.case_runs import CaseRun, WorldName, new_trace
+from distcheck.case_runs import CaseRun, WorldName, is_separate, new_trace
 from distcheck.cells import CELLS
 from distcheck.cores import cores
 from distcheck.errors import CannotRunError, ExitCode
@@ -67,7 +67,9 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A world that is to run: the first, the rerun, or one that takes the rerun apart."""
+    """A world that is to run: the first, the rerun, or one that takes the rerun apart, with its
+    surroundings; those of the rerun are decided when it starts.
+    """
 
     run: CaseRun
     what: WorldName
@@ -133,9 +135,12 @@ class Session:
             self._judges.append((world, judging))
 
     def _may_start(self, asked: _Asked) -> bool:
-        """Whether the interpreters are ready that a world's ranks are to be forked from."""
-        separate = "interpreters" in asked.surroundings.factors
-        return not separate or self._pool.interpreters_ready
+        """Whether the interpreters are ready that a rerun's ranks are to be forked from, or it is
+        known that there will be none.
+        """
+        if asked.what != "rerun" or not is_separate(asked.run.case):
+            return True
+        return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
     def _has_room_for(self, judging: Judging) -> bool:
         """Whether another judge may start: there are processes and, as far as known, memory."""
@@ -148,6 +153,9 @@ class Session:
 
     def _start_ranks(self, asked: _Asked) -> World:
         run, case, surroundings = asked.run, asked.run.case, asked.surroundings
+        if asked.what == "rerun":
+            run.decide_surroundings(self._pool.why_no_interpreters())
+            surroundings = run.surroundings
         fd, again = new_trace(run.layout), asked.what != "world"
         run.keep(fd, asked.what)
         fds = [run.shared_trace(asked.what)]
@@ -225,8 +233,7 @@ class Session:
         if not succeeded:
             run.worlds_left = 0
         elif run.case.rerun:
-            run.decide_surroundings(self._pool.why_no_interpreters())
-            self._worlds.appendleft(_Asked(run, "rerun", run.surroundings))
+            self._worlds.appendleft(_Asked(run, "rerun"))
 
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:

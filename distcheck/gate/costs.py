@@ -10,6 +10,7 @@ from distcheck.records import Case
 from distcheck.reports.json_report import read_document
 
 START_S = 3.0  # torch is imported once, in the helper
+INTERPRETERS_S = 2.0  # and in each of a rerun's further interpreters, beside what goes on
 
 # Of the rough model, for one quiet core of 2024: a world begins and ends; a rank begins; a sample
 # goes forwards and backwards (the mean of a float32 and a float64 one where both are usual).

@@ -7,7 +7,8 @@ from typing import Any
 import click
 import msgspec
 
-from distcheck.gate.costs import START_S, cell_of, recorded_s, rough_s
+from distcheck.case_runs import is_separate
+from distcheck.gate.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.gate.matrix import Planned
 from distcheck.outputs import check_writable, write_text
 from distcheck.records import Case
@@ -48,7 +49,10 @@ def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
 
 
 def _total_s(estimates: Sequence[Estimate]) -> float:
-    return START_S + sum(estimate.seconds for estimate in estimates)
+    start_s = START_S
+    if any(is_separate(estimate.case) for estimate in estimates):
+        start_s += INTERPRETERS_S
+    return start_s + sum(estimate.seconds for estimate in estimates)
 
 
 def _basis(estimates: Sequence[Estimate]) -> str:

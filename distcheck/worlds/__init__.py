@@ -6,8 +6,12 @@ child.py        what a forked process does before and after its job
 scratch.py      folders that go even where whoever made them is killed
 messages.py     what the three kinds of process say to each other
 pool.py         the front's side of the helper: start, kill, pump events
+interpreters.py further helpers, for ranks that are to share no process state
+surroundings.py what differs between such ranks: interpreters, machines, environment, delays ...
+noise.py        ... and what they allocate first
 children.py     one forked process, as the front sees it
 shares.py       the ranks of a world that live in one place
+local_share.py  those on this machine
 world.py        one world of ranks: linger, deadline, blame
 turns.py        how many worlds run at once under pytest-xdist
 stalls.py       telling a hung rank from a slow machine

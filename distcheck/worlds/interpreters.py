@@ -9,12 +9,14 @@ import time
 from typing import Protocol
 
 from distcheck.cores import cores
+from distcheck.limits import available_bytes
 from distcheck.worlds import messages
 from distcheck.worlds.helper_process import HelperProcess
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEEDS
 
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
+_NEEDED_BYTES = 1 << 30  # 0.4 of it for torch; the rest is for the ranks
 
 
 class MakesHelpers(Protocol):
@@ -71,6 +73,9 @@ class Interpreters:
             return
         importing = others_importing + sum(one.importing for one in self._made)
         while self._started < len(self._made) and importing < cores():
+            if (available := available_bytes()) < _NEEDED_BYTES:
+                self.error = f"it needs 1.0 GiB of memory and {available / 2**30:.1f} are available"
+                break
             try:
                 self._made[self._started].open()
             except OSError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from distcheck.case_runs import is_separate
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import CaseFacts
@@ -314,3 +315,29 @@ def test_notes() -> None:
     assert notes_on(three, [(86, 85, 85)]) == [
         "unequal shards (86 + 85 + 85): each must count by its number of samples"
     ]
+
+
+def test_a_case_says_whether_its_rerun_is_in_separate_interpreters() -> None:
+    """A replay, and the command line without a case file, repeat it."""
+    assert {case.separate for case in cases()} == {True}
+    assert not any("separate" in case.command_line for case in cases())
+    for case in cases(separate=False, device="cpu"):
+        assert not case.separate
+        assert "--no-separate" in case.command_line.split()
+        assert check_case(case) == case
+
+
+@pytest.mark.parametrize(
+    ("change", "separate"),
+    [
+        ({}, True),
+        ({"separate": False}, False),
+        ({"rerun": False}, False),
+        ({"device": "cuda"}, False),  # where LOCAL_RANK chooses the GPU
+        ({"backend": "mpi"}, False),  # whose ranks are a job's
+    ],
+    ids=str,
+)
+def test_where_separate_interpreters_are_of_use(change: dict[str, object], separate: bool) -> None:
+    case = msgspec.structs.replace(cases()[0], **change)
+    assert is_separate(case) is separate

@@ -21,6 +21,7 @@ class Helper:
         self.ended = False
 
     def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+        self._control = control.dup()
         if self._ready:
             control.sendall(messages.frame(messages.Ready("2.15")))
 
@@ -33,12 +34,16 @@ class Helper:
             os.kill(os.getpid(), signal.SIGINT)
         self.patience_s = patience_s
         self.ended = True
+        self._control.close()
 
     def last_words(self) -> str:
         return ""
 
     def import_path(self) -> list[str]:
         return []
+
+    def variables(self) -> dict[str, str]:
+        return {}
 
 
 @pytest.fixture
@@ -73,3 +78,87 @@ def test_a_helper_that_has_forked_nothing_is_not_waited_for() -> None:
         pool.close()
     assert early.patience_s == 0
     assert late.patience_s >= 10, "what ranks started is to be ended, too, on a crowded machine"
+
+
+class Further(Helper):
+    """Stands for an interpreter: what it says when it is started."""
+
+    started: list[int] = []  # noqa: RUF012
+    error = ""
+    ends = False
+
+    def __init__(self, *, hash_seed: int, variant: int) -> None:
+        super().__init__(ready=True)
+        self._variant = variant
+
+    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+        self.started.append(self._variant)
+        self._control = control.dup()
+        if self.ends:
+            self._control.shutdown(socket.SHUT_RDWR)
+        else:
+            control.sendall(messages.frame(messages.Ready("2.15", self.error)))
+
+    def last_words(self) -> str:
+        return "MemoryError"
+
+
+@pytest.fixture
+def further(monkeypatch: pytest.MonkeyPatch) -> type[Further]:
+    monkeypatch.setattr("distcheck.worlds.pool.CleanHelper", Further)
+    monkeypatch.setattr(Further, "started", [])
+    return Further
+
+
+def test_interpreters_are_started_in_turn(
+    monkeypatch: pytest.MonkeyPatch, further: type[Further]
+) -> None:
+    """On two cores one beside the helper; the second when one of the two is ready."""
+    monkeypatch.setattr("distcheck.worlds.interpreters.cores", lambda: 2)
+    pool = Pool(Helper(ready=False))
+    pool.open_interpreters()
+    assert further.started == [1]
+    pool.pump(0)
+    assert further.started == [1, 2]
+    pool.pump(0)
+    assert pool.interpreters_ready
+    assert pool.why_no_interpreters() == ""
+    pool.open_interpreters()
+    assert further.started == [1, 2], "they are kept"
+    made = [pool.place_of(number)._helper for number in (0, 1)]
+    pool.close()
+    assert not any(helper.running for helper in made)
+
+
+@pytest.mark.parametrize(("error", "ends", "why"), [("no room", False, "no room"),
+                                                    ("", True, "MemoryError")])  # fmt: skip
+def test_an_interpreter_that_cannot_start_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, further: type[Further], error: str, ends: bool, why: str
+) -> None:
+    monkeypatch.setattr(further, "error", error)
+    monkeypatch.setattr(further, "ends", ends)
+    pool = Pool(Helper(ready=True))
+    pool.open_interpreters()
+    for _ in range(3):
+        pool.pump(0)
+    assert pool.wait_ready() == "2.15"
+    assert not pool.interpreters_ready
+    assert pool.why_no_interpreters() == f"a further interpreter could not be started: {why}"
+    monkeypatch.setattr(further, "error", "")
+    monkeypatch.setattr(further, "ends", False)
+    pool.open_interpreters()
+    for _ in range(3):
+        pool.pump(0)
+    assert pool.interpreters_ready, "the next time may be luckier"
+    pool.close()
+
+
+def test_an_interpreter_is_not_started_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, further: type[Further]
+) -> None:
+    monkeypatch.setattr("distcheck.worlds.interpreters.available_bytes", lambda: 700 << 20)
+    pool = Pool(Helper(ready=True))
+    pool.open_interpreters()
+    assert further.started == []
+    assert pool.why_no_interpreters().endswith("it needs 1.0 GiB of memory and 0.7 are available")
+    pool.close()

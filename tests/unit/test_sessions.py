@@ -10,11 +10,12 @@ from distcheck import preparation
 from distcheck.case_runs import CaseRun
 from distcheck.contract import BackendAllReduce
 from distcheck.jobs import Calibration
-from distcheck.records import Case
-from distcheck.session import Session
+from distcheck.records import Case, Delay
+from distcheck.session import Session, _Asked, _deadline_s
 from distcheck.traces.layout import TraceLayout
 from distcheck.verification import Silent
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import TOGETHER
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
 
 
@@ -86,3 +87,45 @@ def of_calibrating(monkeypatch: pytest.MonkeyPatch, found: Calibration) -> list[
 
     monkeypatch.setattr(preparation, "calibrate", calibrate)
     return calls
+
+
+@pytest.mark.parametrize(
+    ("change", "why_not", "reason"),
+    [
+        ({"separate": False}, "no room", "as was asked for"),
+        ({"backend": "mpi"}, "", "backend mpi"),
+        ({"device": "cuda"}, "", "ranks on a GPU"),
+        ({}, "no room", "no room"),
+    ],
+)
+def test_a_rerun_that_shares_process_state_says_why(
+    change: dict[str, Any], why_not: str, reason: str
+) -> None:
+    run = case_run(**change)
+    run.decide_surroundings(why_not)
+    assert run.surroundings == TOGETHER
+    assert run.rerun_in == f"not in separate interpreters ({reason}): process state is shared"
+
+
+def test_a_persons_delays_leave_the_rerun_undisturbed() -> None:
+    run, late = case_run(), case_run(delays=(Delay(rank=1, ms=5),))
+    for one in (run, late):
+        one.decide_surroundings("")
+        assert "interpreters" in one.surroundings.factors
+        assert one.rerun_in == one.surroundings.describe(4)
+    assert run.surroundings.delays(4)
+    assert not late.surroundings.delays(4)
+
+
+def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
+    run = case_run(deadline_s=30.0)
+    for spent, deadline_s in ((0.2, 5.0), (1.5, 15.0), (60.0, 30.0)):
+        run.timings_s["world"] = spent
+        assert _deadline_s(_Asked(run, "further", TOGETHER)) == deadline_s
+        assert _deadline_s(_Asked(run, "rerun")) == 30.0
+
+
+def case_run(**change: Any) -> CaseRun:
+    case = msgspec.structs.replace(cases()[0], **change)
+    layout = TraceLayout(world=4, steps=3, max_shard=64, model=MODEL)
+    return CaseRun(case, facts_of(ORDERED), ORDERED, [], layout)

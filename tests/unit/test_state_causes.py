@@ -2,7 +2,7 @@
 
 from distcheck.diagnosis import diagnose
 from distcheck.diagnosis.facts import Facts, Overlap
-from distcheck.records import CheckResult, Diagnosis, Difference
+from distcheck.records import CheckResult, Diagnosis, Difference, Outcome, Separation
 from tests.unit.test_diagnosis import ENDS, equal, failed, measured, named
 
 
@@ -56,3 +56,51 @@ def test_randomness_is_named_beside_what_failed() -> None:
     facts = Facts(world=4, same_randomness=((0, 1, 2, 3),))
     assert named([failed("rerun")], facts) == ["nondeterministic", "same-randomness"]
     assert named([], facts) == []
+
+
+def test_process_state_is_named_where_further_worlds_have_shown_it() -> None:
+    rerun = differing("w (gradient)", 1.0, 0.5)
+    lines = ("sync.py:3 iterates over a set: for x in s:",)
+    shown = Separation(depends=True, factors=("interpreters",), worlds=10, lines=lines)
+    (cause,) = diagnose(ENDS, [rerun], None, shown)
+    assert cause.cause == "depends-on-process-state"
+    assert cause.evidence.startswith("the first world, in which ranks share their process state,")
+    for part in ("step 2, w (gradient), rank 1", "PYTHONHASHSEED", "10 further worlds", *lines):
+        assert part in cause.evidence
+    assert "sorted(...)" in cause.suggestion
+    machines = Separation(depends=True, factors=("nodes",), worlds=6)
+    (cause,) = diagnose(ENDS, [rerun], None, machines)
+    assert "no line that reads such state was found" in cause.evidence
+    assert "dist.get_rank()" in cause.suggestion
+    together = Separation(depends=True, factors=("nodes", "memory"), worlds=10)
+    (cause,) = diagnose(ENDS, [rerun], None, together)
+    assert "no single one" in cause.evidence
+
+
+def test_a_race_is_no_process_state() -> None:
+    rerun = differing("w (gradient)", 1.0, 0.5)
+    lines = ("sync.py:3 reads an address: sorted(ps, key=id)",)
+    (cause,) = diagnose(ENDS, [rerun], None, Separation(depends=False, worlds=1, lines=lines))
+    assert cause.cause == "nondeterministic"
+    assert lines[0] in cause.evidence
+    late = Separation(depends=False, factors=("delays",), worlds=2)
+    (cause,) = diagnose(ENDS, [rerun], None, late)
+    assert cause.cause == "nondeterministic"
+    assert "ranks are some milliseconds late" in cause.evidence
+    assert "asynchronous collective that nobody waits for" in cause.suggestion
+
+
+def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway() -> None:
+    shown = Separation(depends=True, factors=("nodes",), worlds=6)
+    ends = [Outcome(rank=0, outcome="raised", detail="ValueError"), *ENDS[1:]]
+    causes = [d.cause for d in diagnose(ends, [failed("outcome")], None, shown)]
+    assert causes == ["depends-on-process-state", "crash"]
+    both = [failed("outcome"), failed("rerun")]
+    causes = [d.cause for d in diagnose(ends, both, None, shown)]
+    assert causes == ["depends-on-process-state", "crash"]
+    wrong = measured([[1.0] * 4] * 4, equal(4))
+    results = [failed("gradients", "R"), differing("w (gradient)", 1.0, 0.5)]
+    found = diagnose(ENDS, results, Facts(world=4, steps=(wrong,)), shown)
+    assert [d.cause for d in found] == ["missing-division", "depends-on-process-state"]
+    assert "passed every check" not in found[1].evidence
+    assert "of one run" not in found[0].evidence

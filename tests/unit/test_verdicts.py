@@ -8,9 +8,17 @@ import pytest
 
 from distcheck.cells import CELLS
 from distcheck.owed import PlannedCheck
-from distcheck.records import Case, CaseReport, CheckResult, Compared, Difference, Outcome
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Difference,
+    Outcome,
+    Separation,
+)
 from distcheck.verdicts import recorded_elsewhere, report_of
-from distcheck.worlds.surroundings import TOGETHER
+from distcheck.worlds.surroundings import TOGETHER, separate
 
 OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
@@ -105,6 +113,30 @@ def test_outcomes_are_of_the_run_that_failed() -> None:
     assert [o.detail for o in fine.outcomes] == ["", ""]
     first = run([OUTCOME], [], outcomes=HUNG, rerun_outcomes=FINISHED)
     assert checks(first)["outcome"] == ("fail", "rank 1 hung")
+
+
+RERUN = PlannedCheck(check="rerun", layer="-", scope="run", owed=OWED)
+
+
+def test_a_rerun_says_where_it_was() -> None:
+    said = {"rerun_in": "in separate interpreters: ...", "surroundings": separate(0, delayed=True)}
+    report = run([OUTCOME, RERUN], [result(RERUN)], **said)
+    assert checks(report)["rerun"] == ("pass", "in separate interpreters: ...")
+    report = run([OUTCOME, RERUN], [result(RERUN)], rerun_outcomes=HUNG, **said)
+    assert report.outcomes[0].detail == "in the rerun in separate interpreters: in sync"
+
+
+def test_other_roundings_on_other_machines_pass_and_are_said() -> None:
+    machines = Separation(depends=True, factors=("nodes",), worlds=6, harmless=True)
+    failing = result(RERUN, "fail", at=1)
+    report = run([OUTCOME, RERUN], [failing], separation=machines, rerun_in="in two")
+    assert (report.verdict, report.diagnosis) == ("pass", ())
+    assert checks(report)["rerun"][1] == (
+        "in two; there bits differ, by nodes alone, and pass every check as well"
+    )
+    wrong = msgspec.structs.replace(machines, harmless=False)
+    report = run([OUTCOME, RERUN], [failing], separation=wrong)
+    assert [found.cause for found in report.diagnosis] == ["depends-on-process-state"]
 
 
 def test_parts_of_one_check_are_put_together() -> None:
