@@ -91,7 +91,7 @@ class CaseRun:
         elif not is_separate(case):
             why_not = "ranks on a GPU" if case.device != "cpu" else f"backend {case.backend}"
         if why_not:
-            self.rerun_in = f"not in separate interpreters ({why_not}): process state is shared"
+            self.rerun_in = f"not in separate interpreters: {why_not}"
             return
         self.surroundings = separate(case.seed, delayed=not case.delays)
         self.rerun_in = self.surroundings.describe(case.world)

@@ -18,7 +18,7 @@ from distcheck.launchers.launch import Launch
 from distcheck.naming import digest_of_all
 from distcheck.provenance import file_digest
 from distcheck.records import Case
-from distcheck.worlds.fleet import Fleet
+from distcheck.worlds.fleet import Fleet, helper_of
 from distcheck.worlds.host import Host
 from distcheck.worlds.pool import Pool
 
@@ -38,7 +38,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
 
     Where `plan` finds that this process cannot take part, the front is told.
     """
-    pool = Pool()
+    pool = Pool(helper_of(launch))
     host = Host(pool, launch, deadline_s=deadline_s)
     _end_with_launcher(pool, launch)
     try:

@@ -180,7 +180,7 @@ def run_cases(
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
-        environment = {**facts.environment, **pool.describe(), "hash_seeds": _hash_seeds(cases)}
+        environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
         if keep is not None:
             for case in cases:

@@ -19,11 +19,13 @@ import psutil
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.launchers.launch import Launch
 from distcheck.worlds import meeting, wire
+from distcheck.worlds.helper_process import CleanHelper
 from distcheck.worlds.links import Link
 from distcheck.worlds.local_share import LocalShare
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import RankStart, Share, Shared
 from distcheck.worlds.stalls import Looks
+from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 
 LEAST_SILENCE_S = 5.0
 _IMPORT_S = 300.0  # torch, from a cold network disk
@@ -35,7 +37,7 @@ class Fleet(Pool):
     """The front's side. `wait_ready` returns when every rank has a place."""
 
     def __init__(self, launch: Launch, *, deadline_s: float, identity: Mapping[str, str]) -> None:
-        super().__init__()
+        super().__init__(helper_of(launch))
         self._launch, self._deadline_s = launch, deadline_s
         self._identity = identity
         self._links: list[Link] = []
@@ -58,6 +60,7 @@ class Fleet(Pool):
         hosts = [f"{own} on {socket.gethostname()}", *(link.name for link in self._links)]
         return {
             "launcher": self._launch.launcher,
+            "hash_seeds": list(HASH_SEEDS),
             "hosts": [host.removeprefix("rank ").removeprefix("ranks ") for host in hosts],
         }
 
@@ -65,8 +68,8 @@ class Fleet(Pool):
         """Nothing: there is a process for every rank, or for some of them, already."""
 
     def why_no_interpreters(self) -> str:
-        """Ranks are forked where the launcher wants them."""
-        return f"{self._launch.launcher} says where ranks run"
+        """The launcher's processes have one each."""
+        return f"each process of {self._launch.launcher} has its own in both worlds"
 
     def wait_ready(self) -> str:
         """Waits for torch, and for every other process. Raises CannotRunError."""
@@ -272,6 +275,12 @@ class Fleet(Pool):
                         f"{name} differs: {theirs} for {link.name}, {ours} for rank 0; "
                         "make it the same on every machine"
                     )
+
+
+def helper_of(launch: Launch) -> CleanHelper:
+    """A helper for a launcher's process, with a hash seed by its rank, as in a rerun elsewhere."""
+    number = Surroundings(("interpreters",)).interpreter_of(launch.rank)
+    return CleanHelper(hash_seed=HASH_SEED if number is None else HASH_SEEDS[number])
 
 
 def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> RankStart:

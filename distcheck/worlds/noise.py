@@ -18,7 +18,7 @@ _kept: list[bytes] = []
 
 
 def allocate(seed: int) -> None:
-    """Takes up to 1 MB, for as long as this process lives, and leaves as much of it free."""
+    """Takes about 1 MB, at most 3, and gives half of it back; the rest is kept until the end."""
     drawn = random.Random(seed)
     taken: list[bytes | None] = []
     for sizes, most in ((_SMALL, _MOST_SMALL), (_LARGE, _MOST_LARGE)):

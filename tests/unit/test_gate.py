@@ -25,7 +25,7 @@ USUAL = {
     "data": "synthetic", "data_dir": None, "download": False, "batch": 256, "seed": 0,
     "backend": "gloo", "device": "cpu", "deadline_s": 30.0, "form": None, "arguments": (),
     "variables": (), "finish": None, "reset": None, "without_data": (), "loss": "mean",
-    "ranks_here": None,
+    "ranks_here": None, "separate": True,
 }  # fmt: skip
 
 MATRIX = """
@@ -77,6 +77,16 @@ def launch_of(world: int) -> Launch:
         launcher="torchrun", rank=0, world=world, ranks_here=(0,), local_rank=0, local_world=world,
         meeting="tcp://127.0.0.1:1",
     )  # fmt: skip
+
+
+def test_a_matrix_says_where_reruns_are(folder: Path) -> None:
+    """For all, or for one; and what is typed goes first."""
+    write(folder, '[tool.distcheck]\nstrategies = ["ddp"]\nseparate = false\n')
+    assert {case.separate for case in plan().cases} == {False}
+    assert {case.separate for case in plan(separate=True).cases} == {True}
+    own = 'strategies = ["ddp", "fsdp"]\nstrategy.fsdp.separate = false\n'
+    write(folder, f"[tool.distcheck]\n{own}")
+    assert {(c.strategy, c.separate) for c in plan().cases} == {("ddp", True), ("fsdp", False)}
 
 
 def test_a_matrix_becomes_cases(folder: Path) -> None:

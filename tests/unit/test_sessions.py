@@ -104,7 +104,7 @@ def test_a_rerun_that_shares_process_state_says_why(
     run = case_run(**change)
     run.decide_surroundings(why_not)
     assert run.surroundings == TOGETHER
-    assert run.rerun_in == f"not in separate interpreters ({reason}): process state is shared"
+    assert run.rerun_in == f"not in separate interpreters: {reason}"
 
 
 def test_a_persons_delays_leave_the_rerun_undisturbed() -> None:

@@ -11,7 +11,7 @@ import distcheck
 from distcheck import session
 from distcheck.errors import CannotRunError, UsageError, VerdictError
 from distcheck.records import Report
-from distcheck.session import Session
+from distcheck.worlds.pool import Pool
 
 STRATEGIES = ("gather_scatter", "allreduce", "ddp")
 
@@ -214,12 +214,12 @@ def test_a_verdict_is_that_of_one_judge_or_many(
 ) -> None:
     judged = []
 
-    def started(self: Session, judging: Any) -> Any:
+    def started(pool: Pool, judging: Any, *data: Any) -> Any:
         judged.append(judging.steps)
-        return start(self, judging)
+        return start(pool, judging, *data)
 
-    start = Session._start_judge
-    monkeypatch.setattr(Session, "_start_judge", started)
+    start = session.start_judging  # type: ignore[attr-defined]
+    monkeypatch.setattr(session, "start_judging", started)
     monkeypatch.setattr(session, "_JUDGE_PER_RANK_S", per_judge_s)
     monkeypatch.setattr(session, "_LONG_WORLD_S", 1e9)  # however crowded it is
     report = distcheck.verify(
