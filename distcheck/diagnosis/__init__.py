@@ -27,8 +27,8 @@ CAUSES = (
     "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
-    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging", "not-as-promised",
-    "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss", "repeated-samples",
+    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging",
+    "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss", "repeated-samples",
     "wrong-on-server", "unexplained",
 )  # fmt: skip
 
