@@ -9,7 +9,7 @@ from distcheck.checks.rounded_sums import or_from_recorded
 from distcheck.checks.tally import Tally
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.lattice_tensors import as_tensor
-from distcheck.traces.layout import Kind
+from distcheck.traces.layout import Kind, State
 
 NAME = "local gradients"
 SCOPE = "step"
@@ -31,6 +31,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     )
                 else:
                     same = _computed_again(expectation, position, index)
+                _note_unseen(evidence, tally, rank, expectation.step, index)
                 match_ranks(
                     tally,
                     evidence.trace,
@@ -46,3 +47,15 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _computed_again(expectation: StepExpectation, position: int, index: int) -> Compare | None:
     expected = expectation.shards[position].gradients[index]
     return None if expected is None else partial(bitwise, expected=expected)
+
+
+def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: int) -> None:
+    """Says once that a rank finished a step in which the recorder could not see a gradient."""
+    trace = evidence.trace
+    entry = trace.entry(rank, Kind.LOCAL_GRADIENT, step, index)
+    if entry.state is State.UNWRITTEN and trace.header(rank, step).written:
+        tally.remark(
+            "the code passed parameters themselves to a collective during backward, where torch "
+            "forgets their hooks: some local gradients were not seen and are not compared; give "
+            "the collective parameter.data"
+        )

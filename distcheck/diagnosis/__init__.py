@@ -28,8 +28,8 @@ CAUSES = (
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
     "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging",
-    "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss", "repeated-samples",
-    "wrong-on-server", "unexplained",
+    "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
+    "repeated-samples", "wrong-on-server", "unexplained",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from distcheck import devices, seeds
+from distcheck.ranks.leaf_hooks import LeafHook
 from distcheck.ranks.optimizers import implementation
 from distcheck.ranks.training import can_train, is_distributed, state_tensors, trainable, whole
 from distcheck.traces.layout import Kind, TraceLayout, memory_order
@@ -33,6 +34,10 @@ class Observer(Protocol):
         """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
         ...
 
+    def backward_over(self) -> None:
+        """The step's last backward has ended, nothing else has been called."""
+        ...
+
     def synced(self, step: int, model: nn.Module) -> None:
         """Gradients are what the optimizer will see."""
         ...
@@ -49,7 +54,8 @@ class TraceRecorder:
 
     Local gradients are taken by hooks on the parameters, registered before the strategy sees
     the model, so they are what backward produced on this rank alone, also for strategies that
-    synchronise while backward is running. The order in which the hooks fire is the order in
+    synchronise while backward is running. Where the code has torch forget them (`leaf_hooks`), they
+    are put back before the next backward. The order in which the hooks fire is the order in
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
@@ -66,15 +72,18 @@ class TraceRecorder:
         self._loss_factor = 1.0
         self._settings = 0
         self._ready: list[int] = []
+        self._hooks: dict[int, LeafHook] = {}
+        self._unseen: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
         hook only while it trains, and keeps it.
         """
+        self._hooks.clear()
         for index, (_, parameter) in enumerate(trainable(model)):
             trains = parameter.requires_grad
             if trains or can_train(parameter):
-                parameter.requires_grad_(True).register_hook(self._hook(index))
+                self._hooks[index] = LeafHook(parameter.requires_grad_(True), self._hook(index))
                 parameter.requires_grad_(trains)
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -89,21 +98,30 @@ class TraceRecorder:
         self._settings = seeds.settings()
         self._ready.clear()
         self._loss_factor = 1.0
+        self._put_hooks_back()
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Notes the factor, exactly as backward will meet it."""
+        self._put_hooks_back()  # the forward pass may have sent parameters
         if scaled is not loss:
             found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
             self._loss_factor = float("nan") if found is None else float(found)
 
+    def backward_over(self) -> None:
+        """Notes the hooks that torch forgot after they were last put back."""
+        lost = (index for index, hook in self._hooks.items() if not hook.is_read)
+        self._unseen = {index for index in lost if index not in self._ready}
+
     def synced(self, step: int, model: nn.Module) -> None:
-        """Records local gradients that no hook saw as absent, and the synchronised ones."""
+        """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
+        that no hook could see nothing is recorded.
+        """
         parameters = dict(trainable(model))
         for index, spec in enumerate(self._layout.model.parameters):
-            if index not in self._ready:
-                self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             parameter = parameters.get(spec.name)
             gradient = None if parameter is None else parameter.grad
+            if index not in self._ready and index not in self._unseen:
+                self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
@@ -124,6 +142,10 @@ class TraceRecorder:
             settings=self._settings,
             implementation=implementation(optimizer),
         )
+
+    def _put_hooks_back(self) -> None:
+        for hook in self._hooks.values():
+            hook.put_back()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return partial(self._local_gradient, index)
