@@ -1,8 +1,8 @@
 """The first job of a run: look at strategy, workload, data and machine before any rank starts."""
 
-import contextlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distcheck import __version__, acceptance, devices, seeds
-from distcheck.backends.mpi import library
+from distcheck.backends.mpi.alone import stand_alone
 from distcheck.contract import Contract
 from distcheck.cores import cores
 from distcheck.errors import UsageError
@@ -31,6 +31,7 @@ from distcheck.ranks.training import (
 from distcheck.records import Case
 from distcheck.worlds.child import Reporter
 
+_IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 _SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
 _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
 
@@ -42,7 +43,7 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     seeds.pin_determinism()
     _enter_world_of_one()
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
-        _prepare_mpi()
+        stand_alone()
     known: dict[tuple[str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
@@ -54,7 +55,10 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         acceptance.check_promise(case, strategy.contract)
         key = (case.workload, case.dtype)
         if key not in known:
-            known[key] = look_at(open_ingredients(case, job.description, data_fd))
+            ingredients = open_ingredients(case, job.description, data_fd)
+            seeds.pin_default_dtype(case.dtype)
+            known[key] = look_at(ingredients)
+            seeds.pin_default_dtype("float32")
         facts.append(
             msgspec.structs.replace(
                 known[key],
@@ -75,21 +79,18 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
 
 
 def _mentions_mpi(spec: str) -> bool:
+    """Whether a file of a strategy, or one beside it that it imports, speaks of mpi4py."""
+    file = Path(spec.partition(":")[0])
+    text = _text_of(file)
+    beside = (file.with_name(f"{name}.py") for name in dict.fromkeys(_IMPORTED.findall(text)))
+    return "mpi4py" in text or any("mpi4py" in _text_of(path) for path in beside)
+
+
+def _text_of(file: Path) -> str:
     try:
-        return "mpi4py" in Path(spec.partition(":")[0]).read_text()
+        return file.read_text()
     except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _prepare_mpi() -> None:
-    """Has mpi4py found and left alone: this process is no part of an MPI job."""
-    with contextlib.suppress(ImportError):
-        import mpi4py
-
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        launcher = library.find_launcher()
-        if launcher is not None and launcher.library:
-            os.environ.setdefault("MPI4PY_LIBMPI", launcher.library)
+        return ""
 
 
 def _check_loss(case: Case, strategy: LoadedStrategy) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from distcheck.adapters import choose_form, load_form
 from distcheck.adapters.free_names import FreeNames
+from distcheck.adapters.methods import own_names, usual_method
 from distcheck.adapters.names import MEANINGS
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
@@ -22,7 +23,9 @@ from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy
 
 # Forms that need a forward or backward pass, or a piece of the parameters, on every rank.
-_COMPUTING = ("wrapper", "hooks", "comm-hook", "sharded-module", "sharded-optimizer")
+_COMPUTING = (
+    "wrapper", "hooks", "comm-hook", "sharded-module", "sharded-optimizer", "context",
+)  # fmt: skip
 
 
 def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
@@ -35,20 +38,16 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     target = _bound(target, scene)
     asked = target.adaptation.form
     name = asked or choose_form(target)
-    if not name and target.is_class and issubclass(target.value, torch.optim.Optimizer):
-        raise refusal(
-            target,
-            f"strategy {target.spec!r} is an optimizer {target.signature}; one that synchronises "
-            "within its step() is seen where it stands around another: a class whose constructor "
-            "takes an optimizer, and whose step() calls that one's",
-        )
+    if not name and (method := target.adaptation.finish or usual_method(target.value)):
+        return adapt(_method_of(target, method), find)
     if not name:
+        kind = type(target.value).__name__
         raise refusal(
             target,
             f"strategy {target.spec!r} is a "
-            + (f"class {target.signature}" if target.is_class else type(target.value).__name__)
-            + "; wanted is a function f(model) or f(model, step), or an object with wrap(model), "
-            "backward() or sync()",
+            + (f"class {target.signature}" if target.is_class else kind)
+            + ", and no function f(model), nor an object with a method to call after backward "
+            f"({_methods(target.value)})",
         )
     if target.adaptation.without_data and name in _COMPUTING:
         raise UsageError(
@@ -75,6 +74,26 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         free,
         target,
     )
+
+
+def _method_of(target: Target, method: str) -> Target:
+    """The method of a class or an object that is to be called after backward."""
+    if not callable(getattr(target.value, method, None)):
+        raise UsageError(
+            f"--finish {method}: {target.name} has no such method; it has {_methods(target.value)}"
+        )
+    return dataclasses.replace(
+        target,
+        spec=f"{target.spec}.{method}",
+        value=getattr(target.value, method),
+        owner=target.value if target.is_class else None,
+        adaptation=msgspec.structs.replace(target.adaptation, finish=None),
+    )
+
+
+def _methods(value: Any) -> str:
+    kind = value if inspect.isclass(value) else type(value)
+    return f"it has {', '.join(own_names(kind)) or 'no public method'}"
 
 
 def _refuse_deferred(target: Target) -> None:

@@ -1,5 +1,7 @@
 """Tensor collectives as strategies: in place, (send, recv), or returning a tensor."""
 
+from numbers import Number
+
 import torch
 from torch import nn
 
@@ -36,7 +38,9 @@ def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStr
                 tensor.copy_(seen)
         if into:
             return received
-        return sent if answer is None else torch.as_tensor(answer)
+        # A number (elements sent, rounds, seconds) is no gradient: then it works in place.
+        in_place = answer is None or isinstance(answer, Number | str)
+        return sent if in_place else torch.as_tensor(answer)
 
     def sync(model: nn.Module, step: Step) -> None:
         for parameter in present(scene.parameters()):

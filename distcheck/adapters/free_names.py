@@ -1,17 +1,21 @@
 """Names that code takes from its module and that its module does not define.
 
 In a training script they are assigned under `if __name__ == "__main__"`, or by a function that
-nobody calls here. Those with a usual name are filled in, the rest must be said with `--set`.
+is not called here. Those with a usual name are filled in, modules are imported. The others get a
+stand-in that ends the run where it is used, with the `--set` that gives it a value.
 """
 
 import builtins
+import contextlib
 import dis
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
 from distcheck.adapters import names
+from distcheck.adapters.not_given import stand_in
 from distcheck.adapters.scene import Scene
 from distcheck.adapters.target import Target, function_of
 from distcheck.errors import UsageError
@@ -29,16 +33,27 @@ class FreeNames:
         for text in told.values():
             scene.check(text)
         missing = sorted(_missing(function_of(target.value), target.module))
-        self.filled = {n: names.FREE[n] for n in missing if n in names.FREE and n not in told}
-        unknown = [n for n in missing if n not in names.FREE and n not in told]
-        if unknown:
-            words = " ".join(f"--set {name}=VALUE" for name in unknown)
-            raise UsageError(
-                f"strategy {target.spec!r} uses {', '.join(unknown)}, which its module does not "
-                f"define; give {words}"
-            )
+        self.filled = {
+            n: names.FREE[n]
+            for n in missing
+            if n in names.FREE and n not in names.IMPORTED and n not in told
+        }
         self._told = told
+        self._stand_in([n for n in missing if n not in self.filled and n not in told], target)
         self._written: set[str] = set()
+
+    def _stand_in(self, unknown: list[str], target: Target) -> None:
+        """Gives modules under their usual names, and to the rest what fails when it is used."""
+        for name in unknown:
+            value: Any = None
+            if name in names.IMPORTED:
+                with contextlib.suppress(ImportError):
+                    value = importlib.import_module(names.IMPORTED[name])
+            sentence = (
+                f"strategy {target.spec!r} uses {name}, which its module does not define; "
+                f"give --set {name}=VALUE"
+            )
+            setattr(self._module, name, stand_in(name, sentence) if value is None else value)
 
     def publish(self) -> None:
         """Writes into the module what is known by now. What does not change as training goes on is

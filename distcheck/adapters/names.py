@@ -60,6 +60,15 @@ _FACTS = {
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
 
+# Facts of the world, and what a synchronisation works on: the latter is a function's subject also
+# where it comes second.
+WORLD = frozenset(
+    name
+    for name, meaning in MEANINGS.items()
+    if meaning in ("rank", "local_rank", "world_size", "group", "communicator", "backend", "root")
+)
+SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | TENSORS
+
 # What a module-level name is taken for when the module does not define it; the one-letter ones and
 # the lists are too easily something else.
 FREE = {
@@ -69,6 +78,15 @@ FREE = {
     and meaning not in ("samples", "sum", "root")
     and len(name) > 2
 }
+
+# Modules and objects that scripts import at their top, where only a part of a script was copied.
+IMPORTED = {
+    "math": "math", "time": "time", "os": "os", "sys": "sys", "copy": "copy", "random": "random",
+    "np": "numpy", "numpy": "numpy", "torch": "torch", "nn": "torch.nn",
+    "F": "torch.nn.functional", "optim": "torch.optim", "dist": "torch.distributed",
+    "MPI": "mpi4py.MPI", "logging": "logging",
+}  # fmt: skip
+NO_FINISH = "none"  # said with --finish: nothing is called after backward
 
 FINISH = (
     "finish_gradient_synchronization", "finish_gradient_sync", "finish_grad_sync", "finish_sync",

@@ -1,30 +1,68 @@
-"""What is said of code that no form fits: which forms there are, and three lines that would do."""
+"""What is said of code that no form fits: why, what to do, and a file that does it."""
 
-from distcheck.adapters import form_names, load_form
+from distcheck.adapters import form_names, names
+from distcheck.adapters.methods import own_names
 from distcheck.adapters.target import Target
 from distcheck.errors import UsageError
 
+# How a strategy of distcheck's own form gives what people's parameters ask for.
+_GIVEN = {
+    "model": "model",
+    "rank": "step.rank",
+    "local_rank": "step.rank",
+    "world_size": "step.world_size",
+    "group": "step.group",
+    "step": "step",
+    "index": "step.index",
+    "samples": "step.samples",
+    "parameters": "model.parameters()",
+    "listed_parameters": "list(model.parameters())",
+    "named_parameters": "model.named_parameters()",
+    "gradients": "[p.grad for p in model.parameters()]",
+}
+_BEFORE_TRAINING = _GIVEN | {
+    "rank": "dist.get_rank()",
+    "local_rank": "dist.get_rank()",
+    "world_size": "dist.get_world_size()",
+    "group": "dist.group.WORLD",
+}
+
 
 def refusal(target: Target, why: str) -> UsageError:
-    """The error for code that cannot be adapted, with three lines written for this very object."""
-    forms = "; ".join(f"{name}: {load_form(name).EXAMPLE}" for name in form_names())
-    return UsageError(f"{why}. Forms, for --as: {forms}. {_three_lines(target)}")
+    """The error for code that cannot be adapted, with a file written for this very object."""
+    return UsageError(
+        f"{why}. Say with --as what it is ({', '.join(form_names())}), or call it yourself from a "
+        f"file beside it, and give that as FILE.py:{_name(target)}:\n{template(target)}"
+    )
 
 
-def _three_lines(target: Target) -> str:
+def _name(target: Target) -> str:
+    return "Adapted" if target.is_class else "sync"
+
+
+def template(target: Target) -> str:
+    """A strategy that calls it after backward. What a person has to fill in stands in capitals."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
-    parameters = [p.name for p in target.required]
-    handed = ", ".join(["model", *[f"{name}=..." for name in parameters[1:]]])
+    known = _BEFORE_TRAINING if target.is_class else _GIVEN
+    meanings = [(p.name, known.get(names.MEANINGS.get(p.name, ""))) for p in target.required]
+    if meanings and not any(given for _, given in meanings):
+        meanings[0] = (meanings[0][0], "model")
+    handed = ", ".join(f"{name}={given or name.upper()}" for name, given in meanings)
     if target.is_class:
-        body = f"def wrap(model):\n        return {head}({handed})"
-    elif target.is_unbound:
-        made = f"{head}(...).{target.name}"
-        body = f"def sync(model, step):\n        {made}({handed})"
+        methods = own_names(target.value)
+        method = methods[0] if len(methods) == 1 else "METHOD"
+        lines = [
+            "import torch.distributed as dist",
+            "class Adapted:",
+            "    def wrap(self, model):",
+            f"        self.inner = {head}({handed})",
+            "        return model",
+            "    def sync(self, model, step):",
+            f"        self.inner.{method}()",
+        ]
     else:
-        body = f"def sync(model, step):\n        {attribute or target.name}({handed})"
-    return (
-        "Or put three lines beside it, and give their place as FILE.py:sync (or, of a class, "
-        f"--as wrapper):\n    from {module} import {head}\n    {body}"
-    )
+        call = f"{head}(OBJECT).{target.name}" if target.is_unbound else attribute or target.name
+        lines = ["def sync(model, step):", f"    {call}({handed})"]
+    return "\n".join(f"    {line}" for line in [f"from {module} import {head}", *lines])

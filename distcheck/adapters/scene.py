@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.adapters import names
+from distcheck.adapters.not_given import NotKnownError, explain
 from distcheck.adapters.target import Source, counts, named_parameters, takes_any_name, wants_list
 from distcheck.contract import Step
 from distcheck.errors import UsageError
@@ -91,6 +92,11 @@ class Scene:
         """
         return names.MEANINGS.get(name, "")
 
+    def note_namespace(self) -> None:
+        """Notes that `--arg args.name=value` is of use."""
+        heads = [name for name, _ in self.adaptation.arguments if "." in name]
+        self.used.update(name for name in heads if not name.startswith("self."))
+
     def about_lists(self) -> str:
         """What is to be done where the code needs a list of what it was given a generator of."""
         words = " ".join(f"--arg {name}=@param_list" for name in dict.fromkeys(self.handed_once))
@@ -162,7 +168,7 @@ class Scene:
             if dot and names.MEANINGS.get(head) == "arguments":
                 facts[rest] = self.read(text)
                 self.used.add(name)
-        self._namespace = SimpleNamespace(**facts)
+        self._namespace = _Arguments(**facts)
         return self._namespace
 
     def _renew(self, namespace: SimpleNamespace) -> None:
@@ -213,7 +219,8 @@ class Filling:
                 meaning = scene.meaning_of(p.name)
                 if meaning:
                     meaning = self._exactly(meaning, p)
-                    self._note_namespace(meaning)
+                    if meaning == "arguments":
+                        scene.note_namespace()
                     self._sources.append((p, "meaning", meaning))
                 else:
                     unknown.append(p.name)
@@ -235,11 +242,6 @@ class Filling:
                 return f"listed_{meaning}"
             self._scene.handed_once.append(parameter.name)
         return meaning
-
-    def _note_namespace(self, meaning: str) -> None:
-        if meaning == "arguments":
-            heads = [name for name, _ in self._scene.adaptation.arguments if "." in name]
-            self._scene.used.update(n for n in heads if not n.startswith("self."))
 
     @property
     def meanings(self) -> set[str]:
@@ -266,6 +268,7 @@ class Filling:
         try:
             return self._function(*positional, **keywords)
         except TypeError as error:
+            explain(error)
             if "generator" not in str(error) or not self._scene.handed_once:
                 raise
             raise UsageError(f"the code raised {error}{self._scene.about_lists()}") from error
@@ -274,6 +277,17 @@ class Filling:
         """What was said; of a constructor, which may be called for several objects, anew."""
         is_made = inspect.isclass(self._function)
         return self._scene.read(text) if is_made else self._scene.keep(name, text)
+
+
+class _Arguments(SimpleNamespace):
+    """A parsed command line; what it lacks is asked for where it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotKnownError(
+            f"the code reads args.{name}, of which nothing is known; give --arg args.{name}=VALUE"
+        )
 
 
 def _communicator() -> Any:

@@ -71,12 +71,16 @@ class Target:
 
     @property
     def first(self) -> str:
-        """The name of the first parameter that is to be filled, or of the first of all. A
-        communicator comes before what is really worked on.
+        """The name of the first parameter that is to be filled, or of the first of all. Where
+        facts of the world (a rank, a group) come before what is really worked on, that counts.
         """
         found = [p.name for p in (self.required or self.parameters)]
-        found = [n for n in found if names.MEANINGS.get(n) != "communicator"] or found
-        return found[0] if found else ""
+        if not found:
+            return ""
+        worked_on = [n for n in found if n in names.SUBJECTS and n not in names.WORLD]
+        if found[0] in names.WORLD and worked_on:
+            return worked_on[0]
+        return next((n for n in found if names.MEANINGS.get(n) != "communicator"), found[0])
 
     @property
     def first_annotation(self) -> str:
@@ -205,6 +209,19 @@ class Source:
             and isinstance(node.value, ast.Name)
             and node.value.id == name
         }
+
+    def calls(self, name: str, attribute: str, method: str) -> bool:
+        """Whether it calls `name.attribute.method()`."""
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == method
+            and isinstance(node.func.value, ast.Attribute)
+            and node.func.value.attr == attribute
+            and isinstance(node.func.value.value, ast.Name)
+            and node.func.value.value.id == name
+            for node in ast.walk(self._tree)
+        )
 
     @property
     def returns_many(self) -> bool:

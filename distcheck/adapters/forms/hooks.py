@@ -2,10 +2,12 @@
 
 from torch import nn
 
+from distcheck.adapters.forms.context import is_context_function
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
 from distcheck.adapters.target import Target
 from distcheck.contract import contract_of
+from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy, source_file
 
 PRECEDENCE = 40
@@ -23,6 +25,11 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called in place of DDP's constructor; a module that it returns is trained."""
     if target.is_class or not target.first:
         raise refusal(target, f"strategy {target.spec!r} is no function of a model")
+    if is_context_function(target.value):
+        raise UsageError(
+            f"strategy {target.spec!r} is a context manager, which --as hooks would call and never "
+            "enter; give --as context"
+        )
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]
     filling = Filling(scene, target.value, what=what, supplied=supplied)

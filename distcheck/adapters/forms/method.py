@@ -5,7 +5,10 @@ from typing import Any
 from torch import nn
 
 from distcheck.adapters import names
+from distcheck.adapters.after_backward import AfterBackward
 from distcheck.adapters.gradients import wait_for
+from distcheck.adapters.not_given import NotKnownError
+from distcheck.adapters.not_given import stand_in as not_given
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
 from distcheck.adapters.target import Source, Target
@@ -40,19 +43,28 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         if name.startswith("self.")
     }
     scene.used.update(f"self.{name}" for name in told)
-    _check_attributes(target, told)
-    stand_in = _stand_in(target.owner, scene, told)
+    uses = _Uses(target, told)
+    if "arguments" in uses.meanings.values():
+        scene.note_namespace()
+    stand_in = _stand_in(target.owner, scene, told, uses.unknown)
+    steps = uses.steps
+    after = AfterBackward(scene, repr(target.spec))
 
     def sync(model: nn.Module, step: Step) -> None:
         if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
             stand_in._modules["model"] = scene.live_model
-        wait_for(filling.call(stand_in))
+        if steps:
+            wait_for(filling.call(stand_in))
+        else:
+            after.run(lambda: filling.call(stand_in))
 
+    also = ", which takes the optimizer's step as well" if steps else ""
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.owner),
         sync=sync,
-        note=f"{target.owner.__name__}.{target.signature}, on an object that has the model",
+        update="sync" if steps else "loop",
+        note=f"{target.owner.__name__}.{target.signature}, on an object that has the model{also}",
     )
 
 
@@ -61,33 +73,41 @@ def _self_name(target: Target) -> str:
     return code.co_varnames[0] if code is not None and code.co_argcount else ""
 
 
-def _check_attributes(target: Target, told: dict[str, str]) -> None:
-    """Raises UsageError for an attribute of self that nothing is known of, and for two models."""
-    assert target.owner is not None
-    wanted: set[str] = set()
-    waiting, seen = [target.name], set[str]()
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        used = Source(getattr(target.owner, name)).attributes_of("self")
-        wanted |= used
-        waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
-    wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in told}
-    unknown = sorted(n for n in wanted if n not in names.MEANINGS)
-    if unknown:
-        words = " ".join(f"--arg self.{name}=VALUE" for name in unknown)
-        shown = ", ".join(f"self.{name}" for name in unknown)
-        raise refusal(target, f"{target.spec!r} uses {shown}, of which nothing is known; {words}")
-    models = sorted(n for n in wanted if names.MEANINGS[n] == "model")
-    if len(models) > 1:
-        raise refusal(
-            target,
-            f"{target.spec!r} works on several models ({', '.join(models)}), and one is trained",
-        )
+class _Uses:
+    """What a method, and those that it calls on itself, ask of `self`. Raises UsageError for two
+    models.
+    """
+
+    def __init__(self, target: Target, told: dict[str, str]) -> None:
+        assert target.owner is not None
+        wanted: set[str] = set()
+        self.steps = False  # whether it calls step() of what stands for the optimizer
+        waiting, seen = [target.name], set[str]()
+        while waiting:
+            name = waiting.pop()
+            seen.add(name)
+            source = Source(getattr(target.owner, name))
+            used = source.attributes_of("self")
+            wanted |= used
+            optimizers = [n for n in used if names.MEANINGS.get(n) == "optimizer"]
+            self.steps |= any(source.calls("self", n, "step") for n in optimizers)
+            waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
+        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in told}
+        self.unknown = {n for n in wanted if n not in names.MEANINGS}
+        self.meanings = {n: names.MEANINGS[n] for n in wanted - self.unknown}
+        models = sorted(n for n, meaning in self.meanings.items() if meaning == "model")
+        if len(models) > 1:
+            raise refusal(
+                target,
+                f"{target.spec!r} works on several models ({', '.join(models)}), and one is "
+                "trained",
+            )
 
 
-def _stand_in(owner: type, scene: Scene, told: dict[str, str]) -> Any:
-    """An object of a class derived from `owner`, never initialised, that finds names by meaning."""
+def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]) -> Any:
+    """An object of a class derived from `owner`, never initialised, that finds names by meaning;
+    what is `unknown` fails when it is used.
+    """
 
     def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
         if issubclass(owner, nn.Module):
@@ -100,7 +120,13 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str]) -> Any:
         if meaning in ("parameters", "named_parameters"):  # what an object keeps is no generator
             meaning = f"listed_{meaning}"
         if not meaning:
-            raise AttributeError(f"{owner.__name__!r} has no attribute {name!r}")
+            sentence = (
+                f"the code uses self.{name}, of which nothing is known; give "
+                f"--arg self.{name}=VALUE"
+            )
+            if name in unknown:
+                return not_given(name, sentence)
+            raise NotKnownError(sentence)
         try:
             return scene.value(meaning)
         except UsageError as error:

@@ -32,10 +32,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(target, f"{what}, which takes neither a model nor gradients")
     stepped = [p.name for p in target.parameters[1:2] if p.name == "step" and not counts(p)]
     subject = _subject(target, scene)
-    try:
-        filling = Filling(scene, target.value, what=what, supplied=[*subject, *stepped])
-    except UsageError as error:
-        raise refusal(target, str(error)) from None
+    filling = Filling(scene, target.value, what=what, supplied=[*subject, *stepped])
     after = AfterBackward(scene, repr(target.spec))
 
     def call(model: nn.Module, step: Step) -> Any:

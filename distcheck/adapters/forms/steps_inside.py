@@ -16,7 +16,7 @@ gradients of zero: whoever moves them then decays them, or keeps momentum, and i
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -34,6 +34,10 @@ from distcheck.oracles.rounding import gamma, unit_roundoff
 PRECEDENCE = 55
 EXAMPLE = "f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad"
 RATE = 32.0
+
+
+class ZeroGradientError(ArithmeticError):
+    """Code that divides zero by zero where a gradient is zero."""
 
 
 def fits(target: Target) -> bool:
@@ -60,6 +64,26 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]
     filling = Filling(scene, target.value, what=what, supplied=supplied, given=_rates(target))
 
+    def call() -> None:
+        with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
+            wait_for(filling.call(*([scene.live_model] if supplied else [])))
+
+    sync, close = take_gradients(target, scene, call, rate)
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        sync=sync,
+        close=close,
+        note=f"{target.signature}, which takes the step as well: gradients are its update of "
+        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
+    )
+
+
+def take_gradients(
+    target: Target, scene: Scene, call: Callable[[], None], rate: float
+) -> tuple[Callable[[nn.Module, Step], None], Callable[[], None]]:
+    """A strategy's `sync` and `close` around a call that takes the step of plain SGD."""
+
     def sync(model: nn.Module, step: Step) -> None:
         parameters = scene.parameters()
         before = [p.detach().clone() for p in parameters]
@@ -67,8 +91,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         with torch.no_grad():
             for parameter in parameters:
                 parameter.zero_()
-        with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
-            wait_for(filling.call(*([model] if supplied else [])))
+        call()
         with torch.no_grad():
             moved = any(bool(p.any()) for p in parameters)
             if stepped and not moved and step.samples:
@@ -83,17 +106,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
                 parameter.grad = None if absent else gradient
 
     def close() -> None:
-        with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
-            _refuse_more_than_a_step(target, scene.parameters(), filling, scene, bool(supplied))
+        _refuse_more_than_a_step(target, scene.parameters(), call, scene)
 
-    return LoadedStrategy(
-        contract=contract_of(target.value),
-        file=source_file(target.value),
-        sync=sync,
-        close=close,
-        note=f"{target.signature}, which takes the step as well: gradients are its update of "
-        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
-    )
+    return sync, close
 
 
 def _takes_optimizer(target: Target) -> bool:
@@ -135,18 +150,25 @@ def _told_rate(target: Target) -> float:
 
 
 def _refuse_more_than_a_step(
-    target: Target, parameters: Iterable[nn.Parameter], filling: Filling, scene: Scene, model: bool
+    target: Target, parameters: Iterable[nn.Parameter], call: Callable[[], None], scene: Scene
 ) -> None:
     """Raises UsageError where gradients of zero move parameters by more than an average over the
-    ranks, which a parameter server may take of equal numbers, can round: W additions, a division.
+    ranks, which a parameter server may take of equal numbers, can round: W additions, a division;
+    ZeroGradientError where they become no numbers, which is a defect of the code and no other form.
     """
     found = list(parameters)
     before = [p.detach().clone() for p in found]
     for parameter in found:
         parameter.grad = torch.zeros_like(parameter)
-    wait_for(filling.call(*([scene.live_model] if model else [])))
+    call()
     roundings = scene.value("world_size") + 1
     for parameter, kept in zip(found, before, strict=True):
+        if bool(kept.isfinite().all()) and not bool(parameter.isfinite().all()):
+            raise ZeroGradientError(
+                f"{target.spec!r} makes parameters NaN or infinite where a gradient is zero, as "
+                "that of a layer is which a batch does not use: look for a division by a norm or a "
+                "maximum (0/0)"
+            )
         bound = gamma(roundings, unit_roundoff(parameter.dtype)) * kept.double().abs()
         if not bool(((parameter.detach().double() - kept.double()).abs() <= bound).all()):
             raise UsageError(

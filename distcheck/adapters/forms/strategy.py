@@ -7,7 +7,7 @@ from distcheck.adapters.target import Target
 from distcheck.loading import LoadedStrategy
 
 PRECEDENCE = 0
-EXAMPLE = "an object or class with wrap(model), backward() or sync()"
+EXAMPLE = "an object or class with wrap(model), backward(), sync() or scale_loss()"
 
 
 def fits(target: Target) -> bool:
@@ -18,5 +18,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Its methods as they are."""
     if not has_methods(target):
-        raise refusal(target, f"strategy {target.spec!r} has none of wrap, backward and sync")
+        raise refusal(
+            target, f"strategy {target.spec!r} has none of wrap, backward, sync and scale_loss"
+        )
     return as_strategy(target)

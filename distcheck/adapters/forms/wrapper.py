@@ -9,9 +9,10 @@ from torch import nn
 
 from distcheck.adapters import names
 from distcheck.adapters.gradients import wait_for
+from distcheck.adapters.methods import own_names
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
-from distcheck.adapters.target import Target, named_parameters
+from distcheck.adapters.target import Source, Target, named_parameters
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy, source_file
@@ -29,9 +30,18 @@ def fits(target: Target) -> bool:
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
     meanings = [names.MEANINGS.get(p.name, "") for p in _required(made)]
+    if target.is_unbound and not all(map(_is_there, _required(made), meanings)):
+        return False  # a trainer or an agent, of which one method is meant
     if "model" in meanings or any("Module" in str(p.annotation) for p in _required(made)):
         return True
     return any(meaning.endswith("parameters") for meaning in meanings)
+
+
+def _is_there(parameter: inspect.Parameter, meaning: str) -> bool:
+    """Whether it is known before training, when a wrapper is made."""
+    later = ("optimizer", "step", "index", "rate", "samples", "gradients", "arguments")
+    is_module = "Module" in str(parameter.annotation)
+    return is_module or (bool(meaning) and meaning not in later)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
@@ -48,15 +58,18 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, build, what=what, supplied=supplied)
     finish = target.name if target.is_unbound else target.adaptation.finish
-    finish = _method(target, build, finish, names.FINISH, "--finish", scene)
+    has_none = finish == names.NO_FINISH and not hasattr(build, names.NO_FINISH)
+    finish = "" if has_none else _method(target, build, finish, names.FINISH, "--finish", scene)
     reset = _method(target, build, target.adaptation.reset, names.RESET, "--reset", scene)
     clears = _method(target, build, None, ["zero_grad"], "", scene)
     is_trained = _is_trained(build)
-    if not is_trained and not finish:
+    hooks = inspect.isclass(build) and _registers_hooks(build)
+    if not is_trained and not finish and not has_none and not hooks:
         raise refusal(
             target,
-            f"{what} takes a module, has neither forward nor __call__, and no method with a usual "
-            f"name to call after backward (it has {_own_methods(build)}); give --finish METHOD",
+            f"{what} takes a module, and none of its methods has a usual name for what is called "
+            f"after backward (it has {_own_methods(build)}); give --finish METHOD, or --finish "
+            "none where its constructor does all",
         )
     made: list[Any] = []
 
@@ -83,6 +96,10 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     begins = f", reset {reset}() before every step" if reset else ""
     begins += ", its zero_grad() in place of the optimizer's" if clears else ""
     how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
+    how = "nothing is called after backward, as was said" if has_none else how
+    if hooks and not finish and not has_none and not is_trained:
+        how = "made once before training: it registers hooks; nothing is called after backward"
+    begins += "; --as method calls it on an object that was never made" * target.is_unbound
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.value),
@@ -92,6 +109,12 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         zero_grad=calling(clears) if clears else None,
         note=f"{target.name} around the module, {how}{begins}",
     )
+
+
+def _registers_hooks(build: type) -> bool:
+    """Whether it, or a class that it is derived from and that is not torch's, registers hooks."""
+    own = [base for base in build.__mro__ if not base.__module__.startswith(("torch", "builtins"))]
+    return any(Source(base).registers_hooks for base in own)
 
 
 def _required(build: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -125,18 +148,8 @@ def _members(build: type) -> set[str]:
 def _own_methods(build: Callable[..., Any]) -> str:
     if not inspect.isclass(build):
         return "its methods"
-    own = [n for n in _own_names(build) if n not in ("forward", "parameters", "state_dict")]
+    own = [n for n in own_names(build) if n not in ("forward", "parameters", "state_dict")]
     return ", ".join(own) or "its methods, of which there are none"
-
-
-def _own_names(build: type) -> list[str]:
-    """Public methods that neither torch nor object has given it, in the order of definition."""
-    theirs = [
-        base for base in build.__mro__ if not base.__module__.startswith(("torch", "builtins"))
-    ]
-    found = [n for base in theirs for n, v in vars(base).items() if inspect.isfunction(v)]
-    public = [name for name in dict.fromkeys(found) if not name.startswith("_")]
-    return [name for name in public if callable(getattr(build, name))]
 
 
 def _method(
@@ -158,7 +171,7 @@ def _method(
         return asked
     if not inspect.isclass(build):
         return ""
-    own = _own_names(build)
+    own = own_names(build)
     for name in usual:
         if name not in own:
             continue
