@@ -54,6 +54,7 @@ class CaseRun:
     results: list[CheckResult] = field(default_factory=list)
     seen: Facts | None = None  # what a closer look at a failed case has measured
     timings_s: dict[str, float] = field(default_factory=dict)
+    not_run: str = ""  # why no rank of it was started
     judges_left: int = 0
     worlds_left: int = 0
     finished: bool = False

@@ -33,6 +33,7 @@ def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     if job.has_rerun:
         rerun = TraceReader(remaining.pop(0), job.layout, baseline=trace, device=device)
     ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    seeds.pin_default_dtype(job.case.dtype)
     judged = rerun if job.of_rerun and rerun is not None else trace
     results = judge_trace(job, ingredients, judged, rerun, reporter)
     return msgspec.msgpack.encode(results)

@@ -275,6 +275,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
     if workload in CELLS:
         layers = tuple(layer for layer in layers if layer not in CELLS[workload].without)
+    is_lattice = workload.partition(":")[0] == "lattice"
     own_data = {"lattice": "lattice", **dict.fromkeys(CELLS, datasets.SYNTHETIC)}
     companion = dtype == "float64" and request.dtype is None
     suffix = "" if request.device == "cpu" else "-cuda"
@@ -286,13 +287,13 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         device=request.device,
         dtype=dtype,
         workload=workload,
-        data=own_data.get(workload, request.data),
+        data="lattice" if is_lattice else own_data.get(workload, request.data),
         data_dir=request.data_dir,
         batch=request.batch,
         steps=request.steps,
         seed=request.seed,
         deadline_s=request.deadline_s,
-        layers=("lattice",) if workload == "lattice" else ("S64",) if companion else layers,
+        layers=("lattice",) if is_lattice else ("S64",) if companion else layers,
         rerun=not companion,
         adaptation=request.adaptation,
         loss=cast("LossName", request.loss),

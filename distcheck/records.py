@@ -310,6 +310,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     accepted: Allowance | None = None
     contents: Contents | None = None
+    rounded_to: str = ""  # the short dtype whose numbers all wrong gradients are, if there is one
 
     @property
     def ranks_failed(self) -> bool:

@@ -44,6 +44,7 @@ def verify_command(
             download=download,
             made=made,
             whole=whole,
+            follow_up=True,
         )
 
     try:

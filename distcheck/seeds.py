@@ -166,6 +166,17 @@ def _compute_float32_in_float32() -> None:
     backends.cuda.matmul.allow_tf32 = False
 
 
+def pin_default_dtype(dtype: str) -> None:
+    """Has code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
+    float64, as in a script that trains in it: such a script sets torch's default dtype. Call it
+    before code under test is loaded, and in every reference. Models are built in float32 all the
+    same (`Ingredients.model`). Shorter dtypes are cast to by scripts, and leave the default.
+    """
+    import torch
+
+    torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+
+
 def describe_settings() -> dict[str, Any]:
     """The settings that change bits, as they are now; recorded in every report."""
     import torch

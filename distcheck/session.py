@@ -225,6 +225,8 @@ class Session:
             run.rerun_outcomes = outcomes
         else:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
+        if world.hung:
+            self._leave_out_others(run)
         self._judge_whole_run_if_due(run)
 
     def _first_world_over(self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool) -> None:
@@ -234,6 +236,27 @@ class Session:
             run.worlds_left = 0
         elif run.case.rerun:
             self._worlds.appendleft(_Asked(run, "rerun"))
+
+    def _leave_out_others(self, hung: CaseRun) -> None:
+        """Ends the strategy's other cases in this world, each of which would cost a deadline. In
+        another world ranks have other partners, so that those are run.
+        """
+        case = hung.case
+        others = [asked for asked in self._worlds if asked.run.case.siblings == case.siblings]
+        for asked in others:
+            run = asked.run
+            if asked.what != "world" or run is hung:
+                continue
+            self._worlds.remove(asked)
+            run.worlds_left, run.finished = 0, True
+            run.not_run = (
+                f"not run: the strategy hung in {case.workload} {case.dtype}, and every other case "
+                f"could cost {case.deadline_s:g} s; --workload {run.case.workload} runs this one"
+            )
+            self._listener.progress(run.case, "not run, after a hang")
+            self._on_finished(run)
+            run.close()
+            self._listener.finished(run.case)
 
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:

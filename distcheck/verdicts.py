@@ -10,6 +10,7 @@ from distcheck.aggregates import merge_aggregates
 from distcheck.case_runs import CaseRun
 from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
+from distcheck.diagnosis.precision import rounded_to
 from distcheck.mistakes import SENSITIVITY
 from distcheck.owed import PlannedCheck
 from distcheck.records import (
@@ -36,7 +37,9 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     outcomes = _decisive(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
     verdict = merge_verdicts([result.verdict for result in results])
+    failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
+        rounded_to=rounded_to(run.seen) if run.seen and failed == {("gradients", "S64")} else "",
         case=run.case,
         strategy_file=run.facts.strategy_file,
         strategy_line=run.facts.strategy_line,
@@ -123,10 +126,11 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
     for planned in run.planned:
         if planned.scope == "front":
             if planned.check == SENSITIVITY:
-                shown = sensitivity.judge(run.case, results, if_none=_why_not_judged(outcomes))
+                why = run.not_run or _why_not_judged(outcomes)
+                shown = sensitivity.judge(run.case, results, if_none=why)
                 results.append(hold_against(shown, planned.owed))
             else:
-                results.append(_outcome_check(planned, outcomes))
+                results.append(_with_note(_outcome_check(planned, outcomes), run.not_run))
             continue
         found = parts.get((planned.check, planned.layer))
         if found:
@@ -140,7 +144,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
                 check=planned.check,
                 layer=planned.layer,
                 verdict="unknown",
-                reason=_why_not_judged(outcomes),
+                reason=run.not_run or _why_not_judged(outcomes),
             )
         if planned.check == "rerun":
             merged = _of_rerun(run, merged)

@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
-from distcheck import limits, plan, preparation, store, verdicts
+from distcheck import followups, limits, plan, preparation, store, verdicts
 from distcheck.adapters.asked import adaptation_of
 from distcheck.case_runs import CaseRun, is_separate
 from distcheck.contents import not_shown
 from distcheck.datasets import SYNTHETIC
-from distcheck.errors import DistcheckError, MembershipError, UsageError
+from distcheck.errors import DistcheckError, LeftOutError, MembershipError, UsageError
+from distcheck.followups import FollowUp
 from distcheck.greens import since_last_green
 from distcheck.objects import names_of
 from distcheck.plan import Request
@@ -142,7 +143,7 @@ def verify_cases(cases: Sequence[Case], *, keep: Store | None = None) -> Report:
     with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
-            return run_cases(cases, pool=pool, keep=keep)
+            return run_cases(cases, pool=pool, keep=keep, follow_up=True)
         except DistcheckError:
             raise
         except BaseException:
@@ -159,9 +160,11 @@ def run_cases(
     download: bool = False,
     made: Mapping[str, Provenance] | None = None,
     whole: RunPlan | None = None,
+    follow_up: bool = False,
 ) -> Report:
     """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
-    were run before. Raises Interrupted, with what there is, on Ctrl-C.
+    were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
+    or does not count. Raises Interrupted, with what there is, on Ctrl-C.
     """
     listener = listener or Silent()
     listener.preparing("importing torch")
@@ -197,16 +200,45 @@ def run_cases(
             before = (made or {}).get(run.case.id)
             run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
         book = _Book(pool, runs, here, environment, keep, earlier)
-        book.plan, book.left_out = whole, out
+        book.plan, book.left_out, book.settles = whole, out, follow_up
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         try:
             session.run(runs, on_finished=book.enter)
+            if follow_up:
+                runs += _follow_up(pool, book, data, session, listener)
         except KeyboardInterrupt:
             raise Interrupted(book.report(interrupted=True)) from None
         finally:
             for run in runs:
                 run.close()
     return book.report(interrupted=False)
+
+
+def _follow_up(
+    pool: Pool, book: "_Book", data: preparation.Data, session: Session, listener: Listener
+) -> list[CaseRun]:
+    """Runs what the reports call for, and takes in what it shows; returns what was run."""
+    wanted = followups.follow_ups(book.finished)
+    ran: list[CaseRun] = []
+    done: list[tuple[FollowUp, CaseReport]] = []
+    for each in wanted:
+        facts = preparation.inspect(pool, [each.case], data)
+        try:
+            (run,), _ = preparation.plan_runs(pool, [each.case], facts.cases, data)
+        except LeftOutError:
+            continue  # nothing of it could be judged
+
+        def enter(run: CaseRun, each: FollowUp = each) -> None:
+            report = verdicts.report_of(run, replay=each.case.command_line)
+            done.append((each, report))
+            if each.replaces(report):
+                book.replace(run)
+
+        listener.progress(each.case, "once more, after a failure")
+        ran.append(run)
+        session.run([run], on_finished=enter)
+    book.take_in(done)
+    return ran
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
@@ -283,19 +315,46 @@ class _Book:
         self._save_error = ""
         self.plan: RunPlan | None = None
         self.left_out: dict[str, str] = {}
+        self.settles = False
+
+    @property
+    def finished(self) -> list[CaseReport]:
+        """The reports of this start."""
+        return list(self._reports.values())
+
+    def replace(self, run: CaseRun) -> None:
+        """Takes a case that was changed and run again, in the place of the first of its id."""
+        if self._keep is not None:
+            self._keep.write_case(run.case, self._made.get(run.case.id))
+        self.enter(run)
+
+    def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
+        """Takes what follow-ups have shown into the reports."""
+        for report in followups.take_in(self.finished, done):
+            if report != self._reports[report.case.id]:
+                self._reports[report.case.id] = report
+                self._note_finished(report)
 
     def enter(self, run: CaseRun) -> None:
         """Takes a finished case; afterwards its traces may go."""
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
-        if self._keep is None or self._save_error:
+        if self._keep is None or self._save_error or run.not_run:
             return
         fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
         size = sum(store.stored_bytes(fd) for fd in fds)
         try:
             if self._keep.wants_trace(size, failed=report.verdict == "fail"):
                 self._keep.write_trace(self._pool, self._saved(run), fds)
-            # Last: what counts as finished is not run again, nor saved.
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+        else:  # last: what counts as finished is not run again, nor saved
+            self._note_finished(report)
+
+    def _note_finished(self, report: CaseReport) -> None:
+        if self._keep is None or self._save_error:
+            return
+        try:
             self._keep.write_finished(report)
         except (OSError, DistcheckError) as error:
             self._note_failure(error)
@@ -321,13 +380,16 @@ class _Book:
             self._reports.get(run.case.id) or verdicts.report_of(run, replay=self._replay(run.case))
             for run in self._runs
         )
-        cases = (*self._earlier, *cases)
+        counted: list[CaseReport] = [*self._earlier, *cases]
+        out: dict[str, str] = {}
+        if self.settles and not interrupted:
+            counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,
-            cases=cases,
-            not_shown=not_shown([case.contents for case in cases if case.contents]),
+            cases=tuple(counted),
+            not_shown=not_shown([case.contents for case in counted if case.contents]),
             plan=self.plan,
-            left_out=self.left_out,
+            left_out={**self.left_out, **out},
             since_green=self._since_green(),
             saved_to=str(self._keep.folder) if self._keep and not self._save_error else None,
             save_error=self._save_error,

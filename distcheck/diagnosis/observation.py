@@ -60,6 +60,7 @@ def observe_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     ingredients = open_ingredients(
         job.case, job.description, fds[1] if job.has_data else None, device
     )
+    seeds.pin_default_dtype(job.case.dtype)
     reporter.progress(job.steps[0] if job.steps else 0, "a closer look")
     return msgspec.msgpack.encode(observe(job, ingredients, trace))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from distcheck.diagnosis.combinations import bound, distance
-from distcheck.diagnosis.facts import LEAST_FOR_A_GRID, ParameterFacts, StepFacts
+from distcheck.diagnosis.facts import LEAST_FOR_A_GRID, Facts, ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import Finding, parameters_text
 
 _MOST_NOISE = 1e-2  # of what is added up: more is another gradient
@@ -20,6 +20,22 @@ def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
         return not others
     in_another_way = [p for p in others if not all(p.shorter[rank] for rank in p.wrong)]
     return all(p.elements < LEAST_FOR_A_GRID for p in in_another_way)
+
+
+def rounded_to(facts: Facts) -> str:
+    """The short dtype whose numbers all wrong gradients are, where that is one and the same in
+    every step that was looked at; empty where it is not. Of tensors of a few elements every number
+    could be one by chance: they do not count.
+    """
+    wrong = [
+        (parameter.shorter[rank], parameter.on_grid[rank])
+        for step in facts.steps
+        for parameter in step.parameters
+        if parameter.elements >= LEAST_FOR_A_GRID
+        for rank in parameter.wrong
+    ]
+    dtypes = {dtype for dtype, _ in wrong}
+    return dtypes.pop() if len(dtypes) == 1 and all(on_grid for _, on_grid in wrong) else ""
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:

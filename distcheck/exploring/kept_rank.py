@@ -59,6 +59,7 @@ def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
 def _train(turn: Turn, rank: int, late: Lateness, traces: list[int], device: torch.device) -> None:
     case = turn.case
     ingredients = open_ingredients(case, b"", None, device)
+    seeds.pin_default_dtype(case.dtype)
     mine = [delay for delay in case.delays if delay.rank == rank]
     late.begin([] if turn.again else mine)
     strategy = load_strategy(case.strategy, case.adaptation)
@@ -125,6 +126,7 @@ def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
 def _judged(sitting: Sitting, fds: list[int]) -> bytes:
     case = sitting.case
     ingredients = open_ingredients(case, b"", None)
+    seeds.pin_default_dtype(case.dtype)
     facts = msgspec.structs.replace(look_at(ingredients), contract=sitting.contract)
     sizes, layout = _sizes(case, ingredients), _layout(ingredients, facts.model)
     planned = plan.plan_checks(

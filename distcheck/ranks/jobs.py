@@ -38,6 +38,7 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     join(job.rendezvous, listen_fd)
     reporter.progress(0, "load")
     ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    seeds.pin_default_dtype(job.case.dtype)
     late = Lateness()
     if job.delays:
         late.install()
@@ -63,6 +64,7 @@ def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
     join(job.rendezvous, fds[0])
     ingredients = open_ingredients(case, job.description, data_fd, device)
+    seeds.pin_default_dtype(case.dtype)
     strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
     loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
     size = ingredients.samples.size(train=True)
@@ -141,6 +143,9 @@ class Unwatched(Observer):
         """Nothing."""
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Nothing."""
+
+    def backward_over(self) -> None:
         """Nothing."""
 
     def synced(self, step: int, model: torch.nn.Module) -> None:

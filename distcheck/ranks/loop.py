@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,7 @@ class Loop:
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
         else:
             loss_value = self._stand_by(step)
+        self._observer.backward_over()
         progress(number, "sync")
         self._synchronise(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
@@ -154,8 +156,9 @@ class Loop:
             if seen == 1:
                 self._observer.synced(number, self.model)
 
-        inner: torch.optim.Optimizer = getattr(self._optimizer, "optim", self._optimizer)
-        hook = inner.register_step_pre_hook(begins)
+        inner: Any = getattr(self._optimizer, "optim", self._optimizer)
+        own: Any = getattr(self._optimizer, "before_update", None)
+        hook = (own or inner.register_step_pre_hook)(begins)
         try:
             self._strategy.sync(self.wrapped, step)
             if update == "optimizer":
@@ -163,11 +166,17 @@ class Loop:
                 self._optimizer.step()
         finally:
             hook.remove()
-        if seen != 1:
+        if seen > 1:
+            raise RuntimeError(
+                f"the strategy called optimizer.step() {seen} times in step {number}: it must call "
+                "it once, after all parameters are synchronised (a call inside a loop over the "
+                "parameters updates with gradients that are not synchronised yet)"
+            )
+        if seen == 0:
             raise UsageError(
-                f"torch's optimizer took {seen} steps where it should take one: the strategy has "
-                "to call its step() once in every step on every rank; where one rank steps for all "
-                "and sends its parameters, give --as steps-inside"
+                "torch's optimizer took 0 steps where it should take one: the strategy has to call "
+                "its step() once in every step on every rank; where one rank steps for all and "
+                "sends its parameters, give --as steps-inside"
             )
 
     def _backward(self, batch: Batch, step: Step) -> float:

@@ -39,7 +39,9 @@ class Ingredients:
     settings: int = 0
 
     def model(self) -> nn.Module:
-        """The model in its initial state, built on the CPU: the same bits in every process."""
+        """The model in its initial state, built on the CPU: the same bits in every process, and
+        but for the cast in every dtype.
+        """
         seeds.seed_everything(seeds.derive(self.case.seed, "model"))
         # A default dtype that the strategy's file has set would draw other numbers.
         with seeds.under(self.settings):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
+from distcheck.errors import UsageError
 
 FEATURES, HIDDEN, IMAGE, CHANNELS, OUTPUTS = 12, 8, 4, 2, 4
 HEAD_FEATURES = 6
@@ -53,14 +54,16 @@ def _integers(count: int, column: int, span: int) -> torch.Tensor:
 
 
 class LatticeModel(nn.Module):
-    """A dense layer, a linear head, a convolution, one scalar, and one large vector."""
+    """A dense layer, a linear head, a convolution, one scalar (a parameter of no dimension, or a
+    vector of one element), and one large vector.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.dense = nn.Linear(FEATURES, HIDDEN)
         self.head = nn.Linear(HEAD_FEATURES, OUTPUTS, bias=False)
         self.conv = nn.Conv2d(1, CHANNELS, 2, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(scalar_shape))
         self.table = nn.Parameter(torch.empty(TABLE))
         self.pattern = _integers(TABLE, 6, 7)  # a constant, not a buffer: nobody updates it
         for column, parameter in enumerate(self.parameters()):
@@ -121,9 +124,12 @@ class LatticeSamples:
 class Lattice:
     """The workload; see the module's text."""
 
+    def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
+        self._scalar_shape = scalar_shape
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """The same integers whatever the seed."""
-        return LatticeModel()
+        return LatticeModel(self._scalar_shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The shard's scaled sum of losses: a mean in all but an exact factor."""
@@ -142,3 +148,10 @@ class Lattice:
 
 
 workload = Lattice()
+
+
+def described(words: str) -> Lattice:
+    """`no-scalar`: for code that takes no parameter without dimensions. Raises UsageError."""
+    if words != "no-scalar":
+        raise UsageError(f"workload lattice:{words} is not known; there is lattice:no-scalar")
+    return Lattice((1,))
