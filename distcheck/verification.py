@@ -205,7 +205,7 @@ def run_cases(
         try:
             session.run(runs, on_finished=book.enter)
             if follow_up:
-                runs += _follow_up(pool, book, data, session, listener)
+                _follow_up(pool, book, data, session, listener)
         except KeyboardInterrupt:
             raise Interrupted(book.report(interrupted=True)) from None
         finally:
@@ -216,10 +216,9 @@ def run_cases(
 
 def _follow_up(
     pool: Pool, book: "_Book", data: preparation.Data, session: Session, listener: Listener
-) -> list[CaseRun]:
-    """Runs what the reports call for, and takes in what it shows; returns what was run."""
+) -> None:
+    """Runs what the reports call for, and takes in what it shows."""
     wanted = followups.follow_ups(book.finished)
-    ran: list[CaseRun] = []
     done: list[tuple[FollowUp, CaseReport]] = []
     for each in wanted:
         facts = preparation.inspect(pool, [each.case], data)
@@ -235,10 +234,11 @@ def _follow_up(
                 book.replace(run)
 
         listener.progress(each.case, "once more, after a failure")
-        ran.append(run)
-        session.run([run], on_finished=enter)
+        try:
+            session.run([run], on_finished=enter)
+        finally:
+            run.close()
     book.take_in(done)
-    return ran
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
