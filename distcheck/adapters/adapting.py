@@ -80,7 +80,7 @@ def _method_of(target: Target, method: str) -> Target:
     """The method of a class or an object that is to be called after backward."""
     if not callable(getattr(target.value, method, None)):
         raise UsageError(
-            f"--finish {method}: {target.name} has no such method; it has {_methods(target.value)}"
+            f"--finish {method}: {target.name} has no such method; {_methods(target.value)}"
         )
     return dataclasses.replace(
         target,

@@ -63,6 +63,7 @@ def template(target: Target) -> str:
             f"        self.inner.{method}()",
         ]
     else:
-        call = f"{head}(OBJECT).{target.name}" if target.is_unbound else attribute or target.name
-        lines = ["def sync(model, step):", f"    {call}({handed})"]
+        call = f"made.{target.name}" if target.is_unbound else attribute or target.name
+        made = [f"    made = {head}.__new__({head})", "    made.ATTRIBUTE = model"]
+        lines = ["def sync(model, step):", *made * target.is_unbound, f"    {call}({handed})"]
     return "\n".join(f"    {line}" for line in [f"from {module} import {head}", *lines])

@@ -347,3 +347,17 @@ class KeepsItToItself(ShardedOptimizer):
 
     def tell(self):
         pass
+
+
+class Both:
+    """Two models, one of which is trained here."""
+
+    def __init__(self, actor, critic):
+        self.actor, self.critic = actor, critic
+
+    def average(self):
+        for p in self.actor.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        if dist.get_world_size() > 100:
+            self.critic.zero_grad()

@@ -3,6 +3,7 @@
 import functools
 import json
 import subprocess
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,48 @@ GIVEN = [
         "comm-hook",
         world=3,
     ),
+    Given("published:SendsParameters", "wrapper", steps=2),
+    Given("published:SendsThenHooks", "wrapper", steps=2),
+    Given("published:HooksThenSends", "wrapper", {*SCALE, "agreement -"}),
+    Given("published:SendsAndForgets", "wrapper", SCALE),
+    Given("published:averaged", "context", steps=2),
+    Given("published:summed", "context", SCALE),
+    Given("published:Averaging", "context", steps=2),
+    Given("published:AveragingAllButOne", "context", {*SCALE, "agreement -"}),
+    Given("published:Trainer.average", "method"),
+    Given("published:Trainer.update", "method", steps=2),
+    Given("published:Trainer.update_of_sums", "method", SCALE),
+    Given("published:Trainer.update_in_the_loop", "method", {"outcome -"}),
+    Given(
+        "published:Trainer.average_by_args",
+        "method",
+        options={"arguments": {"args.num_learners": 2}},
+    ),
+    Given("published:names_that_are_not_reached"),
+    Given("published:module_that_is_not_imported"),
+    Given("published:reads_args", "model", options={"arguments": {"args.num_learners": 2}}),
+    Given("published:reads_args", "model", SCALE, options={"arguments": {"args.num_learners": 3}}),
+    Given("published:may_read_args", "model"),
+    Given("published:Reducer"),
+    Given("published:Adder", "", SCALE),
+    Given("published:reducer"),
+    Given("published:OneMethod"),
+    Given("published:SeveralMethods", options={"finish": "go"}),
+    Given("published:HooksAlone", "wrapper", steps=2),
+    Given("published:SumsByHooks", "wrapper", SCALE),
+    Given("published:HooksAndASync", "wrapper", options={"finish": "none"}),
+    Given("published:ScalesAlone", "", {*SCALE, "agreement -"}),
+    Given("published:ScalesAndReduces", steps=2),
+    Given("published:AveragingSGD", "own-optimizer", steps=2),
+    Given("published:SummingSGD", "own-optimizer", SCALE),
+    Given("published:AveragingAdam", "own-optimizer", steps=2),
+    Given("published:OwnUpdate", "own-optimizer", steps=2),
+    Given("published:OwnUpdateOfSums", "own-optimizer", SCALE),
+    Given("published:counts_what_it_sent", "tensor-mean"),
+    Given("published:counts_and_sums", "tensor-mean", SCALE),
+    Given("published:after_the_group", "tensor-mean"),
+    Given("published:sums_after_the_group", "tensor-mean", SCALE),
+    Given("published:by_its_norm", "steps-inside", {"outcome -"}),
 ]  # fmt: skip
 
 
@@ -203,6 +246,8 @@ def test_a_loss_that_is_weighted_in_place() -> None:
         ("allreduce_model", None, set()),
         ("drops_the_result", None, {*SCALE, "agreement -"}),
         ("Communicator.my_allreduce", "tensor-sum", set()),
+        ("by_the_rank_of_its_module", None, set()),
+        ("sums_for_its_module", None, SCALE),
     ],
 )
 def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) -> None:
@@ -271,7 +316,12 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, of which nothing is known"),
-        ("classes:Agent", {}, "wanted is a function"),
+        ("published:SeveralMethods", {}, "no function .* after backward .it has stop, go"),
+        ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
+        ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
+        ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
+        ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=VALUE"),
+        ("published:OwnMomentum", {}, "also where every gradient is zero: by weight decay"),
         ("classes:NeverSteps", {}, "took 0 steps where it should take one"),
         ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "leave --loss at mean"),
     ],
@@ -283,16 +333,33 @@ def test_what_cannot_be_adapted_is_refused(
         verify([spec], world=2, steps=1, **options)
 
 
-def test_a_refusal_shows_three_lines_for_this_object() -> None:
+@pytest.mark.parametrize(
+    ("spec", "edits"),
+    [
+        ("published:SeveralMethods", {"METHOD()": "go(model)"}),
+        ("classes:Both.average", {"ATTRIBUTE": "actor"}),
+    ],
+)
+def test_a_refusal_is_two_sentences_and_a_file_that_works(
+    tmp_path: Path, spec: str, edits: dict[str, str]
+) -> None:
     with pytest.raises(UsageError) as caught:
-        verify(["functions:needs_a_word"], world=2)
-    sentence, *lines = str(caught.value).splitlines()
-    assert "comm-hook: hook(state, bucket)" in sentence
-    assert [line.strip() for line in lines] == [
-        "from functions import needs_a_word",
-        "def sync(model, step):",
-        "needs_a_word(model, divisor=...)",
-    ]
+        verify([spec], world=2)
+    sentences, *lines = str(caught.value).splitlines()
+    assert len(str(caught.value)) < 900
+    assert sentences.count(". ") == 1
+    source = textwrap.dedent("\n".join(lines))
+    source = f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{source}"
+    for capitals, given in edits.items():
+        assert capitals in source
+        source = source.replace(capitals, given)
+    (tmp_path / "beside.py").write_text(source)
+    name = sentences.rpartition("FILE.py:")[2].rstrip(":")
+    place = f"{tmp_path / 'beside.py'}:{name}"
+    (case,) = distcheck.verify(
+        place, world=2, workload="mlp", dtype="float32", batch=48, steps=1
+    ).cases
+    assert case.verdict == "pass", case.checks
 
 
 def test_the_report_holds_all_that_was_said() -> None:

@@ -45,7 +45,12 @@ def target_of(folder: Path, source: str, name: str = "f") -> Target:
         ("def f(tensors): pass", "f", "gradients"),
         ("class f:\n  def __init__(self, x: 'list[nn.Parameter]'): pass", "f", ""),
         ("class f:\n  def __init__(self, x: 'list[torch.Tensor]'): pass", "f", ""),
-        ("import torch\nclass f(torch.optim.SGD): pass", "f", ""),
+        ("import torch\nclass f(torch.optim.SGD): pass", "f", "own-optimizer"),
+        ("import torch\nclass f(torch.optim.Optimizer): pass", "f", "own-optimizer"),
+        ("from contextlib import *\n@contextmanager\ndef f(model): yield", "f", "context"),
+        ("class f:\n  def __enter__(self): pass\n  def __exit__(self, *e): pass", "f", "context"),
+        ("def f(group, tensor): pass", "f", "tensor-mean"),
+        ("def f(rank, params, size): pass", "f", "parameters"),
         ("def f(tensor): pass", "f", "tensor-mean"),
         ("def f(send, recv): pass", "f", "tensor-mean"),
         ("def f(x: 'torch.Tensor'): pass", "f", "tensor-mean"),
@@ -64,6 +69,11 @@ def target_of(folder: Path, source: str, name: str = "f") -> Target:
         ("class f:\n  def __init__(self, params, optimizer_cls): pass", "f", "sharded-optimizer"),
         ("class f:\n  def __init__(self, x): pass\n  def g(self): pass", "f.g", "method"),
         ("class f:\n  def __init__(self, model): pass\n  def g(self): pass", "f.g", "wrapper"),
+        (
+            "class f:\n  def __init__(self, model, optimizer): pass\n  def g(self): pass",
+            "f.g",
+            "method",
+        ),
         ("class f:\n  def wrap(self, model): pass", "f", "strategy"),
         ("class f:\n  pass", "f", ""),
         ("f = 3", "f", ""),
@@ -126,7 +136,7 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
 
 def test_every_form_has_what_a_form_needs() -> None:
     forms = {name: load_form(name) for name in form_names()}
-    assert len(forms) == 15
+    assert len(forms) == 17
     assert len({form.PRECEDENCE for form in forms.values()}) == len(forms)
     assert all(form.EXAMPLE and form.fits.__doc__ for form in forms.values())
 

@@ -51,6 +51,7 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
         "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
         "surroundings": TOGETHER, "rerun_in": "", "separation": None,
         "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
+        "not_run": "",
     }  # fmt: skip
     elsewhere = given.pop("elsewhere", "")
     made = SimpleNamespace(**{**ran, **given})

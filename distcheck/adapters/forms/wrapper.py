@@ -30,7 +30,8 @@ def fits(target: Target) -> bool:
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
     meanings = [names.MEANINGS.get(p.name, "") for p in _required(made)]
-    if target.is_unbound and not all(map(_is_there, _required(made), meanings)):
+    agents = meanings.count("model") > 1 or not all(map(_is_there, _required(made), meanings))
+    if target.is_unbound and agents:
         return False  # a trainer or an agent, of which one method is meant
     if "model" in meanings or any("Module" in str(p.annotation) for p in _required(made)):
         return True

@@ -1,0 +1,168 @@
+"""What is run once more, and what does not count: from reports alone."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.followups import follow_ups, leave_out, take_in
+from distcheck.records import Case, CaseReport, Diagnosis, Outcome
+
+FINISHED = (Outcome(rank=0, outcome="finished"),)
+TRACEBACK = 'step 0, sync\n  File "x.py", line 3, in f\nIndexError: slice() of a 0-dim tensor.\n\nx'
+CRASHED = (Outcome(rank=0, outcome="raised", detail=TRACEBACK),)
+HUNG = (Outcome(rank=0, outcome="hung", detail="in sync"),)
+
+
+def report(workload: str, dtype: str = "float32", verdict: str = "pass", **said: Any) -> CaseReport:
+    layers = {"lattice": ("lattice",), "float64": ("S64",)}
+    about = {
+        "layers": layers.get(workload) or layers.get(dtype) or ("X", "R", "S32"),
+        **{name: said.pop(name) for name in ("batch", "world", "strategy") if name in said},
+    }
+    case = Case(**{
+        "id": f"{workload}-{dtype}", "strategy": "s", "world": 3, "workload": workload,
+        "dtype": dtype, **about,
+    })  # fmt: skip
+    given = {"outcomes": FINISHED, "checks": (), "strategy_file": "s.py", **said}
+    return CaseReport(case=case, verdict=verdict, **given)  # type: ignore[arg-type]
+
+
+def caused(*causes: str) -> tuple[Diagnosis, ...]:
+    return tuple(Diagnosis(cause=c, evidence="seen", suggestion="do it") for c in causes)
+
+
+CRASHES = {"verdict": "fail", "outcomes": CRASHED}
+SHORT = {"verdict": "fail", "rounded_to": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("of_cnn", "of_lattice", "of_double", "is_left_out"),
+    [
+        ({}, {}, SHORT, True),
+        ({}, {}, CRASHES, True),
+        # All in float32 has to pass; a crash that float32 does not have is the dtype's anyway.
+        ({"verdict": "fail"}, {}, SHORT, False),
+        ({}, {"verdict": "unknown"}, SHORT, False),
+        ({"verdict": "fail"}, {}, CRASHES, True),
+        # Not where it crashes in float32, hangs, or is wrong by anything else.
+        (CRASHES, {}, CRASHES, False),
+        ({}, {}, {"verdict": "fail", "outcomes": HUNG}, False),
+        ({}, {}, {"verdict": "fail"}, False),
+        ({}, {}, {"verdict": "fail", "rounded_to": "bfloat16"}, False),
+        ({}, {}, {}, False),
+        ({}, {}, {"verdict": "unknown"}, False),
+    ],
+    ids=str,
+)
+def test_a_float64_case_that_does_not_count(
+    of_cnn: dict[str, Any],
+    of_lattice: dict[str, Any],
+    of_double: dict[str, Any],
+    is_left_out: bool,
+) -> None:
+    reports = [
+        report("lattice", **of_lattice),
+        report("cnn", **of_cnn),
+        report("cnn", "float64", **of_double),
+    ]
+    kept, out = leave_out(reports)
+    assert set(out) == ({"cnn-float64"} if is_left_out else set())
+    assert len(kept) == 3 - is_left_out
+    said = [any("--dtype float64 asks for it" in note for note in r.notes) for r in kept]
+    assert said == [is_left_out] * len(kept)
+
+
+def test_a_float64_case_that_was_asked_for_counts() -> None:
+    double = report("cnn", "float64", **SHORT)
+    case = msgspec.structs.replace(double.case, layers=("X", "R", "S64"))
+    asked = msgspec.structs.replace(double, case=case)
+    assert leave_out([report("cnn"), asked])[1] == {}
+
+
+def test_cases_of_other_code_decide_nothing() -> None:
+    reports = [report("cnn", strategy="other"), report("cnn", "float64", **SHORT)]
+    assert leave_out(reports)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("of_lattice", "of_cnn", "again"),
+    [
+        (CRASHES, {}, True),
+        (CRASHES, {"verdict": "fail"}, True),
+        (CRASHES, CRASHES, False),
+        ({"verdict": "fail", "outcomes": HUNG}, {}, False),
+        ({"verdict": "fail"}, {}, False),
+    ],
+    ids=str,
+)
+def test_the_lattice_runs_again_without_its_scalar(
+    of_lattice: dict[str, Any], of_cnn: dict[str, Any], again: bool
+) -> None:
+    reports = [report("lattice", **of_lattice), report("cnn", **of_cnn)]
+    found = follow_ups(reports)
+    assert [f.case.workload for f in found] == ["lattice:no-scalar"] * again
+    assert [f.case.id for f in found] == ["lattice-float32"] * again
+
+
+def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
+    reports = [report("lattice", **CRASHES), report("cnn")]
+    (follow_up,) = follow_ups(reports)
+    done = msgspec.structs.replace(report("lattice"), case=follow_up.case)
+    first, second = take_in(reports, [(follow_up, done)])
+    assert (first.verdict, first.case.workload) == ("pass", "lattice:no-scalar")
+    (note,) = first.notes
+    assert "(IndexError: slice() of a 0-dim tensor.)" in note
+    assert "--workload lattice asks for it" in note
+    assert second == reports[1]
+    wrong = msgspec.structs.replace(done, verdict="fail")
+    assert take_in(reports, [(follow_up, wrong)])[0].verdict == "fail"
+    crashed = msgspec.structs.replace(done, **CRASHES)
+    assert take_in(reports, [(follow_up, crashed)]) == reports
+
+
+def test_a_lattice_that_was_asked_for_alone_counts() -> None:
+    assert follow_ups([report("lattice", **CRASHES)]) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "batches"),
+    [
+        ({"batch": 256}, [255]),
+        ({"batch": 255}, []),
+        ({"batch": 256, "world": 4}, []),
+        ({"batch": 256, "diagnosis": caused("no-sync")}, []),
+    ],
+    ids=str,
+)
+def test_unequal_shards_call_for_equal_ones(said: dict[str, Any], batches: list[int]) -> None:
+    said = {"verdict": "fail", "diagnosis": caused("unweighted-mean"), **said}
+    reports = [report("lattice", **said), report("cnn", **said), report("mlp", **said)]
+    found = follow_ups(reports)
+    assert [f.case.batch for f in found] == batches
+    assert [f.case.workload for f in found] == ["cnn"] * len(batches), "one will do"
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        ({}, "with --batch 255 all shards are equal: cnn float32 passes there (3 steps)"),
+        (
+            {"verdict": "fail", "diagnosis": caused("missing-division")},
+            "cnn float32 does not pass there either (missing-division)",
+        ),
+    ],
+)
+def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], said: str) -> None:
+    causes = caused("unweighted-mean", "missing-division")
+    reports = [report("cnn", verdict="fail", diagnosis=causes, batch=256)]
+    (follow_up,) = follow_ups(reports)
+    (found,) = take_in(reports, [(follow_up, report("cnn", **done))])
+    assert found.verdict == "fail", "it stays wrong"
+    assert found.diagnosis[0].suggestion.startswith("do it; ")
+    assert found.diagnosis[0].suggestion.endswith(said)
+    assert found.diagnosis[1] == causes[1]
+
+
+def test_no_follow_up_for_what_is_right() -> None:
+    assert follow_ups([report("lattice"), report("cnn"), report("cnn", "float64")]) == []

@@ -1,0 +1,97 @@
+"""Right code that fails a default case for a known reason passes, says what was not looked at, and
+its wrong twin still fails.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import distcheck
+from distcheck.records import Report
+
+CODE = Path(__file__).parents[1] / "adapted" / "float32_only.py"
+DEFAULT = ("lattice", "mlp")  # as the default run: float32, and float64 beside it
+
+
+def verify(name: str, *, world: int = 2, batch: int = 48, deadline_s: float = 30.0) -> Report:
+    return distcheck.verify(
+        f"{CODE}:{name}", world=world, workload=DEFAULT, batch=batch, steps=2, deadline_s=deadline_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "said"),
+    [
+        ("bucket", ["lattice float32", "mlp float32", "mlp float64"], ""),
+        (
+            "through_numpy",
+            ["lattice float32", "mlp float32"],
+            "every gradient that it leaves is a number of float32",
+        ),
+        ("gathers_floats", ["lattice float32", "mlp float32"], "--dtype float64 asks for it"),
+        (
+            "slices",
+            ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
+            "parameters of no dimension are not judged",
+        ),
+    ],
+)
+def test_right_code_of_one_dtype_or_shape_passes(name: str, cases: list[str], said: str) -> None:
+    report = verify(name).raise_for_verdict()
+    assert [f"{c.case.workload} {c.case.dtype}" for c in report.cases] == cases
+    notes = "; ".join(note for case in report.cases for note in case.notes)
+    assert said in notes
+    assert bool(notes) == bool(said) or "cannot tell orders" in notes
+    assert len(report.left_out) == 3 - len(cases)
+
+
+@pytest.mark.parametrize(
+    ("name", "causes"),
+    [
+        ("bucket_of_sums", {"missing-division"}),
+        ("through_numpy_all_but_one", {"partial-sync"}),
+        ("gathers_floats_and_sums", {"missing-division"}),
+        ("slices_and_sums", {"missing-division"}),
+        ("a_billionth_too_large", {"wrong-divisor"}),
+    ],
+)
+def test_its_wrong_twin_fails(name: str, causes: set[str]) -> None:
+    report = verify(name)
+    assert report.verdict == "fail"
+    named = {cause.cause for case in report.cases for cause in case.diagnosis}
+    assert causes <= named
+    assert "crash" not in named, "of which the cause is not what is wrong"
+
+
+def test_float64_that_was_asked_for_is_judged() -> None:
+    place = f"{CODE}:through_numpy"
+    report = distcheck.verify(place, world=2, workload="mlp", dtype="float64", batch=48, steps=1)
+    assert report.verdict == "fail"
+    assert {cause.cause for cause in report.cases[0].diagnosis} == {"low-precision"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("averages", "with --batch 48 all shards are equal: mlp float32 passes there (2 steps)"),
+        ("sums", "mlp float32 does not pass there either (missing-division)"),
+    ],
+)
+def test_unequal_shards_fail_and_say_what_equal_ones_do(name: str, said: str) -> None:
+    report = verify(name, world=3, batch=49)
+    assert report.verdict == "fail"
+    (mlp,) = [c for c in report.cases if (c.case.workload, c.case.dtype) == ("mlp", "float32")]
+    (unweighted,) = [cause for cause in mlp.diagnosis if cause.cause == "unweighted-mean"]
+    assert said in unweighted.suggestion
+
+
+def test_a_hang_ends_the_other_cases_of_its_world() -> None:
+    report = verify("waits_for_a_rank_that_has_left", deadline_s=2.0)
+    assert [case.verdict for case in report.cases] == ["fail", "unknown", "unknown"]
+    for case in report.cases[1:]:
+        assert case.outcomes == ()
+        assert {check.verdict for check in case.checks} == {"unknown"}
+        for check in case.checks:
+            assert check.reason.startswith(
+                "not run: the strategy hung in lattice float32, and every other case could cost 2 s"
+            )
