@@ -35,11 +35,14 @@ _FEATURES: Mapping[str, str] = {
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
     "late_ranks": "ranks that are slowed down",
+    "separate": "ranks that differ in hash seed, addresses or environment",
 }
 
 
-def contents_of(case: Case, facts: CaseFacts, results: Sequence[CheckResult]) -> Contents:
-    """What a case that was run had in it."""
+def contents_of(
+    case: Case, facts: CaseFacts, results: Sequence[CheckResult], *, separate: bool
+) -> Contents:
+    """What a case that was run had in it; `separate`: its rerun was in separate interpreters."""
     model, training = facts.model, facts.training
     with_data = len(case.with_data)
     sizes = shard_sizes(case.steps, size=facts.train_size, batch=case.batch, world=with_data)
@@ -64,7 +67,8 @@ def contents_of(case: Case, facts: CaseFacts, results: Sequence[CheckResult]) ->
         "clipping": training.clip_norm is not None,
         "loss_scaling": training.loss_scale is not None,
         "resume": training.resume_before is not None,
-        "late_ranks": bool(case.delays),
+        "late_ranks": bool(case.delays) or separate,
+        "separate": separate,
     }
     return Contents(
         world=case.world,
@@ -111,6 +115,5 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
     yield f"orders of arrival other than those of {worlds}"
-    yield "ranks that differ in hash seed, environment or order of imports"
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"

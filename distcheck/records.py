@@ -9,6 +9,8 @@ import msgspec
 from distcheck.aggregates import Aggregates
 from distcheck.errors import ExitCode, VerdictError
 from distcheck.mistakes import Shown
+from distcheck.run_facts import Contents as Contents
+from distcheck.run_facts import Separation as Separation
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
@@ -234,23 +236,6 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     insensitive: Compared = Compared()
 
 
-class Separation(msgspec.Struct, frozen=True, kw_only=True):
-    """What further worlds showed of a rerun in separate interpreters that was not the first world.
-
-    `depends` says whether it depends on process state, and was not a matter of chance: on each of
-    `factors` alone, or, where there are several, on no single one of them. Where it does not, one
-    factor says that this one made the difference, as delays do to a race. `harmless`: the rerun
-    passed every check too, and its factor is the machines that ranks are on. `lines` are those of
-    the code under test that read such state, as text.
-    """
-
-    depends: bool
-    factors: tuple[str, ...] = ()
-    worlds: int
-    harmless: bool = False
-    lines: tuple[str, ...] = ()
-
-
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """A named cause, the evidence for it, and one suggestion."""
 
@@ -267,30 +252,6 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     widened: str
     not_owed: tuple[str, ...]
-
-
-class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case had in it, as far as a pass depends on it.
-
-    worlds    how many worlds ran: 2 with a rerun
-    tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
-              `depth` the most modules that one of them is nested in
-    kinds     the classes of the modules that hold parameters or buffers
-    features  names of what else it had; `distcheck.contents` lists them
-    """
-
-    world: int
-    backend: str
-    device: str
-    dtype: str
-    steps: int
-    worlds: int
-    tensors: int
-    most_elements: int
-    most_dimensions: int
-    depth: int
-    kinds: tuple[str, ...]
-    features: tuple[str, ...]
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -238,14 +238,11 @@ class Session:
             self._worlds.appendleft(_Asked(run, "rerun"))
 
     def _leave_out_others(self, hung: CaseRun) -> None:
-        """Ends the strategy's other cases in this world, each of which would cost a deadline. In
-        another world ranks have other partners, so that those are run.
-        """
+        """Ends the strategy's other cases of this world, each of which would cost a deadline."""
         case = hung.case
-        others = [asked for asked in self._worlds if asked.run.case.siblings == case.siblings]
-        for asked in others:
+        for asked in list(self._worlds):
             run = asked.run
-            if asked.what != "world" or run is hung:
+            if asked.what != "world" or run is hung or run.case.siblings != case.siblings:
                 continue
             self._worlds.remove(asked)
             run.worlds_left, run.finished = 0, True

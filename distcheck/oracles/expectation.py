@@ -111,9 +111,7 @@ class StepExpectation:
         the same exchange would have to give here to be right under another loss contract: there
         rank r's gradient would be f'_r / f_r times as large, with f and f' what either multiplies
         its loss by, so here the ranks count f_r / f'_r times their share.
-
-        `take` picks the elements that are of interest; `parts` are the ranks' own gradients, where
-        they need not be computed again.
+        `take` picks elements; `parts` are the ranks' own gradients, if they are known already.
         """
         if parts is None:
             parts = [shard.gradients[index] for shard in self.shards]

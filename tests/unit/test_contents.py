@@ -30,6 +30,7 @@ class Run:
     buffers: tuple[TensorSpec, ...] = ()
     facts: dict[str, object] = field(default_factory=dict)
     shown: Shown = SHOWN
+    separate: bool = False
 
     @property
     def contents(self) -> Contents:
@@ -43,7 +44,7 @@ class Run:
         result = CheckResult(
             check="gradients", layer="R", verdict="pass", shown={"a.weight": self.shown}
         )
-        return contents_of(self.case, facts, [result])
+        return contents_of(self.case, facts, [result], separate=self.separate)
 
 
 def also(**changes: object) -> Shown:
@@ -68,6 +69,7 @@ HAVING = {
     "clipping": Run(facts={"training": Training(clip_norm=1.0)}),
     "loss_scaling": Run(facts={"training": Training(loss_scale=8.0)}),
     "resume": Run(facts={"training": Training(resume_before=2)}),
+    "separate": Run(separate=True),
     "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
 }
 
@@ -86,7 +88,7 @@ def test_what_a_case_had_is_not_named(name: str) -> None:
     had = HAVING[name].contents
     assert name in had.features
     assert _FEATURES[name] not in not_shown([had, Run().contents])
-    others = {"integer_buffers": {"buffers"}}.get(name, set())
+    others = {"integer_buffers": {"buffers"}, "separate": {"late_ranks"}}.get(name, set())
     assert set(had.features) == {name} | others
 
 
@@ -135,6 +137,7 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "random_numbers": "random numbers", "unequal_shards": "unequal shards",
         "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
         "resume": "a resumed run", "late_ranks": "orders of arrival",
+        "separate": "--no-separate",
     }  # fmt: skip
     assert set(words) == set(_FEATURES)
     missing = [name for name, word in words.items() if not re.search(word, section, re.I)]
