@@ -19,6 +19,7 @@ from distcheck.checks.evidence import Evidence
 from distcheck.checks.matching import Compare, match_ranks
 from distcheck.checks.tally import Tally
 from distcheck.oracles.expectation import StepExpectation
+from distcheck.oracles.inexact_sums import exact_gradient
 from distcheck.records import TensorSpec
 from distcheck.traces.layout import Kind
 
@@ -94,7 +95,7 @@ def _comparison(
 ) -> Compare | None:
     layer = tally.layer
     if layer == "lattice":
-        exact = partial(equal_numbers, expected=expectation.exact_gradient(index))
+        exact = partial(equal_numbers, expected=exact_gradient(expectation, index))
         return rounded_sums.or_within_rounding(exact, expectation, index)
     if layer == "X":
         promised = expectation.order_exact[index]

@@ -36,6 +36,11 @@ class Measured:
         return found
 
     @property
+    def world(self) -> int:
+        """How many ranks have data."""
+        return len(self.expectation.weights)
+
+    @property
     def shares(self) -> list[float]:
         """What each rank's gradient, as backward leaves it, counts for in the mean."""
         world = len(self.expectation.weights)

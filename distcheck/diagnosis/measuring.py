@@ -8,9 +8,8 @@ from math import isfinite, sqrt
 
 import torch
 
-from distcheck.diagnosis import left
+from distcheck.diagnosis import elements, left
 from distcheck.diagnosis.facts import (
-    LEAST_FOR_A_GRID,
     Fit,
     Match,
     NotFinite,
@@ -31,10 +30,6 @@ _MOST_ELEMENTS = 1 << 20
 # A QR factorisation in float64 is itself off by a few hundred of its roundings.
 _LEAST_GAMMA = 1e-12
 _LEAST_SINGULAR = 1e-6  # of the largest; below it, ranks' gradients do not tell ranks apart
-_SHORTER = ("float32", "float16", "bfloat16")
-# One rounding has an error of at least u / (4 sqrt(3)) in the mean square (half the spacing at the
-# top of a binade, uniform), W of them that are added up 1 / sqrt(W) of that; a third is room.
-_LEAST_ROUNDING = 0.05
 
 
 class StepMeasuring:
@@ -50,8 +45,8 @@ class StepMeasuring:
         self._not_finite: NotFinite | None = None
         own = [unit_roundoff(getattr(torch, self._wire))] if self._wire else []
         self._least_units: list[float] = [2.0**-53, *own]
-        elements = sum(spec.elements for spec in self._trace.layout.model.parameters)
-        self._kept: dict[int, Interval] | None = {} if elements <= MOST_KEPT else None
+        count = sum(spec.elements for spec in self._trace.layout.model.parameters)
+        self._kept: dict[int, Interval] | None = {} if count <= MOST_KEPT else None
 
     def facts(self) -> StepFacts:
         """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
@@ -123,8 +118,8 @@ class StepMeasuring:
         trace, step = self._trace, self._step
         missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
-        elements = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
-        one = Measured(self._expectation, index, spec.name, elements, (), self._kept)
+        count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
+        one = Measured(self._expectation, index, spec.name, count, (), self._kept)
         if missing:
             self._own_elsewhere &= self._is_own_elsewhere(one, missing)
             return None
@@ -184,26 +179,26 @@ class StepMeasuring:
         return True
 
     def _parameter(self, measured: Measured, unit: float) -> ParameterFacts:
-        elements = measured.elements
-        stride = max(1, elements // _MOST_ELEMENTS)
+        count = measured.elements
+        stride = max(1, count // _MOST_ELEMENTS)
         columns = torch.stack(
             [measured.shard(rank).reshape(-1)[::stride] for rank in self._ranks], dim=1
         )
         q, r = torch.linalg.qr(columns)
         taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
         projected = [q.T @ y for y in taken]
-        of_mean, of_own, of_either = self._mixture(measured, unit)
-        shorter = self._shorter(measured, unit)
+        of_mean, of_own, of_either = elements.mixture(measured, unit)
+        shorter = elements.shorter(measured, unit)
         return ParameterFacts(
             name=measured.name,
-            elements=elements,
+            elements=count,
             norms=tuple(columns.norm(dim=0).tolist()),
             basis=tuple(tuple(row) for row in r.tolist()),
             projected=tuple(tuple(p.tolist()) for p in projected),
             remainder=tuple(
                 float((y - q @ p).norm()) for y, p in zip(taken, projected, strict=True)
             ),
-            floor=float(sqrt(elements) * len(self._ranks) * self._tiny()),
+            floor=float(sqrt(count) * len(self._ranks) * self._tiny()),
             wrong=measured.wrong,
             of_mean=of_mean,
             of_own=of_own,
@@ -211,16 +206,15 @@ class StepMeasuring:
             gamma=self._gamma_of(unit),
             shorter=shorter,
             on_grid=tuple(
-                bool(dtype)
-                and self._on_grid(measured.result(rank), dtype, self._own_unit(measured))
+                bool(dtype) and elements.on_grid(measured, rank, dtype, self._own_unit(measured))
                 for rank, dtype in enumerate(shorter)
             ),
             of_terms=tuple(
-                bool(dtype) and self._of_terms(measured, rank, dtype)
+                bool(dtype) and elements.of_terms(measured, rank, dtype)
                 for rank, dtype in enumerate(shorter)
             ),
-            kinds=self._kinds(measured, unit),
-            coarse=self._coarse(elements),
+            kinds=elements.kinds(measured, unit),
+            coarse=self._coarse(count),
         )
 
     def _coarse(self, elements: int) -> tuple[float, ...]:
@@ -232,104 +226,6 @@ class StepMeasuring:
     def _tiny(self) -> float:
         own = torch.finfo(getattr(torch, self._wire or self._expectation.ingredients.case.dtype))
         return float(own.smallest_normal * own.eps)
-
-    def _mixture(
-        self, measured: Measured, unit: float
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Per rank: elements that are the mean, the rank's own, either."""
-        counts: list[tuple[int, int, int]] = []
-        interval = measured.interval
-        for rank in self._ranks:
-            result, own = measured.result(rank), measured.left(rank)
-            mean = (result - interval.mean).abs() <= interval.bound
-            alone = (result - own).abs() <= gamma(4, unit) * own.abs()
-            counts.append((int(mean.sum()), int(alone.sum()), int((mean | alone).sum())))
-        means, owns, eithers = zip(*counts, strict=True)
-        return means, owns, eithers
-
-    def _kinds(self, measured: Measured, unit: float) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Per kind and rank: elements that are the mean, or are of that kind."""
-        world, interval = len(self._ranks), measured.interval
-        owns = [measured.left(rank) for rank in self._ranks]
-        shared = [share * own for share, own in zip(measured.shares, owns, strict=True)]
-        total = torch.stack(shared).sum(0) * world
-        found: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            result = measured.result(rank)
-            mean = (result - interval.mean).abs() <= interval.bound
-
-            def are(*wanted: torch.Tensor, actual: torch.Tensor = result) -> torch.Tensor:
-                close = [(actual - w).abs() <= gamma(4, unit) * w.abs() for w in wanted]
-                return torch.stack(close).any(0)
-
-            of_sum = (result - total).abs() <= world * interval.bound
-            for kind, same in (
-                ("zero", result == 0),
-                ("own / W", are(owns[rank] / world)),
-                ("sum", of_sum),
-                ("any rank's", are(*owns, *shared)),
-            ):
-                found.setdefault(kind, []).append(int((mean | same).sum()))
-        return tuple((kind, tuple(counts)) for kind, counts in found.items())
-
-    def _of_terms(self, measured: Measured, rank: int, dtype: str) -> bool:
-        """Whether a result is the mean of gradients that were rounded to a dtype before they were
-        added up in their own: weighted before or after that.
-        """
-        short, world = getattr(torch, dtype), len(self._ranks)
-        own_dtype = getattr(torch, self._trace.layout.model.parameters[measured.index].dtype)
-        own_dtype = own_dtype.to_real() if own_dtype.is_complex else own_dtype
-        owns = [measured.left(r) for r in self._ranks]
-        result, bound = measured.result(rank), 2 * measured.interval.bound
-        for before in (1.0, float(world), 0.0):
-            total = torch.zeros_like(result)
-            for share, own in zip(measured.shares, owns, strict=True):
-                weight = share * before if before else 1.0 / world
-                rounded = (own * weight).to(own_dtype).to(short).double()
-                total += rounded * (share / weight)
-            if bool(((result - total).abs() <= bound).all()):
-                return True
-        return False
-
-    def _shorter(self, measured: Measured, unit: float) -> tuple[str, ...]:
-        """Per rank, the least short dtype whose roundings are of the size of its errors; empty
-        where there is none, or nothing is wrong.
-        """
-        mean = measured.interval.mean
-        errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
-        size = sum(
-            share * float(measured.shard(r).norm())
-            for r, share in zip(self._ranks, self.shares, strict=True)
-        )
-        found: dict[int, str] = {}
-        for dtype in _SHORTER:
-            coarse = unit_roundoff(getattr(torch, dtype))
-            if coarse <= unit or not errors:
-                continue
-            wide = self._expectation.interval(measured.index, wire=dtype)
-            assert wide is not None
-            least = _LEAST_ROUNDING * coarse * size / sqrt(len(self._ranks))
-            for rank in [r for r, e in errors.items() if bool((e <= wide.bound).all())]:
-                error = errors.pop(rank)
-                found[rank] = dtype if float(error.norm()) >= least else ""
-        return tuple(found.get(rank, "") for rank in self._ranks)
-
-    def _on_grid(self, result: torch.Tensor, dtype: str, own: float) -> bool:
-        """Whether these are numbers of a shorter dtype, up to a rounding of their own: of so many
-        as are asked for here, hardly one would be by chance.
-        """
-        grid = getattr(torch, dtype)
-        if (
-            result.numel() < LEAST_FOR_A_GRID
-            or not bool(result.any())
-            or own > unit_roundoff(grid) / 16
-        ):
-            return False
-        for scaled in (result, result * len(self._ranks)):
-            rounded = scaled.to(grid).double()
-            if bool(((scaled - rounded).abs() <= 2 * own * scaled.abs()).all()):
-                return True
-        return False
 
     def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
         rows, targets, rest, sizes = [], [], 0.0, []

@@ -77,8 +77,9 @@ def _noise(what: str) -> Finding:
         "noise",
         f"{what} that no weights of the ranks' gradients explain, and no result holds numbers of a "
         "shorter dtype only",
-        "look for noise that is added (differential privacy), stochastic rounding, and whatever "
-        "reads memory that another thread writes",
+        "look for noise that is added (differential privacy), stochastic rounding, quantisation "
+        "(if that is meant, --accept quantised:BITS), and whatever reads memory that another "
+        "thread writes",
     )
 
 
@@ -87,13 +88,18 @@ def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
     gradients.
     """
     largest = 0.0
+    if all(p.elements < LEAST_FOR_A_GRID for p in parameters):
+        return []
     for p in parameters:
         size = sum(share * norm for share, norm in zip(step.shares, p.norms, strict=True))
         for rank in p.wrong:
             error = distance(p, rank, step.shares)
-            if p.elements < LEAST_FOR_A_GRID or 2 * p.of_mean[rank] > p.elements:
+            if not error <= _MOST_NOISE * size:
                 return []
-            if not error <= _MOST_NOISE * size or p.remainder[rank] < error / 2:
+            # Of a few elements beside longer parameters, that is all that is asked.
+            if p.elements >= LEAST_FOR_A_GRID and (
+                2 * p.of_mean[rank] > p.elements or p.remainder[rank] < error / 2
+            ):
                 return []
             largest = max(largest, error / size)
     if not largest:

@@ -13,7 +13,6 @@ from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance
 from distcheck.oracles.inexact_sums import Standing
 from distcheck.oracles.lattice import LatticeStep
-from distcheck.oracles.lattice_tensors import as_tensor
 from distcheck.oracles.references import References
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import NotRecordedError, ShardResult, declared_factor, loss_scale
@@ -382,11 +381,6 @@ class StepExpectation:
     def lattice(self) -> LatticeStep:
         """The lattice's closed form. Raises HeadroomError."""
         return self._references.lattice_step(self.step)
-
-    def exact_gradient(self, index: int) -> torch.Tensor:
-        """The lattice's mean gradient of one parameter."""
-        spec = self.trace.layout.model.parameters[index]
-        return as_tensor(spec, self.lattice.synced[spec.name])
 
     @property
     def standings(self) -> dict[int, Standing]:

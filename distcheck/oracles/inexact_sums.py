@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from distcheck.oracles.lattice_tensors import as_tensor
 from distcheck.traces.layout import Kind
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def began_rounded(expectation: "StepExpectation") -> bool:
     return step > 0 and standing(expectation.at(step - 1)) == "rounded"
 
 
+def exact_gradient(expectation: "StepExpectation", index: int) -> torch.Tensor:
+    """The lattice's mean gradient of one parameter."""
+    spec = expectation.trace.layout.model.parameters[index]
+    return as_tensor(spec, expectation.lattice.synced[spec.name])
+
+
 def _at(expectation: "StepExpectation", before: Standing) -> Standing:
     known = expectation.standings
     if expectation.step not in known:
@@ -54,7 +61,7 @@ def _results(expectation: "StepExpectation", index: int) -> list[torch.Tensor | 
 
 def _all_exact(expectation: "StepExpectation") -> bool:
     for index in range(len(expectation.trace.layout.model.parameters)):
-        expected = expectation.exact_gradient(index)
+        expected = exact_gradient(expectation, index)
         for found in _results(expectation, index):
             if found is None or not torch.equal(found, expected):
                 return False

@@ -7,7 +7,7 @@ Whole buffers travel once around, and each rank adds them up as they come. The s
 from three ranks on each adds in an order of its own, so replicas end with different bits:
 
 $ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_of_whole_buffers --as tensor-sum --world 4
-FAIL unexplained
+FAIL last-bits-differ
 
 At two ranks that cannot be seen:
 

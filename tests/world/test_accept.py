@@ -17,15 +17,15 @@ HERE = "tests.world.lossy:"
 ACCEPTED = {
     lossy.FP16: ("low-precision:fp16", {"low-precision"}),
     lossy.BF16: ("low-precision:bf16", {"low-precision"}),
-    f"{HERE}per_tensor": ("quantised:8", {"unexplained"}),
+    f"{HERE}per_tensor": ("quantised:8", {"noise"}),
     f"{HERE}PowerSGD": ("low-rank:2", {"unexplained"}),
-    f"{HERE}PostLocalSGD": ("local-sgd:2", {"no-sync"}),
+    f"{HERE}PostLocalSGD": ("local-sgd:2", {"model-averaging"}),
 }
 MORE = {
     f"{HERE}symmetric_4": ("quantised:4", {"unexplained"}),
-    f"{HERE}one_grid": ("quantised:8", {"unexplained"}),
+    f"{HERE}one_grid": ("quantised:8", {"noise"}),
     f"{HERE}PowerSGDWithoutFeedback": ("low-rank:5:no-feedback", {"unexplained"}),
-    f"{HERE}averages_by_hand": ("local-sgd:3", {"no-sync"}),
+    f"{HERE}averages_by_hand": ("local-sgd:3", {"model-averaging"}),
 }
 
 

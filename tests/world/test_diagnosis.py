@@ -21,7 +21,11 @@ def test_right_code_has_no_cause(
     looked: list[Facts | None] = []
 
     def note(
-        ends: Sequence[Outcome], results: Sequence[CheckResult], facts: Facts | None
+        ends: Sequence[Outcome],
+        results: Sequence[CheckResult],
+        facts: Facts | None,
+        *,
+        accept: str | None,
     ) -> list[Diagnosis]:
         looked.append(facts)
         return []
