@@ -93,6 +93,7 @@ class Book:
             outcomes=tuple(run.outcomes),
             rerun_outcomes=tuple(run.rerun_outcomes),
             rerun_in=run.rerun_in,
+            surroundings=run.surroundings,
             separation=run.separation,
             notes=tuple(run.notes),
             environment=self._environment,
@@ -159,6 +160,7 @@ def run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
     run = CaseRun(saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout)
     run.trace_fd, run.rerun_fd = [*fds, -1, -1][:2]
     run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
-    run.rerun_in, run.separation = saved.rerun_in, saved.separation
+    run.rerun_in, run.surroundings = saved.rerun_in, saved.surroundings
+    run.separation = saved.separation
     run.notes = list(saved.notes)
     return run

@@ -9,11 +9,11 @@ from distcheck.diagnosis.facts import Facts
 from distcheck.errors import CannotRunError
 from distcheck.jobs import CaseFacts
 from distcheck.owed import PlannedCheck
-from distcheck.records import Case, CheckResult, Outcome, Separation
-from distcheck.taking_apart import TakingApart
+from distcheck.records import Case, CheckResult, Outcome
+from distcheck.taking_apart import Separation, TakingApart
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.shares import Shared
-from distcheck.worlds.surroundings import SEPARATELY, TOGETHER, Surroundings, separate
+from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 
 WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; what takes it apart
 
@@ -58,11 +58,6 @@ class CaseRun:
     judges_left: int = 0
     worlds_left: int = 0
     finished: bool = False
-
-    @property
-    def was_separate(self) -> bool:
-        """Whether the rerun was in separate interpreters, in a run that was saved as well."""
-        return self.rerun_in.startswith(SEPARATELY)
 
     def close(self) -> None:
         """Frees the traces."""

@@ -12,6 +12,7 @@ import msgspec
 from distcheck.jobs import CaseFacts
 from distcheck.positions import shard_sizes
 from distcheck.records import Case, CheckResult, Contents
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 _MOST_KINDS = 12
 
@@ -35,14 +36,18 @@ _FEATURES: Mapping[str, str] = {
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
     "late_ranks": "ranks that are slowed down",
-    "separate": "ranks that differ in hash seed, addresses or environment",
+    "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
 }
 
 
 def contents_of(
-    case: Case, facts: CaseFacts, results: Sequence[CheckResult], *, separate: bool
+    case: Case,
+    facts: CaseFacts,
+    results: Sequence[CheckResult],
+    *,
+    surroundings: Surroundings = TOGETHER,
 ) -> Contents:
-    """What a case that was run had in it; `separate`: its rerun was in separate interpreters."""
+    """What a case that was run had in it; `surroundings` are its rerun's."""
     model, training = facts.model, facts.training
     with_data = len(case.with_data)
     sizes = shard_sizes(case.steps, size=facts.train_size, batch=case.batch, world=with_data)
@@ -67,8 +72,8 @@ def contents_of(
         "clipping": training.clip_norm is not None,
         "loss_scaling": training.loss_scale is not None,
         "resume": training.resume_before is not None,
-        "late_ranks": bool(case.delays) or separate,
-        "separate": separate,
+        "late_ranks": bool(case.delays) or "delays" in surroundings.factors,
+        "process_state": "interpreters" in surroundings.factors,
     }
     return Contents(
         world=case.world,

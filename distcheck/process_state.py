@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from distcheck.records import Separation
 from distcheck.sources import modules_beside
+from distcheck.taking_apart import Separation
 
 _MOST_BYTES = 1 << 20  # of a file that is read
 _MOST_LINES, _MOST_TEXT = 4, 80  # that are shown

@@ -24,9 +24,9 @@ from distcheck.errors import CannotRunError, ExitCode
 from distcheck.jobs import RECORD, RecordJob
 from distcheck.judgings import Judging, start_judging, what_was_judged, what_was_seen
 from distcheck.process_state import state_lines
-from distcheck.records import Case, CheckResult, Outcome, Separation
+from distcheck.records import Case, CheckResult, Outcome
 from distcheck.remarks import FULL_BATCH_LAYERS
-from distcheck.taking_apart import TakingApart
+from distcheck.taking_apart import Separation, TakingApart
 from distcheck.traces.layout import steps_written
 from distcheck.worlds import blame
 from distcheck.worlds.launch import end_now, error_of, start_world
@@ -94,6 +94,7 @@ class Session:
         self._world: tuple[World, _Asked] | None = None
         self._judges: list[tuple[World, Judging]] = []
         self._on_finished: Callable[[CaseRun], None] = lambda run: None
+        self._judges_only = False
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
@@ -108,6 +109,7 @@ class Session:
 
     def rejudge(self, run: CaseRun) -> None:
         """Judges a case whose traces are there already; starts no rank."""
+        self._judges_only = True
         self._plan_step_judges(run)
         self._judge_whole_run_if_due(run)
         self._until_finished([run])
@@ -338,7 +340,8 @@ class Session:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
         only if that was in separate interpreters, and differed.
         """
-        if run.separation is not None or not run.surroundings.factors or not run.rerun_differed:
+        done = run.separation is not None or self._judges_only
+        if done or not run.surroundings.factors or not run.rerun_differed:
             return False
         apart = run.taking_apart = run.taking_apart or TakingApart(run.surroundings)
         if apart.next is not None:

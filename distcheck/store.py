@@ -29,10 +29,12 @@ from distcheck.launchers.launch import Launch
 from distcheck.owed import PlannedCheck
 from distcheck.plan import check_case
 from distcheck.provenance import Provenance
-from distcheck.records import Case, CaseReport, Outcome, Separation
+from distcheck.records import Case, CaseReport, Outcome
+from distcheck.taking_apart import Separation
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 DEFAULT_FOLDER = Path(".distcheck")
 _KEPT_RUNS = 10
@@ -49,6 +51,7 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...]
     rerun_outcomes: tuple[Outcome, ...]
     rerun_in: str = ""
+    surroundings: Surroundings = TOGETHER  # of the rerun
     separation: Separation | None = None
     notes: tuple[str, ...]
     environment: dict[str, Any]

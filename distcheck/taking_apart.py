@@ -12,11 +12,29 @@ p^4 (1 - p)^5 for each of four factors, and p^3 (1 - p)^9 for all together: belo
 
 from collections.abc import Generator
 
-from distcheck.records import Separation
+import msgspec
+
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 _CONFIRMED = 2
 Differs = bool  # whether a world differed from the first, in bits or in how its ranks ended
+
+
+class Separation(msgspec.Struct, frozen=True, kw_only=True):
+    """What further worlds showed of a rerun in separate interpreters that was not the first world.
+
+    `depends` says whether it depends on process state, and was not a matter of chance: on each of
+    `factors` alone, or, where there are several, on no single one of them. Where it does not, one
+    factor says that this one made the difference, as delays do to a race. `harmless`: the rerun
+    passed every check too, and its factor is the machines that ranks are on. `lines` are those of
+    the code under test that read such state, as text.
+    """
+
+    depends: bool
+    factors: tuple[str, ...] = ()
+    worlds: int
+    harmless: bool = False
+    lines: tuple[str, ...] = ()
 
 
 class TakingApart:

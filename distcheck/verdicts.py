@@ -52,7 +52,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
-        contents=contents.contents_of(run.case, run.facts, results, separate=run.was_separate),
+        contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(
             *run.notes,
             *filter(None, [elsewhere]),

@@ -18,7 +18,8 @@ from distcheck.checks.merging import earliest_failure
 from distcheck.diagnosis import beside, gradients, loss_contract, outcomes, state
 from distcheck.diagnosis.facts import Facts
 from distcheck.diagnosis.places import Failures, where
-from distcheck.records import CheckResult, Diagnosis, Outcome, Separation
+from distcheck.records import CheckResult, Diagnosis, Outcome
+from distcheck.taking_apart import Separation
 
 CAUSES = (
     "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from distcheck.diagnosis.facts import Facts, Overlap
 from distcheck.diagnosis.findings import positions_text, ranks_text
 from distcheck.diagnosis.places import Failures, where
-from distcheck.records import CheckResult, Diagnosis, Separation
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.taking_apart import Separation
 from distcheck.traces.layout import Kind
 
 

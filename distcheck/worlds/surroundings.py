@@ -17,7 +17,6 @@ import msgspec
 from distcheck.records import Delay
 from distcheck.seeds import derive
 
-SEPARATELY = "in separate interpreters"  # how the line of a report begins
 # What points at a line most exactly comes first: a rerun that differs is taken apart in this order.
 FACTORS = ("delays", "memory", "nodes", "environment", "interpreters")
 
@@ -92,7 +91,7 @@ class Surroundings(msgspec.Struct, frozen=True):
         if "delays" in self.factors:
             most = _MOST_BACKWARD_MS + _MOST_COLLECTIVE_MS
             parts.append(f"ranks up to {most} ms late")
-        return f"{SEPARATELY}: {', '.join(parts)}"
+        return f"in separate interpreters: {', '.join(parts)}"
 
 
 TOGETHER = Surroundings()

@@ -12,6 +12,7 @@ from distcheck.contract import Contract, Training
 from distcheck.jobs import CaseFacts
 from distcheck.mistakes import NOTHING, Shown
 from distcheck.records import Case, CheckResult, Contents, Delay, ModelLayout, TensorSpec
+from distcheck.worlds.surroundings import FACTORS, Surroundings
 
 SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)
 PLAIN = Case(id="a", strategy="allreduce", world=4, steps=3)
@@ -30,7 +31,7 @@ class Run:
     buffers: tuple[TensorSpec, ...] = ()
     facts: dict[str, object] = field(default_factory=dict)
     shown: Shown = SHOWN
-    separate: bool = False
+    factors: tuple[str, ...] = ()
 
     @property
     def contents(self) -> Contents:
@@ -44,7 +45,8 @@ class Run:
         result = CheckResult(
             check="gradients", layer="R", verdict="pass", shown={"a.weight": self.shown}
         )
-        return contents_of(self.case, facts, [result], separate=self.separate)
+        surroundings = Surroundings(self.factors)
+        return contents_of(self.case, facts, [result], surroundings=surroundings)
 
 
 def also(**changes: object) -> Shown:
@@ -69,8 +71,8 @@ HAVING = {
     "clipping": Run(facts={"training": Training(clip_norm=1.0)}),
     "loss_scaling": Run(facts={"training": Training(loss_scale=8.0)}),
     "resume": Run(facts={"training": Training(resume_before=2)}),
-    "separate": Run(separate=True),
     "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
+    "process_state": Run(factors=("interpreters",)),
 }
 
 
@@ -88,8 +90,14 @@ def test_what_a_case_had_is_not_named(name: str) -> None:
     had = HAVING[name].contents
     assert name in had.features
     assert _FEATURES[name] not in not_shown([had, Run().contents])
-    others = {"integer_buffers": {"buffers"}, "separate": {"late_ranks"}}.get(name, set())
+    others = {
+        "integer_buffers": {"buffers"},
+    }.get(name, set())
     assert set(had.features) == {name} | others
+
+
+def test_a_separate_rerun_has_late_ranks() -> None:
+    assert Run(factors=FACTORS).contents.features == ("late_ranks", "process_state")
 
 
 def test_sizes_are_those_of_the_largest() -> None:
@@ -137,7 +145,7 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "random_numbers": "random numbers", "unequal_shards": "unequal shards",
         "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
         "resume": "a resumed run", "late_ranks": "orders of arrival",
-        "separate": "--no-separate",
+        "process_state": "--no-separate",
     }  # fmt: skip
     assert set(words) == set(_FEATURES)
     missing = [name for name, word in words.items() if not re.search(word, section, re.I)]

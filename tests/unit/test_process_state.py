@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.process_state import lines_of, state_lines
-from distcheck.records import Separation
+from distcheck.taking_apart import Separation
 
 SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads an address"
 MACHINE, ENVIRONMENT = "reads which machine a rank is on", "iterates over the environment"

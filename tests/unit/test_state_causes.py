@@ -2,7 +2,8 @@
 
 from distcheck.diagnosis import diagnose
 from distcheck.diagnosis.facts import Facts, Overlap
-from distcheck.records import CheckResult, Diagnosis, Difference, Outcome, Separation
+from distcheck.records import CheckResult, Diagnosis, Difference, Outcome
+from distcheck.taking_apart import Separation
 from tests.unit.test_diagnosis import ENDS, equal, failed, measured, named
 
 

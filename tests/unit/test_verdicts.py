@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from distcheck.cells import CELLS
+from distcheck.contract import Contract
+from distcheck.jobs import CaseFacts
 from distcheck.owed import PlannedCheck
 from distcheck.records import (
     Case,
@@ -14,12 +16,18 @@ from distcheck.records import (
     CheckResult,
     Compared,
     Difference,
+    ModelLayout,
     Outcome,
-    Separation,
 )
+from distcheck.taking_apart import Separation
 from distcheck.verdicts import recorded_elsewhere, report_of
 from distcheck.worlds.surroundings import TOGETHER, separate
 
+FACTS = CaseFacts(
+    contract=Contract(), strategy_file="s.py", strategy_line=3,
+    model=ModelLayout(parameters=(), buffers=(), optimizer=()), train_size=1000,
+    saved_bytes_per_sample=0, own_sampler=False, draws_random_numbers=False,
+)  # fmt: skip
 OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
 HUNG = [Outcome(rank=1, outcome="hung", detail="in sync"), Outcome(rank=0, outcome="finished")]
@@ -47,7 +55,7 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
     about |= {name: given.pop(name) for name in about if name in given}
     case = Case(id="one", strategy="s", world=2, **about)
     ran = {
-        "case": case, "facts": SimpleNamespace(strategy_file="s.py", strategy_line=3),
+        "case": case, "facts": FACTS,
         "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
         "surroundings": TOGETHER, "rerun_in": "", "separation": None,
         "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
