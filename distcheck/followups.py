@@ -102,7 +102,7 @@ def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> Cas
     case = follow_up.case
     what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} "
     if done.verdict == "pass":
-        what += f"passes there ({case.steps} steps)"
+        what += f"passes there ({case.steps} step{'s' * (case.steps > 1)})"
     else:
         causes = ", ".join(dict.fromkeys(cause.cause for cause in done.diagnosis))
         what += f"does not pass there either ({causes or done.verdict})"

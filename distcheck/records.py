@@ -10,7 +10,6 @@ from distcheck.aggregates import Aggregates
 from distcheck.errors import ExitCode, VerdictError
 from distcheck.mistakes import Shown
 from distcheck.run_facts import Contents as Contents
-from distcheck.run_facts import Separation as Separation
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
