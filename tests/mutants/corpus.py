@@ -236,6 +236,10 @@ EXTRAS = frozenset(
         "LowRankForgetsTheRest", "MoreDirectionsThanAccepted", "NeverAverages",
         "AveragesAndNeverDivides", "AveragesWithoutTheLastRank", "AveragesSomeParameters",
         "AveragesMoreOften",
+        # causes that are told apart, and several at once
+        "averages_in_a_chain", "one_buffer_for_two", "adds_noise", "AveragesWhatItUpdated",
+        "BroadcastsItsInputs", "AugmentsAndNeverDivides", "sums_on_rank_0_alone",
+        "two_mistakes_in_two_parameters",
         # ends
         "dies_after_the_last_collective", "leaves_quietly", "raises_on_one_rank",
     }
