@@ -168,3 +168,11 @@ def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
         return False
     passes = facts.contract.micro_batches * facts.training.accumulate
     return min(map(min, sizes)) // passes < _LEAST_NORMALISED
+
+
+def not_run_after_hang(case: Case, hung: Case) -> str:
+    """Why a case of a strategy was not run that has hung in another one."""
+    return (
+        f"not run: the strategy hung in {hung.workload} {hung.dtype}, and every other case could "
+        f"cost {hung.deadline_s:g} s; --workload {case.workload} runs this one"
+    )

@@ -25,7 +25,7 @@ from distcheck.jobs import RECORD, RecordJob
 from distcheck.judgings import Judging, start_judging, what_was_judged, what_was_seen
 from distcheck.process_state import state_lines
 from distcheck.records import Case, CheckResult, Outcome
-from distcheck.remarks import FULL_BATCH_LAYERS
+from distcheck.remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.taking_apart import Separation, TakingApart
 from distcheck.traces.layout import steps_written
 from distcheck.worlds import blame
@@ -248,10 +248,7 @@ class Session:
                 continue
             self._worlds.remove(asked)
             run.worlds_left, run.finished = 0, True
-            run.not_run = (
-                f"not run: the strategy hung in {case.workload} {case.dtype}, and every other case "
-                f"could cost {case.deadline_s:g} s; --workload {run.case.workload} runs this one"
-            )
+            run.not_run = not_run_after_hang(run.case, case)
             self._listener.progress(run.case, "not run, after a hang")
             self._on_finished(run)
             run.close()

@@ -40,14 +40,20 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     name = asked or choose_form(target)
     if not name and (method := target.adaptation.finish or usual_method(target.value)):
         return adapt(_method_of(target, method), find)
+    if not name and not callable(target.value) and not own_names(type(target.value)):
+        raise UsageError(
+            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; "
+            "expected is a function, a class, or an object with a method to call after backward"
+        )
     if not name:
-        kind = type(target.value).__name__
         raise refusal(
             target,
-            f"strategy {target.spec!r} is a "
-            + (f"class {target.signature}" if target.is_class else kind)
-            + ", and no function f(model), nor an object with a method to call after backward "
-            f"({_methods(target.value)})",
+            f"strategy {target.spec!r} is the class {target.signature}; expected is a function "
+            "f(model), or a class with a method to call after backward, by a usual name or as the "
+            f"only one ({_methods(target.value)})"
+            if target.is_class
+            else f"strategy {target.spec!r} has several methods, none with a usual name "
+            f"({_methods(target.value)}); give --finish METHOD",
         )
     if target.adaptation.without_data and name in _COMPUTING:
         raise UsageError(

@@ -316,7 +316,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, of which nothing is known"),
-        ("published:SeveralMethods", {}, "no function .* after backward .it has stop, go"),
+        ("published:SeveralMethods", {}, r"as the only one \(it has stop, go\)"),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
         ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
