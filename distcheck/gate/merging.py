@@ -199,7 +199,7 @@ def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
         "steps": 0, "as": None, "arguments": {}, "variables": {}, "finish": None, "reset": None,
         "without_data": [], "accept": None, "accepted": None,
         "loss": "mean", "outcomes": [], "checks": [], "diagnosis": [], "timings_s": {},
-        "contents": None,
+        "contents": None, "separate": True,
     }  # fmt: skip
     return {
         **known,

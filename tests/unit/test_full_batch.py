@@ -125,7 +125,8 @@ def recorded(ingredients: Ingredients) -> TraceReader:
         layout=SimpleNamespace(
             world=len(SHARDS), model=describe_model(ingredients, ingredients.model())
         ),
-        header=lambda rank, step: SimpleNamespace(ids=SHARDS[rank]),
+        header=lambda rank, step: SimpleNamespace(ids=SHARDS[rank], settings=0),
+        entry=lambda rank, kind, slot, index: SimpleNamespace(order=0),
         tensor=tensor,
         ranks=range(len(SHARDS)),
     )

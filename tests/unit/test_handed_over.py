@@ -172,13 +172,13 @@ def test_a_partial_is_what_it_calls(tmp_path: Path) -> None:
     assert strategy.note.startswith("taken as: hooks")
     assert gradients(run(strategy)) == {4.0}
     with pytest.raises(UsageError, match="uses THREE, which its module does not define"):
-        loaded(tmp_path, source.replace("TWO", "THREE"))
+        run(loaded(tmp_path, source.replace("TWO", "THREE")))
 
 
 def test_names_that_a_callable_object_lacks_are_missed(tmp_path: Path) -> None:
     source = "class C:\n  def __call__(self, model): model.weight.grad *= TWO\nf = C()\n"
     with pytest.raises(UsageError, match="uses TWO, which its module does not define"):
-        loaded(tmp_path, source)
+        run(loaded(tmp_path, source))
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_a_list_that_an_object_keeps_is_one(tmp_path: Path) -> None:
     assert gradients(run(loaded(tmp_path, source, "A.sync"))) == {2.0}
 
 
-def test_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="seen where it stands around another: a class whose"):
-        loaded(tmp_path, "import torch\nclass f(torch.optim.SGD): pass\n")
+def test_an_optimizers_class_is_called_as_one(tmp_path: Path) -> None:
+    strategy = loaded(tmp_path, "import torch\nclass f(torch.optim.SGD): pass\n")
+    assert strategy.note.startswith("taken as: own_optimizer")
 
 
 def test_a_wrapper_that_is_no_module_keeps_what_the_loop_asks_for() -> None:
