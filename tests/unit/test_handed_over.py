@@ -232,7 +232,7 @@ def test_a_list_that_an_object_keeps_is_one(tmp_path: Path) -> None:
 
 def test_an_optimizers_class_is_called_as_one(tmp_path: Path) -> None:
     strategy = loaded(tmp_path, "import torch\nclass f(torch.optim.SGD): pass\n")
-    assert strategy.note.startswith("taken as: own_optimizer")
+    assert strategy.note.startswith("taken as: own-optimizer")
 
 
 def test_a_wrapper_that_is_no_module_keeps_what_the_loop_asks_for() -> None:
