@@ -22,6 +22,7 @@ _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 _MOST_DELAY = 10_000  # milliseconds
 DEFAULT_WORKLOADS = ("lattice", "cnn")
+_USUAL_STEPS = 3  # they show what begins late, and buckets that DDP has rebuilt
 # Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
 QUICK_IN_FLOAT64 = ("mlp", "cnn")
 
@@ -36,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str | None = None
     download: bool = False
     batch: int = 256
-    steps: int = 3
+    steps: int | None = None  # the workload's own number
     seed: int = 0
     dtype: str | None = None
     backend: str = "gloo"
@@ -64,11 +65,15 @@ def check_request(request: Request) -> None:
         loading.check_spelling("strategy", spec, loading.strategy_names())
         loading.check_single(spec)
     check_adaptation(request.adaptation, request.loss)
-    acceptance.check_asked(
-        request.accept, dtype=request.dtype, steps=request.steps, workloads=request.workloads
-    )
     for spec in request.workloads:
         check_workload(spec)
+    asked_for = request.workloads or DEFAULT_WORKLOADS
+    acceptance.check_asked(
+        request.accept,
+        dtype=request.dtype,
+        steps=min(steps_of(request, workload) for workload in asked_for),
+        workloads=request.workloads,
+    )
     cells.check_names(request.without)
     datasets.check_dataset(request.data)
     _check_numbers(request)
@@ -98,10 +103,17 @@ def check_workload(spec: str) -> None:
     loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
+def steps_of(request: Request, workload: str) -> int:
+    """The steps of a workload: as many as were asked for, or the workload's own number."""
+    if request.steps is not None:
+        return request.steps
+    return CELLS[workload].steps if workload in CELLS else _USUAL_STEPS
+
+
 def _check_numbers(request: Request) -> None:
     for what, value, least, most in (
         ("--batch", request.batch, 1, _MOST_BATCH),
-        ("--steps", request.steps, 1, _MOST_STEPS),
+        ("--steps", _USUAL_STEPS if request.steps is None else request.steps, 1, _MOST_STEPS),
         ("--seed", request.seed, 0, 2**63 - 1),
     ):
         if not least <= value <= most:
@@ -230,7 +242,9 @@ def plan_cases(request: Request) -> list[Case]:
 
 
 def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str]) -> list[Case]:
-    """The cells of `--thorough`: float32, with batches and steps of their own."""
+    """The cells of `--thorough`: float32, with batches and steps of their own, whatever number of
+    steps was asked for: fewer would not show what a cell is for.
+    """
     if not request.thorough:
         return []
     cases = []
@@ -290,7 +304,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         data="lattice" if is_lattice else own_data.get(workload, request.data),
         data_dir=request.data_dir,
         batch=request.batch,
-        steps=request.steps,
+        steps=steps_of(request, workload),
         seed=request.seed,
         deadline_s=request.deadline_s,
         layers=("lattice",) if is_lattice else ("S64",) if companion else layers,

@@ -71,7 +71,7 @@ def verify(
     data: str = SYNTHETIC,
     data_dir: str | os.PathLike[str] | None = None,
     batch: int = 256,
-    steps: int = 3,
+    steps: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
     deadline_s: float = 30.0,
@@ -96,6 +96,7 @@ def verify(
     world       number of ranks, or several to try
     workload    names of workloads; by default lattice and cnn
     batch       samples per step, over all ranks
+    steps       steps to record, of every workload; by default each workload's own number
     form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
     without_data  ranks without a shard of the batch, such as a parameter server
     accept      as --accept: what differs by design, such as "low-precision:bf16"

@@ -121,18 +121,23 @@ def _environment_line(report: Report) -> str:
 
 def _headline(cases: Sequence[CaseReport], verdict: VerdictName, report: Report) -> Text:
     case = cases[0].case
-    dtypes: dict[str, dict[str, None]] = {}
+    dtypes: dict[tuple[str, int], dict[str, None]] = {}
     for c in cases:
-        dtypes.setdefault(c.case.workload, {})[c.case.dtype] = None
-    names = ", ".join(f"{w} {'+'.join(found)}" for w, found in [*dtypes.items()][:_MOST_NAMED])
+        dtypes.setdefault((c.case.workload, c.case.steps), {})[c.case.dtype] = None
+    alike = len({steps for _, steps in dtypes}) == 1
+    names = ", ".join(
+        f"{workload} {'+'.join(found)}{'' if alike else f' ({steps} steps)'}"
+        for (workload, steps), found in [*dtypes.items()][:_MOST_NAMED]
+    )
     if len(dtypes) > _MOST_NAMED:
         names += f" and {len(dtypes) - _MOST_NAMED} more"
+    steps = f"{case.steps} steps, " if alike else ""
     text = Text()
     text.append(f"{verdict.upper():<8}", style=_STYLE[verdict])
     text.append(f"{case.strategy}, world {case.world}", style="bold")
     if report.environment.get("backend") not in (None, case.backend):
         text.append(f" on {case.backend}", style="bold")
-    text.append(f": {names}; batch {case.batch}, {case.steps} steps, seed {case.seed}")
+    text.append(f": {names}; batch {case.batch}, {steps}seed {case.seed}")
     return text
 
 

@@ -57,6 +57,16 @@ def test_thorough_adds_every_cell_once() -> None:
         cases(without=["cnn"])
 
 
+def test_a_cell_trains_its_own_steps_however_it_is_asked_for() -> None:
+    for thorough in (False, True):
+        planned = cases(workloads=[*CELLS], thorough=thorough)
+        assert {c.workload: c.steps for c in planned} == {n: c.steps for n, c in CELLS.items()}
+    (ragged,) = cases(workloads=["ragged_batch"], steps=2)
+    assert ragged.steps == 2
+    by_name = {c.workload: c for c in cases(thorough=True, steps=2)}
+    assert (by_name["cnn"].steps, by_name["ragged_batch"].steps) == (2, 4)
+
+
 def test_layers_that_have_nothing_to_say_are_not_owed() -> None:
     def layers(name: str) -> set[str]:
         (case,) = cases(workloads=[name])

@@ -21,7 +21,7 @@ from distcheck.records import Case
 SYNC = "def sync(model):\n    pass\n"
 
 USUAL = {
-    "strategies": (), "worlds": (4,), "workloads": (), "steps": 3, "dtype": None,
+    "strategies": (), "worlds": (4,), "workloads": (), "steps": None, "dtype": None,
     "data": "synthetic", "data_dir": None, "download": False, "batch": 256, "seed": 0,
     "backend": "gloo", "device": "cpu", "deadline_s": 30.0, "form": None, "arguments": (),
     "variables": (), "finish": None, "reset": None, "without_data": (), "loss": "mean",

@@ -3,6 +3,7 @@
 import io
 import json
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -194,6 +195,23 @@ def test_a_failure_in_one_line() -> None:
         "FAIL mine.py:sync, world 4, mlp float32: gradients (X), step 1, 7.weight"
     )
     assert summarize(REPORTS["crash"]).endswith("rank 2 raised")
+
+
+def test_the_headline_says_whose_steps_are_how_many() -> None:
+    reports = [
+        CaseReport(
+            case=msgspec.structs.replace(case(workload=workload), steps=steps),
+            strategy_file="",
+            verdict="pass",
+            outcomes=(),
+            checks=(),
+        )
+        for workload, steps in (("lattice", 12), ("cnn", 3))
+    ]
+    both = render_text(Report(environment=ENVIRONMENT, cases=tuple(reports)), width=200)
+    assert "lattice float32 (12 steps), cnn float32 (3 steps); batch 256, seed 0" in both
+    one = render_text(Report(environment=ENVIRONMENT, cases=tuple(reports[:1])), width=200)
+    assert "lattice float32; batch 256, 12 steps, seed 0" in one
 
 
 def test_verbose_and_quiet() -> None:
