@@ -32,6 +32,16 @@ def of_mean(
     """What comparing one parameter's synchronised gradient by `layer` would show. None where one
     rank alone has data: there is nothing to exchange.
     """
+    if layer not in ("X", "R"):
+        return _of_mean(evidence, expectation, layer, index)
+    if index not in expectation.shown:  # one bound for both
+        expectation.shown[index] = _of_mean(evidence, expectation, layer, index)
+    return expectation.shown[index]
+
+
+def _of_mean(
+    evidence: Evidence, expectation: StepExpectation, layer: str, index: int
+) -> Shown | None:
     ranks = evidence.with_data
     if len(ranks) < 2:
         return None

@@ -8,6 +8,7 @@ import torch
 
 from distcheck.acceptance import Accepted, read
 from distcheck.contract import Contract, DDPBuckets
+from distcheck.mistakes import Shown
 from distcheck.oracles import low_rank, order_exact, quantum, rounding
 from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance
@@ -38,6 +39,8 @@ class StepExpectation:
     ) -> None:
         self.ingredients, self.contract, self.trace = ingredients, contract, trace
         self.step = step
+        # What comparisons with the shards' mean would show, by parameter: asked for by two layers.
+        self.shown: dict[int, Shown | None] = {}
         self._references = references
         self._in_double: StepExpectation | None = None
 

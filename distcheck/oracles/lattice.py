@@ -18,7 +18,7 @@ An update with learning rate 2^-6 takes that integer off the weights, counted in
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
@@ -159,11 +159,14 @@ class LatticeOracle:
         seen = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
         return LatticeStep(
             local=[
-                {name: [factor * k for k in part] for name, part in c.total.items()}
+                {name: _each(part, factor.__mul__) for name, part in c.total.items()}
                 for factor, c in zip(seen, sums, strict=True)
             ],
-            synced={name: [Fraction(g) for g in part] for name, part in synced.items()},
-            after={n: [Fraction(w, _UNIT) for w in part] for n, part in self._weights.items()},
+            synced={name: _each(part, Fraction) for name, part in synced.items()},
+            after={
+                name: _each(part, lambda w: Fraction(w, _UNIT))
+                for name, part in self._weights.items()
+            },
             losses=[scale * c.loss for scale, c in zip(scales, sums, strict=True)],
         )
 
@@ -210,8 +213,10 @@ class _Contributions:
         self.loss = 0
         self.largest_activation = 0
         self._sizes = dict.fromkeys(weights, 0)
+        self._to_table = 0
         for i in ids:
             self._add(weights, i)
+        self._put("table", [self._to_table * p for p in TABLE_PERIOD])  # every sample's is alike
         self.largest = max(self._sizes.values())
 
     def _add(self, weights: dict[str, Vector], i: int) -> None:
@@ -231,7 +236,7 @@ class _Contributions:
         self._put("head.weight", [c * max(f, 0) for c in to_head for f in x[:_HEAD_IN]])
         self._conv(weights["conv.weight"], image, to_conv)
         self._put("scale", [to_scale])
-        self._put("table", [to_table * p for p in TABLE_PERIOD])
+        self._to_table += to_table  # at least 1, so no sum is larger than the last one
 
     def _dense(self, weights: dict[str, Vector], x: Vector, cotangents: Vector) -> None:
         rows, bias = weights["dense.weight"], weights["dense.bias"]
@@ -294,6 +299,12 @@ def _initial(position: int, count: int) -> Vector:
     itself come first (scale, table), then those of its layers in order (dense, head, conv).
     """
     return [mixed(element, position, 3) for element in range(count)]
+
+
+def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
+    """What is made of each value; of equal ones once, since fractions are slow."""
+    known = {value: made(value) for value in set(values)}
+    return [known[value] for value in values]
 
 
 def _odd(n: int) -> int:

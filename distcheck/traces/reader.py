@@ -78,6 +78,8 @@ class TraceReader:
         self._fd = fd
         self._baseline = baseline
         self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
+        # Checks ask for a tensor many times, and mapping it takes longer than looking it up.
+        self._known: dict[tuple[int, Kind, int, int], torch.Tensor] = {}
 
     def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
         """The same trace as a world of these ranks alone would have written it: they are numbered
@@ -140,11 +142,17 @@ class TraceReader:
         return [self.tensor(rank, kind, slot, index) for index in range(count)]
 
     def _mapped(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
+        place = (rank, kind, slot, index)
+        if place in self._known:
+            return self._known[place]
         spec = self.layout.specs(kind)[index]
         offset = self.layout.data_offset(rank, kind, slot, index)
         tensor = mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
-        if kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step"):
-            return tensor  # optimizers keep their count of steps on the CPU
+        # Optimizers keep their count of steps on the CPU.
+        counts_steps = kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step")
+        if self._device == _CPU or counts_steps:
+            self._known[place] = tensor
+            return tensor
         return tensor.to(self._device)
 
 
