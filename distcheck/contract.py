@@ -104,6 +104,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_state  whether every rank holds the state of every parameter, or each tensor is
                `sharded` (held whole by exactly one rank) or `cut` (each rank holds and updates a
                piece, of the parameter as well)
+    one_group  that its optimizer has one group, of all parameters: a workload's `groups` are not
+               made for it
     backend    the only backend it works on, where it speaks to that directly
     device     the only kind of device it works on: "cpu" or "cuda"
     declines   cells of `--thorough` that it is not made for (see `distcheck list`); they are
@@ -118,6 +120,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     wire: Wire | None = None
     micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 1
     optimizer_state: OptimizerState = "replicated"
+    one_group: bool = False
     backend: str | None = None
     device: Device | None = None
     declines: tuple[CellName, ...] = ()
@@ -219,6 +222,10 @@ class Workload(Protocol):
                                        by default torch's DistributedSampler
     before_step(model, step)           what a script does to its model before a step's forward
                                        pass, such as freezing a layer; a function of the step
+    groups(parameters)                 parameter groups for `optimizer`, as a script makes them:
+                                       dicts with "params" and settings of their own
+    schedule(optimizer, step)          what a script does to its optimizer before a step, such as
+                                       setting the rates in `param_groups`; a function of the step
     training                           a `Training`: what the loop does besides
     own_dtypes                         True: `model` is left in the dtypes that it was built in
     """
@@ -232,7 +239,7 @@ class Workload(Protocol):
         ...
 
     def optimizer(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
-        """Builds the optimizer."""
+        """Builds the optimizer, of parameters or of groups of them."""
         ...
 
 
@@ -263,6 +270,7 @@ def strategy(
     wire: Wire | None = None,
     micro_batches: int = 1,
     optimizer_state: OptimizerState = "replicated",
+    one_group: bool = False,
     backend: str | None = None,
     device: Device | None = None,
     declines: tuple[CellName, ...] = (),
@@ -280,6 +288,7 @@ def strategy(
         wire=wire,
         micro_batches=micro_batches,
         optimizer_state=optimizer_state,
+        one_group=one_group,
         backend=backend,
         device=device,
         declines=declines,
@@ -293,8 +302,9 @@ def strategy(
             'scale "divide-after", "divide-before" or "multiply-before"; weighting "gradient" or '
             '"loss"; sync "after-backward", "during-backward" or "out-of-sight"; buffers "local" '
             'or "rank 0"; wire "bfloat16", "float16", "float32" or None; micro_batches a number '
-            'from 1; optimizer_state "replicated", "sharded" or "cut"; backend a name or None; '
-            'device "cpu", "cuda" or None; declines names of cells (distcheck list)'
+            'from 1; optimizer_state "replicated", "sharded" or "cut"; one_group True or False; '
+            'backend a name or None; device "cpu", "cuda" or None; declines names of cells '
+            "(distcheck list)"
         ) from None
 
     def declare(target: T) -> T:

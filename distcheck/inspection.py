@@ -223,6 +223,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         contract=Contract(),
         strategy_file="",
         model=layout,
+        makes_groups=ingredients.makes_groups,
         updates_again=updates_again(ingredients, model, layout),
         train_size=ingredients.samples.size(train=True),
         saved_bytes_per_sample=saved_bytes // 2,

@@ -55,6 +55,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     normalises_batches: bool = False
     rows_apart: bool = False  # BatchNorm sees rows that are not one sample's after the other's
     rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and shorter ones of the forward pass
+    makes_groups: bool = False  # whether the workload divides its parameters into groups
     updates_again: bool = True  # whether an optimizer that is built anew can repeat a step
     takes_loss: bool = True  # whether another --loss may be declared for the strategy
     note: str = ""

@@ -136,6 +136,8 @@ def plan_runs(
         run.notes += remarks.notes_on(case, sizes, about.contract)
         if why := remarks.why_no_full_batch(case, about, sizes):
             run.notes.append(why)
+        if about.makes_groups and about.contract.one_group:
+            run.notes.append(remarks.ONE_GROUP)
         if not about.updates_again:
             run.notes.append(remarks.NOT_REPEATED)
         runs.append(run)

@@ -26,6 +26,10 @@ _ROWS_APART = (
     "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
     f"them a rank normalises by themselves: {_BY_OTHERS}"
 )
+ONE_GROUP = (
+    "the strategy's optimizer has one group of all parameters, so the workload's groups are not "
+    "made, and their settings are not checked"
+)
 NOT_REPEATED = (
     "the optimizer keeps more than tensors and numbers of its parameters and groups, or draws "
     "random numbers: built anew, it does not repeat its own step, and its step is not checked"

@@ -24,8 +24,9 @@ class Zero1:
     """Plain all-reduce, and an optimizer that holds a W-th of the state."""
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """`build` makes each rank's own optimizer, over the parameters that it was given."""
-        return ZeroRedundancyOptimizer(parameters, optimizer_class=build)  # type: ignore[arg-type]
+        """`build` makes the groups of parameters, and each rank's own optimizer over its part."""
+        groups = build(parameters).param_groups
+        return ZeroRedundancyOptimizer(groups, optimizer_class=build)  # type: ignore[arg-type]
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """Leaves the mean gradient over all samples of the step in every `parameter.grad`."""

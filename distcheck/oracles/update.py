@@ -73,7 +73,9 @@ class UpdateReference:
             gradient = None if index in absent else gradient
             parameter.requires_grad_(self._trains[index])
             parameter.grad = None if gradient is None else gradient.clone()
-        optimizer = self._ingredients.loaded.workload.optimizer(model.parameters())
+        optimizer = self._ingredients.optimizer(
+            model.parameters(), one_group=self._contract.one_group
+        )
         header = trace.header(rank, step)
         implement(optimizer, header.implementation)
         for index, spec in enumerate(trace.layout.model.optimizer):
@@ -82,6 +84,7 @@ class UpdateReference:
             if before is not None:
                 is_number = spec.name in trace.layout.model.numbers
                 put_back(optimizer, parameters, spec.name, before, is_number=is_number)
+        self._ingredients.schedule(optimizer, step)
         training = self._ingredients.training
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)

@@ -72,9 +72,8 @@ class Loop:
                 f"{ingredients.case.strategy} wraps the model in a {type(self.wrapped).__name__}, "
                 "whose forward pass a rank without data never runs"
             )
-        self._optimizer = self._strategy.optimizer(
-            ingredients.loaded.workload.optimizer, self.wrapped.parameters()
-        )
+        build = partial(ingredients.optimizer, one_group=self._strategy.contract.one_group)
+        self._optimizer = self._strategy.optimizer(build, self.wrapped.parameters())
 
     def _resume(self, number: int) -> None:
         """Everything anew, as a script does that was started again, and filled from a checkpoint.
@@ -105,6 +104,7 @@ class Loop:
             ranks_with_data=len(case.with_data),
         )
         self._ingredients.prepare(self.model, number)
+        self._ingredients.schedule(self._optimizer, number)
         self._observer.reading(number, stretch.epoch, ids)
 
         progress(number, "forward")

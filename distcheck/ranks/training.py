@@ -1,6 +1,7 @@
 """Building what is trained, alike in every rank and in every reference."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,28 @@ class Ingredients:
         before_step = getattr(self.loaded.workload, "before_step", None)
         if before_step is not None:
             before_step(model, step)
+
+    def optimizer(
+        self, parameters: Iterable[Any], *, one_group: bool = False
+    ) -> torch.optim.Optimizer:
+        """The workload's optimizer, of its groups of `parameters`; what is groups already, or is to
+        stay one group, is taken as it is.
+        """
+        workload, listed = self.loaded.workload, list(parameters)
+        if self.makes_groups and not one_group and not any(isinstance(p, dict) for p in listed):
+            listed = workload.groups(listed)  # type: ignore[attr-defined]
+        return workload.optimizer(listed)
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether the workload divides its parameters into groups."""
+        return hasattr(self.loaded.workload, "groups")
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """What the workload does to its optimizer before a step, in ranks and references alike."""
+        schedule = getattr(self.loaded.workload, "schedule", None)
+        if schedule is not None:
+            schedule(optimizer, step)
 
     def batch(self, ids: torch.Tensor, total: int) -> Batch:
         """The samples `ids` [n] of the training split, as part of a step of `total` samples."""
@@ -213,7 +236,7 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     gradients.
     """
     workload = ingredients.loaded.workload
-    optimizer = workload.optimizer(model.parameters())
+    optimizer = ingredients.optimizer(model.parameters())
     built = {name: number.item() for name, number in group_numbers(optimizer).items()}
     may_unfreeze = hasattr(workload, "before_step")
     for parameter in model.parameters():
@@ -265,7 +288,7 @@ def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayou
     takes the same step as that one, to the bit: torch's own do. One does not that keeps more than
     tensors and numbers, or draws random numbers.
     """
-    build = ingredients.loaded.workload.optimizer
+    build = ingredients.optimizer
     if is_torchs_own(build(model.parameters())):
         return True
     models = [ingredients.model(), ingredients.model()]

@@ -94,6 +94,10 @@ CAUSES: dict[str, set[str]] = {
     "MomentumLostOnOneRank": {"wrong-update"},
     "FSDPWithoutWeights": {"unweighted-mean"},
     "FSDPThatDecays": {"wrong-update"},
+    # updates: which settings an optimizer stepped with is not recorded
+    "KeepsItsFirstRate": {"wrong-update"},
+    "MakesOneGroup": {"wrong-update"},
+    "OnlyTheFirstGroup": {"partial-sync"},
     # stale
     "UsesTheLastStep": {"stale-gradient"},
     "BufferNeverZeroed": {"accumulated-gradient"},

@@ -5,6 +5,7 @@ use. The shared base is quick, so that a mutant costs about a second.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,22 @@ class WithAdam(Small):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.01)
+
+
+class InGroups(Small):
+    """Weights decay, biases do not; the rate grows with every step."""
+
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        listed = list(parameters)
+        return [
+            {"params": [p for p in listed if p.dim() > 1], "weight_decay": 0.01},
+            {"params": [p for p in listed if p.dim() == 1], "lr": 0.01},
+        ]
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group.get("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * (1 + step)
 
 
 class Clipping(Small):

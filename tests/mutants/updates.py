@@ -40,6 +40,44 @@ class NormOverReplicas(_Averages):
         return clipping(list(parameters), ranks=2, epsilons=1)
 
 
+@mutant(caught="parameters X", workload=".small:InGroups", world=2, step=1)
+class KeepsItsFirstRate(_Averages):
+    """Settings are taken when the optimizer is made: what a schedule sets has no effect."""
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = build(parameters)
+        rates = [group["lr"] for group in made.param_groups]
+
+        def back(*_: object) -> None:
+            for group, rate in zip(made.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        made.register_step_pre_hook(back)
+        return made
+
+
+@mutant(caught="parameters X", workload=".small:InGroups", world=2, steps=1)
+class MakesOneGroup(_Averages):
+    """Parameters are taken out of their groups, whose settings are lost."""
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return build([{"params": [p for g in build(parameters).param_groups for p in g["params"]]}])
+
+
+@mutant(caught=f"{WRONG}, agreement", workload=".small:InGroups", world=2, steps=1)
+class OnlyTheFirstGroup:
+    """Goes through `param_groups[0]` and stops."""
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        self.made = build(parameters)
+        return self.made
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        for parameter in self.made.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= step.world_size
+
+
 @mutant(caught="parameters X, agreement", workload=".small:Tied", world=2, steps=1)
 @strategy(optimizer_state="sharded")
 class LastPartNeverSent(_Averages):

@@ -67,7 +67,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         base.sync(model, step)
         kept[0].write_gradients()
 
-    contract = msgspec.structs.replace(base.contract, sync="out-of-sight", optimizer_state="cut")
+    contract = msgspec.structs.replace(
+        base.contract, sync="out-of-sight", optimizer_state="cut", one_group=True
+    )
     return dataclasses.replace(
         base,
         contract=contract,

@@ -67,7 +67,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(step.world_size)
 
-    contract = msgspec.structs.replace(contract_of(target.value), optimizer_state="sharded")
+    contract = msgspec.structs.replace(
+        contract_of(target.value), optimizer_state="sharded", one_group=True
+    )
     return dataclasses.replace(
         LoadedStrategy(contract=contract, file=source_file(target.value)),
         optimizer=optimizer,
