@@ -139,6 +139,12 @@ def owes_full_batch(text: str | None) -> bool:
     return accepted is None or accepted.owes_mean
 
 
+def keeps_scalars(text: str | None) -> bool:
+    """Whether what is accepted takes parameters without dimensions: torch's PowerSGD does not."""
+    accepted = read(text)
+    return accepted is None or accepted.family != "low-rank"
+
+
 def keeps_lattice(text: str | None) -> bool:
     """Whether the lattice has anything to show: sums that are exact, or rounded by a dtype."""
     accepted = read(text)

@@ -75,7 +75,7 @@ CellName = Literal[
     "called_twice", "dropout", "reassigned_buffers", "one_element", "zero_size",
     "indivisible_sizes", "bucket_boundaries", "channels_last", "transposed", "mixed_dtypes",
     "complex", "sparse", "ragged_batch", "two_epochs", "accumulation", "clipping", "loss_scaling",
-    "resume",
+    "adamw", "resume",
 ]  # fmt: skip
 
 Order = RankOrder | BackendAllReduce | BackendReduce | RingOrder | DDPBuckets

@@ -1,5 +1,6 @@
 """The first job of a run: look at strategy, workload, data and machine before any rank starts."""
 
+import ast
 import os
 import platform
 import re
@@ -66,6 +67,8 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
                 strategy_file=strategy.file,
                 takes_loss=_takes_loss(strategy),
                 strategy_line=strategy.line,
+                groups=1 if strategy.contract.one_group else known[key].groups,
+                syncs_statistics=_syncs_statistics(strategy.file),
                 note=strategy.note,
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
@@ -116,6 +119,17 @@ def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
             f"{case.strategy} promises how every rank's gradient is exchanged, or has a backward() "
             "of its own: leave --without-data out, or the promise"
         )
+
+
+def _syncs_statistics(file: str) -> bool:
+    """Whether the code in a file makes SyncBatchNorm of a model's BatchNorm."""
+    try:
+        nodes = list(ast.walk(ast.parse(Path(file).read_text())))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return False
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(used & {"SyncBatchNorm", "convert_sync_batchnorm"})
 
 
 def _takes_loss(strategy: LoadedStrategy) -> bool:
@@ -252,7 +266,7 @@ def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _groups(ingredients: Ingredients, model: torch.nn.Module) -> int:
     """How many groups of parameters the workload's optimizer has; people's own may have none."""
-    optimizer = ingredients.loaded.workload.optimizer(model.parameters())
+    optimizer = ingredients.optimizer(model.parameters())
     return len(getattr(optimizer, "param_groups", ())) or 1
 
 

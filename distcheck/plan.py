@@ -16,15 +16,12 @@ from distcheck.oracles import lattice
 from distcheck.owed import Owed, PlannedCheck
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.remarks import FULL_BATCH_LAYERS, rounds_by_position, why_no_full_batch
+from distcheck.single_ranks import check_delays, check_without_data
+from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
-_MOST_DELAY = 10_000  # milliseconds
-DEFAULT_WORKLOADS = ("lattice", "cnn")
-_USUAL_STEPS = 3  # they show what begins late, and buckets that DDP has rebuilt
-# Workloads whose float64 pass costs seconds, not minutes; vgg11 takes ten times its float32 time.
-QUICK_IN_FLOAT64 = ("mlp", "cnn")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +64,7 @@ def check_request(request: Request) -> None:
     check_adaptation(request.adaptation, request.loss)
     for spec in request.workloads:
         check_workload(spec)
-    asked_for = request.workloads or DEFAULT_WORKLOADS
+    asked_for = request.workloads or tuple(DEFAULT_RUN)
     acceptance.check_asked(
         request.accept,
         dtype=request.dtype,
@@ -77,7 +74,13 @@ def check_request(request: Request) -> None:
     cells.check_names(request.without)
     datasets.check_dataset(request.data)
     _check_numbers(request)
-    _check_without_data(request)
+    check_without_data(
+        request.adaptation.without_data,
+        worlds=request.worlds,
+        workloads=request.workloads,
+        thorough=request.thorough,
+        accept=request.accept,
+    )
     if request.dtype is not None and request.dtype not in DTYPES:
         raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
     if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
@@ -107,13 +110,13 @@ def steps_of(request: Request, workload: str) -> int:
     """The steps of a workload: as many as were asked for, or the workload's own number."""
     if request.steps is not None:
         return request.steps
-    return CELLS[workload].steps if workload in CELLS else _USUAL_STEPS
+    return CELLS[workload].steps if workload in CELLS else about(workload).steps
 
 
 def _check_numbers(request: Request) -> None:
     for what, value, least, most in (
         ("--batch", request.batch, 1, _MOST_BATCH),
-        ("--steps", _USUAL_STEPS if request.steps is None else request.steps, 1, _MOST_STEPS),
+        ("--steps", 1 if request.steps is None else request.steps, 1, _MOST_STEPS),
         ("--seed", request.seed, 0, 2**63 - 1),
     ):
         if not least <= value <= most:
@@ -136,33 +139,6 @@ def _check_numbers(request: Request) -> None:
                 f"--batch {request.batch} is smaller than {ranks}: a rank would have no sample; "
                 f"give --batch {shards} or more, or fewer ranks"
             )
-
-
-def _check_without_data(request: Request) -> None:
-    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
-    without = request.adaptation.without_data
-    if not without:
-        return
-    for world in request.worlds:
-        beyond = [rank for rank in without if not 0 <= rank < world]
-        if beyond or len(without) >= world:
-            raise UsageError(
-                f"--without-data {beyond[0]} is no rank of --world {world}; ranks are 0 to "
-                f"{world - 1}"
-                if beyond
-                else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
-            )
-    in_cells = [name for name in request.workloads if name in CELLS]
-    if request.thorough or in_cells:
-        raise UsageError(
-            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}: in a "
-            "cell every rank computes; give the usual workloads"
-        )
-    if request.accept is not None:
-        raise UsageError(
-            f"--without-data does not go with --accept {request.accept}, whose bounds are derived "
-            "for ranks that all give a gradient; leave one of the two out"
-        )
 
 
 def check_case(case: Case) -> Case:
@@ -205,25 +181,16 @@ def check_case(case: Case) -> Case:
     return case
 
 
-def check_delays(delays: Sequence[Delay], world: int) -> None:
-    """Raises UsageError for a delay that no rank of this world could have."""
-    for delay in delays:
-        if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
-            raise UsageError(
-                f"a delay of rank {delay.rank} before collective {delay.collective} by {delay.ms} "
-                f"ms is none that a world of {world} can have: ranks count from 0, collectives "
-                f"from 0 (before backward), and milliseconds from 1 to {_MOST_DELAY}"
-            )
-
-
 def plan_cases(request: Request) -> list[Case]:
     """The cases, strategy by strategy, world by world."""
     check_request(request)
-    workloads = dict.fromkeys(request.workloads or DEFAULT_WORKLOADS)
+    workloads = dict.fromkeys(request.workloads or DEFAULT_RUN)
     if request.dtype not in (None, *EXACT_DTYPES):
         workloads.pop("lattice", None)
     if not acceptance.keeps_lattice(request.accept):
         workloads.pop("lattice", None)
+    if not request.workloads and not acceptance.keeps_scalars(request.accept):
+        workloads.pop("composite")
     cases = [
         case
         for strategy in dict.fromkeys(request.strategies)
@@ -272,7 +239,8 @@ def _against_cpu(case: Case) -> Case:
 def _dtypes(request: Request, workload: str) -> list[str]:
     if request.dtype is not None:
         return [request.dtype]
-    quick = workload in QUICK_IN_FLOAT64 and acceptance.owes_full_batch(request.accept)
+    quick = about(workload).in_float64 and acceptance.owes_full_batch(request.accept)
+    quick = quick and (bool(request.workloads) or DEFAULT_RUN[workload].in_float64)
     return ["float32", "float64"] if quick else ["float32"]
 
 
@@ -287,11 +255,16 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     }[dtype]
     if not acceptance.owes_full_batch(request.accept):
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
-    if workload in CELLS:
-        layers = tuple(layer for layer in layers if layer not in CELLS[workload].without)
+    cell, known = CELLS.get(workload), about(workload)
+    without = known.without if cell is None else cell.without
+    layers = tuple(layer for layer in layers if layer not in without)
+    data = known.data if cell is None else datasets.SYNTHETIC
     is_lattice = workload.partition(":")[0] == "lattice"
-    own_data = {"lattice": "lattice", **dict.fromkeys(CELLS, datasets.SYNTHETIC)}
     companion = dtype == "float64" and request.dtype is None
+    reruns = cell is not None or bool(request.workloads) or DEFAULT_RUN[workload].rerun
+    steps = steps_of(request, workload)
+    if companion and request.steps is None:
+        steps = min(steps, STEPS_IN_FLOAT64)
     suffix = "" if request.device == "cpu" else "-cuda"
     return Case(
         id=as_file_name(f"{name}-w{world}-{place}-{dtype}{suffix}"),
@@ -301,14 +274,14 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         device=request.device,
         dtype=dtype,
         workload=workload,
-        data="lattice" if is_lattice else own_data.get(workload, request.data),
+        data=data or request.data,
         data_dir=request.data_dir,
         batch=request.batch,
-        steps=steps_of(request, workload),
+        steps=steps,
         seed=request.seed,
         deadline_s=request.deadline_s,
         layers=("lattice",) if is_lattice else ("S64",) if companion else layers,
-        rerun=not companion,
+        rerun=reruns and not companion,
         adaptation=request.adaptation,
         loss=cast("LossName", request.loss),
         accept=acceptance.spelled(request.accept),
@@ -403,7 +376,7 @@ def _fallback_note(
     notes = []
     if facts.contract.order and calibration_failure:
         notes.append(f"X falls back to R: {calibration_failure}")
-    if facts.draws_random_numbers:
+    if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
             "the forward pass draws random numbers (dropout?), each rank its own: judged by R "
             "against every rank's own draws, no full batch could repeat them"

@@ -26,6 +26,10 @@ _ROWS_APART = (
     "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
     f"them a rank normalises by themselves: {_BY_OTHERS}"
 )
+SYNCED_STATISTICS = (
+    "the strategy's file makes SyncBatchNorm of the model's BatchNorm, which exchanges statistics "
+    "in the forward pass: no rank's part can be computed again, and on a CPU it does not run"
+)
 ONE_GROUP = (
     "the strategy's optimizer has one group of all parameters, so the workload's groups are not "
     "made, and their settings are not checked"
@@ -90,6 +94,8 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         own_backward=facts.own_backward,
         own_update=facts.own_update,
     )
+    if facts.syncs_statistics and facts.normalises_batches:
+        declined = declined or SYNCED_STATISTICS
     if declined := declined or _why_not_bounded(case, contract, facts.training.accumulate):
         return declined
     if case.reference_device is not None and facts.draws_random_numbers:

@@ -23,7 +23,7 @@ from distcheck.adapters.asked import adaptation_of
 from distcheck.book import Book, run_of
 from distcheck.case_runs import CaseRun, is_separate
 from distcheck.contents import not_shown
-from distcheck.datasets import SYNTHETIC
+from distcheck.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.errors import DistcheckError, LeftOutError, MembershipError, UsageError
 from distcheck.followups import FollowUp
 from distcheck.objects import names_of
@@ -94,9 +94,8 @@ def verify(
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that
                 can be imported by its module and name, as it stands there
     world       number of ranks, or several to try
-    workload    names of workloads; by default lattice and cnn
-    batch       samples per step, over all ranks
-    steps       steps to record, of every workload; by default each workload's own number
+    workload    names of workloads; by default lattice, cnn and composite
+    batch       samples per step, over all ranks; `steps`: by default each workload's own number
     form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
     without_data  ranks without a shard of the batch, such as a parameter server
     accept      as --accept: what differs by design, such as "low-precision:bf16"
@@ -179,7 +178,7 @@ def run_cases(
         pool.wait_ready()
     except MembershipError as error:
         return _nothing_verified(cases, str(error), whole)
-    data_name = next((c.data for c in cases if c.data != "lattice"), SYNTHETIC)
+    data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
         listener.preparing("looking at strategies and workloads")

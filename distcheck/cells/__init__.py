@@ -124,6 +124,11 @@ CELLS: Mapping[str, Cell] = {
         about="a GradScaler, and on one rank a gradient that overflows: every rank skips the step",
         steps=4,
     ),
+    "adamw": Cell(
+        place="distcheck.workloads.composite:WithAdamW",
+        about="the composite model with AdamW, in two groups, its rates changing with every step",
+        without=("S32", "S64"),
+    ),
     "resume": Cell(
         place="distcheck.cells.schedules:Resume",
         about="after step 1 everything is built anew and filled from a checkpoint",

@@ -35,7 +35,7 @@ from distcheck.outputs import errors_told, output_options, taken_from
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="What to train; may be given several times. [lattice and cnn]",
+    help="What to train; may be given several times. [lattice, cnn and composite]",
 )
 @click.option(
     "--thorough",

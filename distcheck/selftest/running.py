@@ -54,7 +54,7 @@ def _run_mutant(planted: Planted, environment: dict[str, object]) -> Row:
 def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> list[Row]:
     begun = time.monotonic()
     try:
-        report = verify(strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype)
+        report = verify(strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype, steps=3)
     except DistcheckError as error:
         return [Row(kind="correct", name=strategy, file=strategy, detail=str(error))]
     _note(environment, report)

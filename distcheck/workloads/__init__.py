@@ -1,1 +1,59 @@
-"""The yardsticks that strategies are measured with, one file each; each defines `workload`."""
+"""The yardsticks that strategies are measured with, one file each; each defines `workload`.
+
+What the front must know of them without importing torch is here.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a workload before it is loaded; the defaults are those of anybody's.
+
+    steps     3 show what begins after the first exchange, and buckets that DDP has rebuilt; 12,
+              where a step costs little, what begins later
+    data      what it trains on whatever `--data` says; empty where it takes that
+    in_float64  whether its float64 case costs seconds, not minutes
+    without   the layers that have nothing to say about it
+    """
+
+    steps: int = 3
+    data: str = ""
+    in_float64: bool = False
+    without: tuple[str, ...] = ()
+
+
+ABOUT: Mapping[str, About] = {
+    "lattice": About(steps=12, data="lattice"),
+    "mlp": About(in_float64=True),
+    "cnn": About(in_float64=True),
+    # In float32 it has dropout, and a whole batch would draw other masks.
+    "composite": About(data="synthetic", in_float64=True, without=("S32",)),
+}
+# The float64 case beside a float32 one is there for S64, which looks for what shards mean: that is
+# the same at every step. Two, so that the second starts from parameters that were updated.
+STEPS_IN_FLOAT64 = 2
+
+
+class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What the default run does with a workload besides training and judging it once."""
+
+    in_float64: bool = False
+    rerun: bool = False
+
+
+# What one workload shows for all is done with one: the rerun where collectives are few, float64
+# where the model is rich.
+DEFAULT_RUN: Mapping[str, InDefaultRun] = {
+    "lattice": InDefaultRun(),
+    "cnn": InDefaultRun(rerun=True),
+    "composite": InDefaultRun(in_float64=True),
+}
+
+
+def about(name: str) -> About:
+    """What is known of a workload, a person's own included; of a variant (`lattice:no-scalar`),
+    what is known of its workload.
+    """
+    return ABOUT.get(name.partition(":")[0], About())

@@ -77,10 +77,12 @@ def test_cases_owe_what_there_is_to_owe() -> None:
         accept: [(c.workload, c.dtype, c.layers) for c in plan_cases(request(accept, steps=4))]
         for accept in ("low-precision:bf16", "quantised:8", "low-rank:2", "local-sgd:2")
     }
-    full = [("cnn", "float32", ("X", "R", "S32")), ("cnn", "float64", ("S64",))]
+    own = ("composite", "float32", ("X", "R"))
+    full = [("cnn", "float32", ("X", "R", "S32")), own, ("composite", "float64", ("S64",))]
     assert plans["low-precision:bf16"] == [("lattice", "float32", ("lattice",)), *full]
     assert plans["quantised:8"] == full
-    assert plans["low-rank:2"] == plans["local-sgd:2"] == [("cnn", "float32", ("X", "R"))]
+    assert plans["low-rank:2"] == [("cnn", "float32", ("X", "R"))]
+    assert plans["local-sgd:2"] == [("cnn", "float32", ("X", "R")), own]
 
 
 def shards_of(seed: int, world: int, shape: tuple[int, ...]) -> list[torch.Tensor]:

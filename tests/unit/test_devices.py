@@ -120,10 +120,11 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == [
         "allreduce-w4-lattice-float32-cuda",
         "allreduce-w4-cnn-float32-cuda",
-        "allreduce-w4-cnn-float64-cuda",
+        "allreduce-w4-composite-float32-cuda",
+        "allreduce-w4-composite-float64-cuda",
         "allreduce-w4-cnn-float32-cuda-against-cpu",
     ]
-    assert [case.judged_on for case in found.values()] == ["cuda", "cuda", "cuda", "cpu"]
+    assert [case.judged_on for case in found.values()] == [*["cuda"] * 4, "cpu"]
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
     assert against.layers == ("S32",)
     assert {check for check, _ in checks(against, Contract())} == {

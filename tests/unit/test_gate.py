@@ -156,7 +156,8 @@ def test_without_a_file_nothing_has_changed(folder: Path) -> None:
     assert read_configuration(None) == Configuration()
     ids = [case.id for case in plan(strategies=("allreduce",)).cases]
     assert ids == [
-        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32", "allreduce-w4-cnn-float64",
+        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
     ]  # fmt: skip
 
 
@@ -257,8 +258,8 @@ def test_parts_that_are_none(shard: str) -> None:
 
 def test_a_part_without_a_case_is_refused(folder: Path) -> None:
     write(folder, "[tool.distcheck]\nstrategies = ['ddp']\nworlds = [2, 3]\n")
-    assert len(plan(shard="2/3").cases) == 3
-    with pytest.raises(UsageError, match="--shard 3/3 has nothing to run: 6 cases make 2 parts"):
+    assert len(plan(shard="2/3").cases) == 4
+    with pytest.raises(UsageError, match="--shard 3/3 has nothing to run: 8 cases make 2 parts"):
         plan(shard="3/3")
 
 

@@ -65,21 +65,36 @@ def checks(
 
 
 def test_the_default_run() -> None:
-    lattice, cnn, semantic = cases()
-    assert [c.id for c in (lattice, cnn, semantic)] == [
+    lattice, cnn, composite, semantic = cases()
+    assert [c.id for c in (lattice, cnn, composite, semantic)] == [
         "allreduce-w4-lattice-float32",
         "allreduce-w4-cnn-float32",
-        "allreduce-w4-cnn-float64",
+        "allreduce-w4-composite-float32",
+        "allreduce-w4-composite-float64",
     ]
+    assert [c.steps for c in (lattice, cnn, composite, semantic)] == [12, 3, 3, 2]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
     assert {layer for check, layer in checks(lattice)} == {"lattice", "X", "-"}
     assert {layer for check, layer in checks(cnn)} == {"X", "R", "S32", "-"}
+    assert {layer for check, layer in checks(composite, draws=True)} == {"X", "R", "-"}
     assert {layer for check, layer in checks(semantic)} == {"S64", "X", "-"}
-    assert [c.rerun for c in (lattice, cnn, semantic)] == [True, True, False]
+    assert [c.rerun for c in (lattice, cnn, composite, semantic)] == [False, True, False, False]
+
+
+def test_what_is_asked_for_by_name_is_run_in_full() -> None:
+    named = cases(workloads=["lattice", "cnn", "composite"])
+    assert [(c.workload, c.dtype, c.rerun) for c in named] == [
+        ("lattice", "float32", True),
+        ("cnn", "float32", True), ("cnn", "float64", False),
+        ("composite", "float32", True), ("composite", "float64", False),
+    ]  # fmt: skip
+    assert {c.steps for c in cases(steps=5)} == {5}
+    (alone,) = cases(workloads=["composite"], dtype="float64")
+    assert (alone.steps, alone.layers) == (3, ("X", "R", "S64"))
 
 
 def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     hidden = Contract(weighting="loss", sync="out-of-sight")
     seen, unseen = checks(cnn, Contract(weighting="loss")), checks(cnn, hidden)
     assert set(seen) - set(unseen) == {("local gradients", "X")}
@@ -91,7 +106,7 @@ def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
 
 
 def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     sharded = Contract(order=BackendAllReduce(), scale="divide-after", optimizer_state="sharded")
     whole, parts = checks(cnn), checks(cnn, sharded)
     momentum = cnn.steps * 10
@@ -106,16 +121,16 @@ def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
 
 def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
     cut = Contract(weighting="loss", optimizer_state="cut")
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     assert checks(cnn, cut) == checks(cnn, Contract(weighting="loss"))
-    (short,) = cases(dtype="bfloat16")
+    (short,) = cases(workloads=["cnn"], dtype="bfloat16")
     assert ("parameters", "X") in checks(short, Contract(weighting="loss"))
     assert ("parameters", "X") not in checks(short, cut)
     assert "it is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
-    lattice, cnn, _ = cases()
+    lattice, cnn, *_ = cases()
     wired = Contract(order=DDPBuckets(), scale="divide-before", wire="bfloat16")
     assert {layer for check, layer in checks(lattice, wired) if check == "gradients"} == {"X", "R"}
     half = facts_of(Contract(wire="float16"))
@@ -126,7 +141,7 @@ def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
 
 
 def test_micro_batches_are_exact_where_they_halve() -> None:
-    lattice, _, _ = cases()
+    lattice, *_ = cases()
     halved = Contract(order=DDPBuckets(), scale="divide-before", micro_batches=2)
     assert ("gradients", "lattice") in checks(lattice, halved)
     assert ("gradients", "lattice") not in checks(lattice, halved, sizes=(85, 85, 43, 43))
@@ -167,7 +182,9 @@ def test_any_name_of_a_file_gives_cases_that_can_be_kept(tmp_path: Path, name: s
 
 
 def test_low_precision_leaves_the_lattice_out() -> None:
-    assert [(c.workload, c.dtype) for c in cases(dtype="bfloat16")] == [("cnn", "bfloat16")]
+    assert [(c.workload, c.dtype) for c in cases(dtype="bfloat16")] == [
+        ("cnn", "bfloat16"), ("composite", "bfloat16"),
+    ]  # fmt: skip
     with pytest.raises(UsageError, match="workload lattice does not run in bfloat16"):
         cases(dtype="bfloat16", workloads=["lattice"])
 
@@ -189,13 +206,13 @@ def test_a_case_comes_back_as_it_was_planned() -> None:
 )  # fmt: skip
 def test_an_edited_case_is_refused(edit: dict[str, object]) -> None:
     """A case without layers would compare nothing, and pass."""
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     with pytest.raises(UsageError):
         check_case(msgspec.structs.replace(cnn, **edit))
 
 
 def test_an_edited_device_cannot_run() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     for edit in ({"device": "cuda"}, {"backend": "nccl"}):
         with pytest.raises(CannotRunError):
             check_case(msgspec.structs.replace(cnn, **edit))
@@ -227,21 +244,21 @@ def test_nonsense_is_refused(options: dict[str, object], message: str) -> None:
 
 
 def test_without_an_order_nothing_is_owed_to_the_bit_after_the_sync() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     assert ("gradients", "X") not in checks(cnn, Contract())
     assert ("gradients", "R") in checks(cnn, Contract())
     assert ("local gradients", "X") in checks(cnn, Contract())
 
 
 def test_a_failed_calibration_falls_back_to_the_bound_and_says_so() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     planned = checks(cnn, failure="another order")
     assert ("gradients", "X") not in planned
     assert planned["gradients", "R"].note == "X falls back to R: another order"
 
 
 def test_random_forward_passes_have_no_full_batch() -> None:
-    _, cnn, semantic = cases()
+    _, cnn, _, semantic = cases()
     assert ("gradients", "S32") not in checks(cnn, draws=True)
     planned = checks(semantic, draws=True)
     assert ("gradients", "S64") not in planned
@@ -278,7 +295,7 @@ def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
 
 
 def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
-    _, cnn, semantic = cases()
+    _, cnn, _, semantic = cases()
     facts = facts_of(ORDERED, normalises_batches=True, rows_apart=True)
     for case in (cnn, semantic):
         planned = plan_checks(case, facts, sizes=[(64,) * 4] * 3, calibration_failure="")
@@ -297,7 +314,7 @@ def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
 
 
 def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
-    _, cnn, _ = cases()
+    _, cnn, *_ = cases()
     planned = checks(cnn)
     gradients = planned["gradients", "X"].owed
     assert gradients == Compared(tensors=1, elements=10 * 4 * 3, ranks=4, steps=3)

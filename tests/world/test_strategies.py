@@ -41,7 +41,7 @@ TO_THE_BIT = (
 @in_worlds
 @pytest.mark.parametrize("strategy", TO_THE_BIT)
 def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
-    report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32")
+    report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
 
@@ -49,7 +49,7 @@ def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
 @in_worlds
 def test_micro_batches(worlds: list[int]) -> None:
     """Unequal ones (43 + 42 of 85 samples) have no exact sums: X judges that lattice."""
-    report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32")
+    report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
 
@@ -86,7 +86,7 @@ def test_what_a_wire_cannot_carry_is_left_out() -> None:
 
 @in_worlds
 def test_sharded_optimizer_state(worlds: list[int]) -> None:
-    report = distcheck.verify("zero1", world=worlds, workload=QUICK, dtype="float32")
+    report = distcheck.verify("zero1", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
     for case in report.cases:
@@ -100,7 +100,7 @@ def test_sharded_optimizer_state(worlds: list[int]) -> None:
 
 @in_worlds
 def test_fully_sharded(worlds: list[int]) -> None:
-    report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32")
+    report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "R", "S32"}
     for case in report.cases:

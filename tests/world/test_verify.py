@@ -30,7 +30,7 @@ def assert_everything_compared(report: Report) -> None:
 )
 def test_correct_strategies_pass(world: int) -> None:
     """Smaller worlds are what many another test runs."""
-    report = distcheck.verify(STRATEGIES, world=world, workload=["lattice", "mlp"])
+    report = distcheck.verify(STRATEGIES, world=world, workload=["lattice", "mlp"], steps=3)
     assert_everything_compared(report)
     layers = {r.layer for case in report.cases for r in case.checks if r.check == "gradients"}
     assert layers == {"lattice", "X", "R", "S32", "S64"}
@@ -41,7 +41,8 @@ def test_the_default_run() -> None:
     assert [c.case.id for c in report.cases] == [
         "allreduce-w4-lattice-float32",
         "allreduce-w4-cnn-float32",
-        "allreduce-w4-cnn-float64",
+        "allreduce-w4-composite-float32",
+        "allreduce-w4-composite-float64",
     ]
     assert_everything_compared(report)
     assert report.raise_for_verdict() is report

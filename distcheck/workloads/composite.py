@@ -1,0 +1,244 @@
+"""A small model as real ones are: attention, convolutions, 73 tensors of 0 to 5 dimensions.
+
+What a simple model lacks and a real one has is here together: modules in modules in modules, many
+tensors of one shape, sizes from 1 to over 1 M elements, an embedding of which every rank touches
+other rows, LayerNorm, GroupNorm and BatchNorm, buffers that are constant, that are integers and
+that no checkpoint holds, dropout, two parameter groups with rates and weight decay of their own, a
+learning rate that changes with every step, and a layer that only few samples go through, so that
+its gradient is zero on some ranks at some steps. (It is never None on some ranks alone: code that
+takes no None is right for most models. The cells have that.)
+
+The number of tensors is prime, and so are the sizes of the largest: equal parts do not fit by luck.
+
+Three choices keep every tensor worth comparing:
+
+- Its gradient is far from zero wherever any sample reaches it. A bias in front of BatchNorm, or of
+  an attention's keys, has a gradient of zero by construction, so there are none.
+- All functions are smooth (GELU, tanh), so rounding decides nothing.
+- Dropout would leave no whole batch to compare with: masks differ from shard to shard. In float64,
+  which is there for S64, it is off.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+from distcheck.datasets.synthetic import hash24
+
+TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
+VOLUME = (4, 6, 6)
+CLASSES = 10
+DIGIT = 131  # a token is two digits, which every dtype holds exactly
+VOCABULARY = DIGIT * DIGIT  # times WIDTH: over 2^20 elements, 4 MiB in float32
+ONE_IN = 48  # samples that go through the expert
+LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.01
+RATES = (0.2, 1.0, 0.1)  # of it, step by step, again and again
+_VOXELS = VOLUME[0] * VOLUME[1] * VOLUME[2]
+_COLUMNS = {"tokens": 2 * TOKENS, "marked": 1, "volume": _VOXELS}
+_TEST_OFFSET = 1 << 40
+
+
+class CompositeSamples:
+    """Rows of numbers: the digits of six tokens, the first of which is always 0, a mark that one
+    sample in 48 has, and a volume of 4x6x6 values in [-1, 1). The same bits in every process.
+    """
+
+    shape = (sum(_COLUMNS.values()),)
+    classes = CLASSES
+
+    def size(self, *, train: bool) -> int:
+        """As many as CIFAR-10 has."""
+        return 50_000 if train else 10_000
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs [n, columns] and labels [n]."""
+        rows = ids if train else ids + _TEST_OFFSET
+        numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(self.shape[0]))
+        digits, mark, voxels = numbers.split(list(_COLUMNS.values()), dim=1)
+        digits[:, :2] = 0
+        inputs = torch.cat(
+            [
+                (digits % DIGIT).to(dtype),
+                (mark % ONE_IN == 0).to(dtype),
+                voxels.to(torch.float32).div_(2**23).sub_(1.0).to(dtype),
+            ],
+            dim=1,
+        )
+        return inputs, hash24(rows * 8191 + 1) % CLASSES
+
+
+class Attention(nn.Module):
+    """Self-attention over [n, tokens, WIDTH], each of whose matrices is a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would cancel in the softmax
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n, tokens, WIDTH] -> the same."""
+        query, key, value = (
+            layer(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        scores = query @ key.transpose(-1, -2) * (HEADS / WIDTH) ** 0.5
+        mixed = scores.softmax(-1) @ value
+        found: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
+        return found
+
+
+class Block(nn.Module):
+    """A transformer's block, its second half behind a gate of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.before_mlp = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.gate = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[n, tokens, WIDTH] -> the same."""
+        tokens = tokens + _dropout(self.attention(self.before_attention(tokens)), self.training)
+        mlp: torch.Tensor = self.mlp(self.before_mlp(tokens))
+        return tokens + self.gate * mlp
+
+
+def _dropout(values: torch.Tensor, training: bool) -> torch.Tensor:
+    """See the module's text."""
+    return values if values.dtype == torch.float64 else F.dropout(values, 0.1, training)
+
+
+class Vision(nn.Module):
+    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(1, 4, 2)
+        self.stem = nn.Sequential(nn.Conv2d(12, 16, 3, bias=False), nn.GroupNorm(4, 16), nn.GELU())
+        self.pointwise = nn.Sequential(nn.Conv2d(16, 24, 1, bias=False), nn.BatchNorm2d(24))
+        self.upwards = nn.ConvTranspose2d(24, 16, 2)
+        self.project = nn.Sequential(nn.Linear(16, WIDTH, bias=False), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, volume: torch.Tensor) -> torch.Tensor:
+        """3-d, 3x3 and 1x1 convolutions and one that is transposed; the mean over all places."""
+        maps = torch.tanh(self.volume(volume.unsqueeze(1))).flatten(1, 2)
+        maps = F.gelu(self.upwards(F.gelu(self.pointwise(self.stem(maps)))))
+        found: torch.Tensor = self.project(maps.mean((2, 3)))
+        return found
+
+
+class Text(nn.Module):
+    """Tokens [n, TOKENS] -> [n, TOKENS, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.neighbours = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Each token's vector, mixed with its neighbours'."""
+        found: torch.Tensor = self.neighbours(self.embedding(tokens).transpose(1, 2))
+        return torch.tanh(found).transpose(1, 2)
+
+
+class Composite(nn.Module):
+    """inputs [n, columns] -> logits [n, classes]."""
+
+    waves: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.features = nn.ModuleDict({"text": Text(), "vision": Vision()})
+        self.places = nn.Parameter(torch.randn(1, TOKENS + 1, WIDTH) / 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.temperature = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.head = nn.Linear(WIDTH, classes)
+        angles = torch.arange(TOKENS + 1).unsqueeze(1) / 10 ** (torch.arange(WIDTH) / WIDTH)
+        self.register_buffer("waves", angles.sin())
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A vector of the volume beside those of the tokens, through all blocks."""
+        digits, mark, volume = inputs.split(list(_COLUMNS.values()), dim=1)
+        high, low = digits.long().unflatten(1, (TOKENS, 2)).unbind(-1)
+        words = high * DIGIT + low
+        if self.training:
+            self.seen += words.sum()  # other words on every rank
+        image = self.features["vision"](volume.unflatten(1, VOLUME))
+        tokens = torch.cat([image.unsqueeze(1), self.features["text"](words)], 1)
+        tokens = tokens + self.waves + self.places
+        for block in self.blocks:
+            tokens = block(tokens)
+        hidden = self.norm(tokens).mean(1)
+        chosen = mark[:, 0].nonzero().flatten()  # often of one sample, or of none
+        hidden = hidden.index_add(0, chosen, torch.tanh(self.expert(hidden[chosen])))
+        logits: torch.Tensor = self.head(hidden * self.gain) * (1 + self.temperature(hidden))
+        return logits
+
+
+class CompositeWorkload:
+    """Cross-entropy; SGD with momentum, in two groups, its rates changing from step to step."""
+
+    def samples(self) -> CompositeSamples:
+        """Samples of its own, in place of `--data`."""
+        return CompositeSamples()
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """For the samples of its own."""
+        return Composite(classes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, the mean over the shard."""
+        return F.cross_entropy(model(batch.inputs), batch.labels)
+
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """Weights decay; what has one dimension or none does not, and learns at half the rate."""
+        listed = list(parameters)
+        return [
+            {"params": [p for p in listed if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {
+                "params": [p for p in listed if p.dim() <= 1],
+                "weight_decay": 0.0,
+                "initial_lr": LEARNING_RATE / 2,
+            },
+        ]
+
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """SGD with momentum 0.9; of the parameters, or of groups of them."""
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Up and down again: no two steps in a row have one rate, and the third a tenth of it."""
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", LEARNING_RATE) * RATES[step % len(RATES)]
+
+
+class WithAdamW(CompositeWorkload):
+    """Trained by AdamW, in the same groups and with the same schedule."""
+
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """AdamW; an update hardly depends on how large a gradient is, but on its every sign."""
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE / 50)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Smaller rates, which begin at 0, as a warm-up does."""
+        super().schedule(optimizer, step)
+        for group in optimizer.param_groups:
+            group["lr"] *= min(step, 1) / 50
+
+
+workload = CompositeWorkload()
