@@ -1,17 +1,20 @@
 """Running statistics and other buffers moved as one machine's would, shard by shard.
 
 Where a forward pass starts from is part of the contract: each rank's own buffers, or rank 0's. A
-strategy that promises nothing may do either.
+strategy that promises nothing may do either. It may also average a buffer over the ranks after the
+forward pass, evenly or by samples: then the bound is that of any mean, `oracles/rounding.py`.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from distcheck.checks.comparison import bitwise
+from distcheck.checks.comparison import Comparison, bitwise, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.matching import match_ranks
 from distcheck.checks.tally import Tally
+from distcheck.oracles import rounding
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.traces.layout import Kind
 
@@ -32,8 +35,40 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     step=expectation.step,
                     index=index,
                     ranks=[rank],
-                    compare=partial(bitwise, expected=expected),
+                    compare=_comparison(evidence, expectation, tally, rank, index, expected),
                 )
+
+
+def _comparison(
+    evidence: Evidence,
+    expectation: StepExpectation,
+    tally: Tally,
+    rank: int,
+    index: int,
+    expected: torch.Tensor,
+) -> Callable[[torch.Tensor], Comparison]:
+    """To the bit, unless the buffer is the mean of what the ranks' forward passes left."""
+    actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
+    to_the_bit = partial(bitwise, expected=expected)
+    if (
+        actual is None
+        or not expectation.contract.takes_any_buffers
+        or not actual.is_floating_point()
+        or actual.itemsize == 1  # for which no rounding is known
+        or torch.equal(actual, expected)
+    ):
+        return to_the_bit
+    left = [shard.buffers[index] for shard in expectation.shards]
+    even = [1.0 / len(left)] * len(left)
+    for shares in (even, [weight / len(left) for weight in expectation.weights]):
+        mean = rounding.interval(left, shares)
+        if within(actual, mean.mean, mean.bound).ok:
+            tally.remark(
+                "buffers are averaged over the ranks after the forward pass, and compared with the "
+                "mean of what it left, within the rounding of a mean"
+            )
+            return partial(within, expected=mean.mean, bound=mean.bound)
+    return to_the_bit
 
 
 def _expected(

@@ -55,7 +55,9 @@ class ShardedParameters(nn.Module):
             padded = flat.new_zeros(max(length * size, flat.numel()))
             padded[: flat.numel()] = flat
             self.shards.append(nn.Parameter(padded[rank * length : (rank + 1) * length].clone()))
-        self.skeleton = [module.to("meta")]  # in a list, so that its parameters are not ours
+        for p in module.parameters():
+            p.data = p.data.new_empty(0)  # gathered where a forward pass needs them
+        self.skeleton = [module]  # in a list, so that its parameters are not ours
 
     def shard_length(self, elements, size):
         return -(-elements // size)

@@ -115,5 +115,5 @@ class OverPieces:
         trained = dict(self._worked_on.named_buffers())
         with torch.no_grad():
             for name, buffer in self._whole.named_buffers():
-                if name in trained:
+                if name in trained and not trained[name].is_meta:
                     buffer.copy_(trained[name])
