@@ -220,6 +220,12 @@ EXTRAS = frozenset(
         "UsesTheLastStep", "BuildsItsOwnModel", "EveryRankItsOwnModel", "decays_weights_twice",
         "forgets_running_statistics", "ReportsAnotherLoss", "StateEverywhere", "StateNowhere",
         "MomentumLostOnOneRank", "FSDPThatDecays",
+        "KeepsItsFirstRate", "MakesOneGroup", "OnlyTheFirstGroup",
+        # process state
+        "fills_a_bucket_in_the_order_of_a_set", "fills_a_bucket_in_the_order_of_hashes",
+        "chooses_a_bucket_by_hash", "shuffles_by_the_hash_of_a_class",
+        "starts_where_the_environment_says", "takes_the_local_rank_for_the_rank",
+        "divides_by_the_ranks_of_a_machine",
         # data
         "SameDataOnEveryRank", "ShardedTwice",
         # the built-in workloads that hold one thing each
