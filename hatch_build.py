@@ -34,9 +34,11 @@ class RenamedPackages(BuildHookInterface):  # type: ignore[misc]
         if version == "editable":
             build_data["force_include_editable"] = self._pointers()
             return
-        for file in sorted(Path(self.root, "tests/mutants").glob("*.py")):
+        mutants = Path(self.root, "tests/mutants")
+        for file in sorted(mutants.rglob("*.py")):
             if not file.name.startswith("test_"):
-                build_data["force_include"][str(file)] = f"distcheck_mutants/{file.name}"
+                place = file.relative_to(mutants).as_posix()
+                build_data["force_include"][str(file)] = f"distcheck_mutants/{place}"
 
     def _pointers(self) -> dict[str, str]:
         given = {}

@@ -17,7 +17,7 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
     """A mutant as its package lists it.
 
     asked    the arguments of `distcheck.verify` that run it
-    caught   the (check, layer) that fail, over all cases of the run
+    caught   the (check, layer) that fail, over all cases of the run; none: any will do
     causes   what its diagnosis may name
     """
 
@@ -118,7 +118,7 @@ def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> R
     failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
     causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
     verdict: Verdict = {"fail": "caught", "pass": "missed", "unknown": "unknown"}[report.verdict]  # type: ignore[assignment]
-    as_listed = set(failed) == set(planted.caught)
+    as_listed = not planted.caught or set(failed) == set(planted.caught)
     naming = judge_naming(set(causes), set(planted.causes)) if verdict == "caught" else "-"
     return Row(
         kind="mutant",

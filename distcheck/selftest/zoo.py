@@ -18,18 +18,7 @@ _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong a
 
 def list_zoo(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
-    mutants = importlib.import_module(PACKAGE).everything()
-    causes = importlib.import_module(f"{PACKAGE}.causes").CAUSES
-    planted = [
-        Planted(
-            name=mutant.name,
-            file=mutant.spec.partition(":")[0].rpartition(".")[2],
-            asked=mutant.asked,
-            caught=tuple(sorted(mutant.caught)),
-            causes=tuple(sorted(causes[mutant.name])),
-        )
-        for mutant in mutants
-    ]
+    planted = [*_exact(), *_subtle()]
     here, elsewhere = [], []
     for name, point in sorted(strategy_names().items()):
         if point.module.partition(".")[0] != _BUILT_IN:
@@ -43,3 +32,36 @@ def list_zoo(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             here.append(name)
     found = Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
     return msgspec.msgpack.encode(found)
+
+
+def _exact() -> list[Planted]:
+    """Mutants that are listed with the checks that must fail."""
+    mutants = importlib.import_module(PACKAGE).everything()
+    causes = importlib.import_module(f"{PACKAGE}.causes").CAUSES
+    return [
+        Planted(
+            name=mutant.name,
+            file=mutant.spec.partition(":")[0].rpartition(".")[2],
+            asked=mutant.asked,
+            caught=tuple(sorted(mutant.caught)),
+            causes=tuple(sorted(causes[mutant.name])),
+        )
+        for mutant in mutants
+    ]
+
+
+def _subtle() -> list[Planted]:
+    """Subtle mutants, each as the one case that shows it; any check may do so."""
+    mutants = importlib.import_module(f"{PACKAGE}.subtle").everything()
+    causes = importlib.import_module(f"{PACKAGE}.subtle.causes").CAUSES
+    return [
+        Planted(
+            name=mutant.name,
+            file=f"subtle.{mutant.group}",
+            asked=mutant.asked,
+            caught=(),
+            causes=tuple(sorted(causes[mutant.name])),
+        )
+        for mutant in mutants
+        if mutant.asked is not None
+    ]

@@ -1,0 +1,78 @@
+"""Every subtle mutant is wrong: its witness shows it, and names no cause that it has not."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import distcheck
+from tests.mutants import everything as everything_else
+from tests.mutants.corpus import CORPUS
+from tests.mutants.subtle import Subtle, everything
+from tests.mutants.subtle.causes import CAUSES
+
+ALL = everything()
+SHOWN = [mutant for mutant in ALL if mutant.asked is not None]
+
+
+def _first_of_each_group() -> set[str]:
+    """A quick one of each class: few steps, and a small model."""
+    large = ("Large", "Huge")
+    firsts: dict[str, str] = {}
+    for mutant in sorted(SHOWN, key=lambda m: (m.asked or {})["steps"]):
+        workload = (mutant.asked or {})["workload"]
+        if not workload.endswith(large) or mutant.group in ("sizes", "races"):
+            firsts.setdefault(mutant.group, mutant.name)
+    return set(firsts.values())
+
+
+FIRST = _first_of_each_group()
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, marks=[] if m.name in FIRST else [pytest.mark.sweep], id=m.name)
+        for m in SHOWN
+    ],
+)
+def test_witness_shows_it(mutant: Subtle) -> None:
+    assert mutant.asked is not None
+    report = distcheck.verify(**mutant.asked)
+    assert report.verdict == "fail"
+    assert int(report.exit_code) == mutant.exit_code
+    causes = {found.cause for case in report.cases for found in case.diagnosis}
+    assert causes - {"unexplained"} <= CAUSES[mutant.name]
+
+
+def test_zoo_is_as_large_as_it_says() -> None:
+    assert len(ALL) >= 150
+    assert len({m.name for m in ALL} | {m.name for m in everything_else()}) == len(ALL) + len(
+        everything_else()
+    )
+    assert min(Counter(m.group for m in ALL).values()) >= 8
+    assert 3 * len([m for m in ALL if m.after]) >= len(ALL)
+
+
+def test_reports_that_are_named_are_in_the_corpus() -> None:
+    assert {m.after for m in ALL if m.after} <= {known.where for known in CORPUS}
+
+
+def test_what_no_run_here_shows_says_why() -> None:
+    without = [m for m in ALL if m.asked is None]
+    # Generators are seeded anew before every step, in every rank: what seeds them is undone.
+    unseen = {m.name for m in without if m.reach == "default"}
+    assert unseen == {"seeds_all_ranks_alike"}
+    reaches = {m.reach for m in without if m.name not in unseen}
+    assert reaches <= {"machines", "inherent", "size", "thorough"}
+    assert all(m.asked["world"] == 4 for m in SHOWN if m.reach == "default" and m.asked)
+
+
+def test_every_mutant_that_is_shown_has_causes() -> None:
+    assert set(CAUSES) == {m.name for m in SHOWN}
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda p: p.stem)
+def test_mutants_know_each_other_relatively(path: Path) -> None:
+    """Installed, the package has another name."""
+    assert path.name.startswith("test_") or "tests.mutants" not in path.read_text()
