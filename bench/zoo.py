@@ -3,10 +3,10 @@
     python bench/zoo.py run FOLDER      the default run at world 4 of each program
     python bench/zoo.py show FOLDER     the table, and every survivor with what would show it
 
-What is interrupted goes on where it was. `--workload` and `--thorough` choose another run,
-`--steps` its length, `--witness` each mutant's own; `-k` programs by class or name; `--part 1/2`
-every other program, so that several can run beside each other into one folder. A program is one
-line of FOLDER/PART.jsonl. "Seen" is a verdict other than pass.
+What is interrupted goes on where it was. `--workload`, `--thorough`, `--steps` and `--dtype` choose
+another run, `--witness` takes each mutant's own; `-k` chooses by class or name; `--part 1/2` every
+other program, so that several can run beside each other into one folder. A program is one line of
+FOLDER/PART.jsonl. "Seen" is a verdict other than pass.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from distcheck.records import CaseReport
 Line = dict[str, Any]
 TOGETHER = 6  # programs per verification; what is interrupted is lost
 DEADLINE_S = 10.0
-AT_WORLD_4 = ("default",)  # the reaches that a default run can be asked for
+AT_WORLD_4 = ("default", "apart")  # the reaches that a run at world 4 of a small model can have
 ORDER = {"fail": 0, "unknown": 1, "pass": 2}
 
 
@@ -100,8 +100,10 @@ def run(options: argparse.Namespace) -> None:
     if options.witness:
         found = [program for program in found if program["asked"]]
     found = found[number - 1 :: parts]
-    asked: Line = {"world": options.world, "steps": options.steps, "deadline_s": DEADLINE_S,
-                   "workload": options.workload, "thorough": options.thorough}  # fmt: skip
+    asked: Line = {
+        "world": options.world, "steps": options.steps, "deadline_s": DEADLINE_S,
+        "workload": options.workload, "thorough": options.thorough, "dtype": options.dtype,
+    }  # fmt: skip
     size = 1 if options.witness else options.together
     for at in range(0, len(found), size):
         chunk = found[at : at + size]
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", default=[])
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dtype")
     parser.add_argument("--thorough", action="store_true")
     parser.add_argument("--witness", action="store_true")
     parser.add_argument("--part", default="1/1")

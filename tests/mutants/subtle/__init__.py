@@ -19,10 +19,11 @@ T = TypeVar("T")
 #   default    a run at world 4 with a model of the size of a small one
 #   thorough   a cell of `--thorough`
 #   worlds     another world than 4
-#   machines   processes that were not forked from one, or that are on more than one machine
+#   apart      ranks that were not forked from one process, with the environment of two machines
+#   machines   more than one machine
 #   size       a model that is large: over 25 MB in one tensor, or over 2^24 elements
 #   inherent   more steps than a test runs, numbers that training does not have, or luck
-Reach = Literal["default", "thorough", "worlds", "machines", "size", "inherent"]
+Reach = Literal["default", "thorough", "worlds", "apart", "machines", "size", "inherent"]
 
 
 @dataclass(frozen=True)

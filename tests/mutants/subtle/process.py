@@ -23,7 +23,7 @@ def _flat_in(order: Iterable[nn.Parameter], step: Step) -> None:
     mean_of_flat(list(order), step)
 
 
-@subtle(needs=f"{APART}: strings have another hash", reach="machines", witness=None)
+@subtle(needs=f"{APART}: strings have another hash", reach="apart", witness=None)
 def set_of_names(model: nn.Module, step: Step) -> None:
     """One buffer, in the order of a set of names."""
     named = dict(model.named_parameters())
@@ -31,7 +31,7 @@ def set_of_names(model: nn.Module, step: Step) -> None:
     _flat_in((named[name] for name in wanted), step)
 
 
-@subtle(needs=f"{APART}: strings have another hash", reach="machines", witness=None)
+@subtle(needs=f"{APART}: strings have another hash", reach="apart", witness=None)
 def buckets_by_hash(model: nn.Module, step: Step) -> None:
     """Parameters are spread over four buckets by the hash of their name."""
     buckets: dict[int, list[nn.Parameter]] = {number: [] for number in range(4)}
@@ -41,27 +41,27 @@ def buckets_by_hash(model: nn.Module, step: Step) -> None:
         mean_of_flat(buckets[number], step)
 
 
-@subtle(needs=f"{APART}: objects lie elsewhere", reach="machines", witness=None,
+@subtle(needs=f"{APART}: objects lie elsewhere", reach="apart", witness=None,
         after="Megatron-LM #2218")  # fmt: skip
 def sorted_by_id(model: nn.Module, step: Step) -> None:
     """One buffer, in the order of `id`, which is the same from step to step."""
     _flat_in(sorted(model.parameters(), key=id), step)
 
 
-@subtle(needs=f"{APART}: objects lie elsewhere", reach="machines", witness=None,
+@subtle(needs=f"{APART}: objects lie elsewhere", reach="apart", witness=None,
         after="Megatron-LM #2218")  # fmt: skip
 def set_of_parameters(model: nn.Module, step: Step) -> None:
     """One buffer, in the order of a set of parameters: they are hashed by where they lie."""
     _flat_in(set(model.parameters()), step)
 
 
-@subtle(needs=f"{APART}: tensors lie elsewhere", reach="machines", witness=None)
+@subtle(needs=f"{APART}: tensors lie elsewhere", reach="apart", witness=None)
 def sorted_by_address(model: nn.Module, step: Step) -> None:
     """One buffer, in the order in which tensors lie in memory, so that copies are fast."""
     _flat_in(sorted(model.parameters(), key=lambda p: p.data_ptr()), step)
 
 
-@subtle(needs=TWO, reach="machines", witness=None, after="pytorch #36516")
+@subtle(needs=TWO, reach="apart", witness=None, after="pytorch #36516")
 def local_rank_is_root(model: nn.Module, step: Step) -> None:
     """The root is the rank whose LOCAL_RANK is 0: on two machines there are two."""
     local = int(os.environ.get("LOCAL_RANK", step.rank))
@@ -75,7 +75,7 @@ def local_rank_is_root(model: nn.Module, step: Step) -> None:
         dist.all_reduce(parameter.grad)
 
 
-@subtle(needs=TWO, reach="machines", witness=None, after="DeepSpeed #5555")
+@subtle(needs=TWO, reach="apart", witness=None, after="DeepSpeed #5555")
 def divides_by_the_local_world(model: nn.Module, step: Step) -> None:
     """Divides by LOCAL_WORLD_SIZE, which is the world's size on one machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", step.world_size))
@@ -111,7 +111,7 @@ def shuffled_by_the_minute(model: nn.Module, step: Step) -> None:
     _flat_in(order, step)
 
 
-@subtle(needs=f"{APART}: another order of the environment", reach="machines", witness=None)
+@subtle(needs=f"{APART}: another order of the environment", reach="apart", witness=None)
 def seeded_by_the_environment(model: nn.Module, step: Step) -> None:
     """The buffer's order is drawn with the environment for a seed, as it is printed."""
     order = list(model.parameters())

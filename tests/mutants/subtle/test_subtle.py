@@ -64,7 +64,7 @@ def test_what_no_run_here_shows_says_why() -> None:
     unseen = {m.name for m in without if m.reach == "default"}
     assert unseen == {"seeds_all_ranks_alike"}
     reaches = {m.reach for m in without if m.name not in unseen}
-    assert reaches <= {"machines", "inherent", "size", "thorough"}
+    assert reaches <= {"apart", "machines", "inherent", "size", "thorough"}
     assert all(m.asked["world"] == 4 for m in SHOWN if m.reach == "default" and m.asked)
 
 
