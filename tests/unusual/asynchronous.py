@@ -201,7 +201,10 @@ class CountsDown(_Hooks):
 
 @right
 class StepHook:
-    """In a hook of the optimizer's step."""
+    """In a hook of the optimizer's step; the model is left as it is."""
+
+    def wrap(self, model):
+        return model
 
     def optimizer(self, build, parameters):
         parameters = list(parameters)
