@@ -15,14 +15,19 @@ ALL = everything()
 SHOWN = [mutant for mutant in ALL if mutant.asked is not None]
 
 
+HEAVY = ("Deep", "Large", "Huge", "Kinds")  # many tensors, or large ones
+
+
 def _first_of_each_group() -> set[str]:
-    """A quick one of each class: few steps, and a small model."""
-    large = ("Large", "Huge")
+    """A quick one of each class: a small model before a large one, then few steps."""
+
+    def cost(mutant: Subtle) -> tuple[bool, int]:
+        asked = mutant.asked or {}
+        return asked["workload"].endswith(HEAVY), asked["steps"]
+
     firsts: dict[str, str] = {}
-    for mutant in sorted(SHOWN, key=lambda m: (m.asked or {})["steps"]):
-        workload = (mutant.asked or {})["workload"]
-        if not workload.endswith(large) or mutant.group in ("sizes", "races"):
-            firsts.setdefault(mutant.group, mutant.name)
+    for mutant in sorted(SHOWN, key=cost):
+        firsts.setdefault(mutant.group, mutant.name)
     return set(firsts.values())
 
 
