@@ -77,6 +77,7 @@ CAUSES: dict[str, set[str]] = {
     "drops_a_rank_on_a_short_wire": {"dropped-rank"},
     "one_percent_on_a_short_wire": {"wrong-divisor"},
     "single_precision_wire": {"low-precision"},
+    "a_billionth_too_large": {"wrong-divisor"},
     "multiplies_by_the_reciprocal": {"not-as-promised"},
     "rounds_after_the_sum": {"not-as-promised"},
     "divides_after_where_it_promised_before": {"not-as-promised"},

@@ -210,6 +210,7 @@ EXTRAS = frozenset(
         "missing_division", "double_division", "two_are_never_divided", "divides_by_nothing",
         "scale_off_by_two_millionths", "half_precision_wire", "shorter_wire_than_promised",
         "drops_a_rank_on_a_short_wire", "one_percent_on_a_short_wire", "single_precision_wire",
+        "a_billionth_too_large",
         "DoubledOnTheWay", "ClimbsItsLoss", "FadesItsLoss",
         # bits
         "multiplies_by_the_reciprocal", "rounds_after_the_sum",

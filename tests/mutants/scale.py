@@ -179,8 +179,16 @@ class MicroBatchesCountAlike:
 
 
 @mutant(caught="gradients S64", workload="mlp", dtype=None)
+def a_billionth_too_large(model: nn.Module, step: Step) -> None:
+    """Far below the rounding of float32: only the float64 pass sees it."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad.mul_((1 + 1e-9) / step.world_size)
+
+
+@mutant(caught="gradients R, gradients S64", workload="mlp", dtype="float64")
 def single_precision_wire(model: nn.Module, step: Step) -> None:
-    """Exact for float32, lossy for float64: only the float64 pass sees it."""
+    """Exact for float32, lossy for float64: a defect where float64 was asked for."""
     for parameter in model.parameters():
         wire = parameter.grad.float()
         dist.all_reduce(wire)
