@@ -52,7 +52,8 @@ def _of_mean(
     if present.numel() == 0:
         return msgspec.structs.replace(NOTHING, absent=False)
     own = [torch.zeros_like(present) if g is None else g for g in seen]
-    shares = torch.tensor(expectation.shares, dtype=torch.float64)
+    per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
+    shares = per_rank(expectation.shares)
     if not bool(shares.isfinite().all()):
         return NOTHING  # a loss that was multiplied by zero: no rank's part can be told
     bound_at = _bound(expectation, layer, index, own)
@@ -63,8 +64,8 @@ def _of_mean(
             gradients=gradients,
             shares=shares,
             # Where a rank keeps its gradient, a GradScaler's scale is taken back all the same.
-            own=1.0 / torch.tensor(expectation.loss_scales, dtype=torch.float64),
-            weights=torch.tensor(expectation.weights, dtype=torch.float64) / len(ranks),
+            own=1.0 / per_rank(expectation.loss_scales),
+            weights=per_rank(expectation.weights) / len(ranks),
             bound=bound_at(stride),
         )
 
@@ -202,7 +203,7 @@ def of_average(
     """What comparing an average of the ranks' parameters would show."""
     if len(ranks) < 2:
         return None
-    even = torch.full((len(ranks),), 1.0 / len(ranks), dtype=torch.float64)
+    even = updates[0].new_full((len(ranks),), 1.0 / len(ranks), dtype=torch.float64)
 
     def parts_at(stride: int) -> Parts:
         return Parts(
