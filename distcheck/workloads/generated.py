@@ -194,6 +194,8 @@ class Generated:
 def describe(workload: str, model: nn.Module) -> ModelLayout:
     """What `describe_model` finds of a workload's `model`, without a step of its optimizer."""
     keys = STATE[parse(workload.removeprefix(PREFIX)).optimizer]
+    # torch's optimizers count steps in float64 where that is the default dtype, else in float32.
+    counted_in = "float64" if torch.get_default_dtype() == torch.float64 else "float32"
     parameters = [(name, _spec(name, p)) for name, p in model.named_parameters()]
     trained = [(n, spec) for (n, spec), p in zip(parameters, model.parameters(), strict=True)
                if p.requires_grad]  # fmt: skip
@@ -204,7 +206,7 @@ def describe(workload: str, model: nn.Module) -> ModelLayout:
             TensorSpec(
                 name=f"{name}/{key}",
                 shape=() if key == "step" else spec.shape,
-                dtype="float32" if key == "step" else spec.dtype,
+                dtype=counted_in if key == "step" else spec.dtype,
             )
             for name, spec in trained
             for key in keys
