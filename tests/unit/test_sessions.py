@@ -126,6 +126,6 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
 
 
 def case_run(**change: Any) -> CaseRun:
-    case = msgspec.structs.replace(cases()[0], **change)
+    case = msgspec.structs.replace(cases()[0], rerun=True, **change)
     layout = TraceLayout(world=4, steps=3, max_shard=64, model=MODEL)
     return CaseRun(case, facts_of(ORDERED), ORDERED, [], layout)

@@ -26,7 +26,7 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ran = console("verify", "--strategy", "allreduce", "--world", "3")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[1].startswith("PASS    allreduce, world 3: lattice float32, cnn float32")
+    assert lines[1].startswith("PASS    allreduce, world 3: lattice float32 (12 steps), cnn ")
     assert len(lines) <= 48, "one screen"
     for layer in ("lattice", "X", "R", "S32", "S64"):
         assert re.search(rf"^\s+(gradients\s+)?{layer}\s+ok\s+\d+\s+3\s+3\s", ran.stdout, re.M)

@@ -24,7 +24,7 @@ def test_right_code_has_no_cause(
         ends: Sequence[Outcome],
         results: Sequence[CheckResult],
         facts: Facts | None,
-        *,
+        *further: object,
         accept: str | None,
     ) -> list[Diagnosis]:
         looked.append(facts)

@@ -147,7 +147,7 @@ CAUSES: dict[str, set[str]] = {
     "only_1024_rows": {"partial-sync"},
     "ring_for_large_ones": {"dropped-rank"},
     # state
-    "eval_mode_is_left_on": {"unexplained"},
+    "eval_mode_is_left_on": {"wrong-local-gradient"},
     "DecoupledDecay": {"unexplained"},
     "NoDecayOnOneRank": {"unexplained"},
     "AnotherEpsilon": {"unexplained"},
@@ -178,7 +178,7 @@ CAUSES: dict[str, set[str]] = {
     "by_every_name": {"missing-division"},
     "parameters_of_the_first_model": {"no-sync"},
     # twins
-    "buffer_by_shape": {"wrong-parameter-order"},
+    "buffer_by_shape": {"shared-bucket"},
     "table_by_type_and_size": {"partial-sync"},
     "sorted_there_and_back": {"wrong-parameter-order"},
     "first_of_its_shape": {"wrong-parameter-order"},
