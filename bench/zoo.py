@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("-k", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--workload", action="append", default=[])
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--dtype")
     parser.add_argument("--thorough", action="store_true")
     parser.add_argument("--witness", action="store_true")
