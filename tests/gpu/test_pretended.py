@@ -63,8 +63,13 @@ def test_everything_that_a_verification_does(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["environment"]["gpu"] == "pretended"
     assert report["environment"]["tf32"] is False
-    assert [case["device"] for case in report["cases"]] == ["cuda"] * 4
-    assert report["cases"][-1]["id"].endswith("against-cpu")
+    assert {case["device"] for case in report["cases"]} == {"cuda"}
+    # composite draws random numbers, which are others on the CPU: it is not held against it.
+    assert [case["id"] for case in report["cases"]] == [
+        "allreduce-w2-lattice-float32-cuda", "allreduce-w2-cnn-float32-cuda",
+        "allreduce-w2-composite-float32-cuda", "allreduce-w2-composite-float64-cuda",
+        "allreduce-w2-cnn-float32-cuda-against-cpu",
+    ]  # fmt: skip
 
 
 def test_strategies(tmp_path: Path) -> None:
