@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 SENSITIVITY = "sensitivity"  # the name of the check
+_MOST_NAMED = 4
 
 
 class Mistake(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,3 +106,38 @@ def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
     """
     found = sorted(float(one.scale) for one in shown.values() if one.counts)
     return (found[0], found[-1]) if found else None
+
+
+def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
+    """How many tensors would have shown which mistakes, on every one of the `ranks` with data."""
+    by_share: dict[str, list[str]] = {}
+    for name, mistake in MISTAKES.items():
+        possible = [one for one in shown.values() if name in one.shown]
+        if not possible:
+            continue
+        asked = ranks if mistake.of_ranks else 1
+        number = sum(len(one.shown[name]) >= asked for one in possible)
+        share = f"{number:,}" if number else "none"
+        if number == len(possible) == len(shown):
+            share = "all"
+        elif len(possible) < len(shown):
+            share = f"{share} of {len(possible):,}"
+        by_share.setdefault(share, []).append(mistake.says)
+    text = [
+        f"{share}{' would have shown' * (number == 0)} {listed(says)}"
+        for number, (share, says) in enumerate(by_share.items())
+    ]
+    silent = [name for name, one in shown.items() if not one.counts]
+    if silent:
+        zero = all(shown[name].zero for name in silent)
+        more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
+        text.append(
+            f"{', '.join(silent[:_MOST_NAMED])}{more} could show no mistake"
+            + (" (gradient zero on every rank)" if zero else "")
+        )
+    return f"of {len(shown):,} tensors, {'; '.join(text)}"
+
+
+def listed(parts: Sequence[str], last: str = "and") -> str:
+    """Words as a sentence lists them."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {last} {parts[-1]}"

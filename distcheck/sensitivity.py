@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from distcheck.mistakes import MISTAKES, SENSITIVITY, Shown, both, scales
+from distcheck.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
 from distcheck.records import Case, CheckResult, Compared, VerdictName
-
-_MOST_NAMED = 4
 
 
 def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
@@ -36,7 +34,7 @@ def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckR
             ranks=max((result.compared.ranks for result in counting), default=0),
             steps=max((result.compared.steps for result in counting), default=0),
         ),
-        reason="; ".join(missing) if missing else describe(case, shown),
+        reason="; ".join(missing) if missing else _describe(case, shown),
         shown=shown,
     )
 
@@ -85,7 +83,7 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
             why = f"--accept {case.accept} allows for it" if case.accept else _why(possible)
             by_reason[why].append(f"{mistake.says}{whose}")
     for why, mistakes in by_reason.items():
-        yield f"no tensor would have shown {_listed(mistakes, 'or')}: {why}"
+        yield f"no tensor would have shown {listed(mistakes, 'or')}: {why}"
 
 
 def _why(tensors: Sequence[Shown]) -> str:
@@ -96,35 +94,10 @@ def _why(tensors: Sequence[Shown]) -> str:
     return "the bound is wider than what the mistake changes"
 
 
-def describe(case: Case, shown: Mapping[str, Shown]) -> str:
+def _describe(case: Case, shown: Mapping[str, Shown]) -> str:
     """What a pass would have shown, and in how many tensors."""
-    complete, partial = [], []
-    for name, mistake in MISTAKES.items():
-        possible = [one for one in shown.values() if name in one.shown]
-        if not possible:
-            continue
-        asked = len(case.with_data) if mistake.of_ranks else 1
-        number = sum(len(one.shown[name]) >= asked for one in possible)
-        if number == len(possible) == len(shown):
-            complete.append(mistake.says)
-        else:
-            partial.append(f"{mistake.says} in {number} of {len(possible)}")
-    text = []
-    if complete:
-        text.append(f"every tensor would have shown {_listed(complete)}")
-    if partial:
-        text.append(f"would have shown {_listed(partial)} tensors")
-    silent = [name for name, one in shown.items() if not one.counts]
-    if silent:
-        zero = all(shown[name].zero for name in silent)
-        more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
-        text.append(
-            f"{', '.join(silent[:_MOST_NAMED])}{more} could show no mistake"
-            + (" (gradient zero on every rank)" if zero else "")
-        )
-    if case.accept is not None:
-        text.append(_within_what_is_accepted(case, shown))
-    return "; ".join(text)
+    text = describe(shown, ranks=len(case.with_data))
+    return text if case.accept is None else f"{text}; {_within_what_is_accepted(case, shown)}"
 
 
 def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
@@ -141,7 +114,3 @@ def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.2g} %" if value < 10 else "any amount"
-
-
-def _listed(parts: Sequence[str], last: str = "and") -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {last} {parts[-1]}"

@@ -177,7 +177,6 @@ def _remark_on_full_batch(expectation: StepExpectation, tally: Tally) -> None:
         sizes = ", ".join(map(str, expectation.normalised_sizes))
         tally.remark(
             "BatchNorm: expected is the ghost batch, in which each rank normalises its own "
-            f"{stretches} ({sizes}); its gradient is {expectation.ghost_distance():.2f} (relative "
-            "L2) from that of full-batch training, because statistics of a shard are not those of "
-            "the batch; no gradient sync can change that"
+            f"{stretches} ({sizes}). It is {expectation.ghost_distance():.2f} (relative L2) from "
+            "full-batch training, which no gradient sync can change"
         )

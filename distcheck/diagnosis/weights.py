@@ -49,7 +49,8 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
         found = [
             Finding(
                 "unweighted-mean",
-                f"{where}: every rank counts alike, and by its samples it owes {shares}",
+                f"{where}: all ranks are weighted equally; by their samples the weights should be "
+                f"{shares}",
                 "multiply each rank's gradient (or loss) by samples * W / total before the mean, "
                 "or make all shards equal",
             )

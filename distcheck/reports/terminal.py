@@ -8,8 +8,9 @@ from itertools import groupby
 from typing import IO
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -101,9 +102,19 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
             _print_group(cases, console)
         else:
             for sentence in (_one_line(cases), *_remarks(cases)):
-                console.print(Padding(Text(sentence), (0, 0, 0, 6)), style="dim")
+                _print(Padding(Text(sentence, style="dim"), (0, 0, 0, 6)), console)
     if not quiet:
         _print_end(report, console)
+
+
+def _print(what: RenderableType, console: Console) -> None:
+    """Prints, without the blanks that fill lines up to the console's width."""
+    for line in console.render_lines(what, pad=False):
+        while line and not line[-1].text.rstrip():
+            line.pop()
+        if line:
+            line[-1] = line[-1]._replace(text=line[-1].text.rstrip())
+        console.print(Segments([*line, Segment.line()]), end="")
 
 
 def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
@@ -161,9 +172,9 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         )
         last = result.check
     if table.row_count:
-        console.print(Padding(table, (0, 0, 0, 2)))
+        _print(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
-        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+        _print(Padding(Text(sentence), (0, 0, 0, 2)), console)
     for case in most_telling_first([case for case in cases if case.verdict != "pass"]):
         _print_failure(case, console)
 
@@ -222,7 +233,9 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
         for result in case.checks
         if result.verdict == "pass" and result.reason and result.check != SENSITIVITY
     ]
-    return list(dict.fromkeys([*notes, *said, *describe_sensitivity(cases)]))
+    passed = all(case.verdict == "pass" for case in cases)
+    would_show = describe_sensitivity(cases) if passed else ()
+    return list(dict.fromkeys([*notes, *said, *would_show]))
 
 
 def _print_failure(case: CaseReport, console: Console) -> None:
@@ -237,7 +250,7 @@ def _print_failure(case: CaseReport, console: Console) -> None:
     lines.add_column(overflow="fold")
     for label, text in found:
         lines.add_row(label, Text(text))
-    console.print(Padding(lines, (0, 0, 0, 4)))
+    _print(Padding(lines, (0, 0, 0, 4)), console)
     # Not wrapped, so that it can be copied.
     replay = Text.assemble(f"    {_REPLAY:<{width}}  ", case.replay)
     replay.stylize("bold", 0, 4 + width)
@@ -320,9 +333,8 @@ def _one_line(cases: Sequence[CaseReport]) -> str:
 def _print_end(report: Report, console: Console) -> None:
     console.print()
     if report.verdict == "pass" and report.not_shown:
-        console.print(
-            Text(f"A pass shows nothing about: {'; '.join(report.not_shown)}."), style="dim"
-        )
+        shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
+        _print(Text(shown, style="dim"), console)
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from distcheck.mistakes import SENSITIVITY, scales
+from distcheck.mistakes import SENSITIVITY, Shown, describe, scales
 from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Number
 
 
@@ -46,24 +46,32 @@ def describe_accepted(allowance: Allowance) -> str:
 
 
 def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
-    """What cases that passed would have shown; those of which the same is true in one sentence."""
-    alike: dict[str, list[str]] = {}
-    factors = []
+    """What cases that passed would have shown, all tensors of all cases together; each case by
+    itself is in the JSON. What an accepted deviation hides is said of each case.
+    """
+    together: dict[str, Shown] = {}
+    ranks, factors = 0, dict[str, float]()
     for case in cases:
-        name = f"{case.case.workload} {case.case.dtype}"
         for result in case.checks:
-            if result.check == SENSITIVITY and result.verdict == "pass":
-                alike.setdefault(result.reason, []).append(name)
-                found = scales(result.shown)
-                if found is not None and not case.case.accept:
-                    factors.append(f"{found[1]:.1e} in {name}")
-    for sentence, names in alike.items():
-        yield f"{SENSITIVITY}: in {', '.join(names)} {sentence}"
+            if result.check != SENSITIVITY or result.verdict != "pass":
+                continue
+            if case.case.accept is not None:
+                yield f"{SENSITIVITY}: {case.case.workload} {case.case.dtype}: {result.reason}"
+                continue
+            ranks, dtype = len(case.case.with_data), case.case.dtype
+            for name, one in result.shown.items():
+                taken = name in together
+                together[f"{name} ({case.case.id})" if taken else name] = one
+            found = scales(result.shown)
+            if found is not None:
+                factors[dtype] = max(found[1], factors.get(dtype, 0.0))
+    if not together:
+        return
+    text = f"{SENSITIVITY}: {describe(together, ranks=ranks)}"
     if factors:
-        yield (
-            f"{SENSITIVITY}: every tensor that counts would have shown a factor that is wrong by "
-            f"{', '.join(factors)}, or more"
-        )
+        least = ", ".join(f"{factor:.1e} in {dtype}" for dtype, factor in factors.items())
+        text += f"; those that count, a factor that is wrong by {least} or more"
+    yield text
 
 
 def count(number: int) -> str:

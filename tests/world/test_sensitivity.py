@@ -1,6 +1,7 @@
 """A pass says which mistakes it would have shown; where it could show one nowhere, it is none."""
 
 import json
+import re
 from typing import Any
 
 import distcheck
@@ -84,10 +85,13 @@ def test_the_report_of_a_pass() -> None:
         assert all(len(one.shown["lost-rank"]) == 4 for one in found.shown.values())
     screen = " ".join(render_text(report, width=100).split())
     assert (
-        "sensitivity: in lattice float32, mlp float32, mlp float64 every tensor would have shown a "
-        "missing sync, a lost rank, a rank that is added twice, a missing division, a second "
-        "division and a gradient that is a step old"
+        "sensitivity: of 18 tensors, all would have shown a missing sync, a lost rank, a rank that "
+        "is added twice, a missing division, a second division and a gradient that is a step old; "
     ) in screen
+    assert screen.count("sensitivity: ") == 1
+    assert re.search(r"a factor that is wrong by \S+ in float32, \S+ in float64 or more", screen)
+    of_case = check(report, "sensitivity", case=1).reason
+    assert of_case.startswith("of 6 tensors, all would have shown a missing sync, a lost rank, ")
     document = json.loads(render_json(report))
     by_name = {c["check"]: c for c in document["cases"][1]["checks"]}
     said = by_name["sensitivity"]["sensitivity"]
