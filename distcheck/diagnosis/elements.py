@@ -1,10 +1,10 @@
 """What the single elements of a wrong gradient are, and their roundings. Runs in a judge."""
 
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 
-from distcheck.diagnosis.facts import LEAST_FOR_A_GRID
 from distcheck.diagnosis.measured import Measured
 from distcheck.oracles.rounding import gamma, unit_roundoff
 
@@ -54,34 +54,60 @@ def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
     return tuple((kind, tuple(counts)) for kind, counts in found.items())
 
 
-def shorter(measured: Measured, unit: float) -> tuple[str, ...]:
-    """Per rank, the least short dtype whose roundings are of the size of its errors; empty where
-    there is none, or nothing is wrong.
+class Rounded(NamedTuple):
+    """A shorter dtype whose roundings are of the size of a rank's errors (empty: none), and whether
+    the result shows that it is that dtype: `on_grid` and `of_terms`.
+    """
+
+    dtype: str = ""
+    on_grid: bool = False
+    of_terms: bool = False
+
+
+def rounded(measured: Measured, unit: float, own: float) -> tuple[Rounded, ...]:
+    """Per rank, a dtype that the result shows, or else the least short one of those whose
+    roundings are of the size of its errors. The bound for many ranks in one dtype has room for the
+    roundings of a single one in the next: the size alone does not tell them apart.
+    """
+    found = []
+    for rank, dtypes in enumerate(_shorter(measured, unit)):
+        tried = [
+            Rounded(d, on_grid(measured, rank, d, own), of_terms(measured, rank, d))
+            for d in reversed(dtypes)
+        ]
+        shown = [one for one in tried if one.on_grid or one.of_terms]
+        found.append((shown or tried[-1:] or [Rounded()])[0])
+    return tuple(found)
+
+
+def _shorter(measured: Measured, unit: float) -> list[list[str]]:
+    """Per rank, the shorter dtypes whose roundings are of the size of its errors, the least short
+    one first.
     """
     mean, ranks = measured.interval.mean, range(measured.world)
     errors = {rank: (measured.result(rank) - mean).abs() for rank in measured.wrong}
     weights = measured.expectation.weights
     size = sum(w / len(ranks) * float(measured.shard(r).norm()) for r, w in enumerate(weights))
-    found: dict[int, str] = {}
-    for dtype in _SHORTER:
+    found: list[list[str]] = [[] for _ in ranks]
+    for dtype in _SHORTER if errors else ():
         coarse = unit_roundoff(getattr(torch, dtype))
-        if coarse <= unit or not errors:
+        if coarse <= unit:
             continue
         wide = measured.expectation.interval(measured.index, wire=dtype)
         assert wide is not None
         least = _LEAST_ROUNDING * coarse * size / sqrt(len(ranks))
-        for rank in [r for r, e in errors.items() if bool((e <= wide.bound).all())]:
-            error = errors.pop(rank)
-            found[rank] = dtype if float(error.norm()) >= least else ""
-    return tuple(found.get(rank, "") for rank in ranks)
+        for rank, error in errors.items():
+            if float(error.norm()) >= least and bool((error <= wide.bound).all()):
+                found[rank].append(dtype)
+    return found
 
 
 def on_grid(measured: Measured, rank: int, dtype: str, own: float) -> bool:
     """Whether a rank's result, or W times that, holds numbers of a shorter dtype only, up to a
-    rounding of their own: of so many as are asked for here, hardly one would be by chance.
+    rounding of their own. Of a few elements all may be so by chance.
     """
     grid, result = getattr(torch, dtype), measured.result(rank)
-    if result.numel() < LEAST_FOR_A_GRID or not bool(result.any()):
+    if not bool(result.any()):
         return False
     if own > unit_roundoff(grid) / 16:
         return False

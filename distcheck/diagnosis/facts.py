@@ -109,13 +109,15 @@ class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
 class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A rank on which backward was seen to leave something else than its shard's gradient:
     `distance` of it, as a share of that gradient, in `parameters`; `source` is the rank whose
-    shard's gradient it is, if it is one's (-1: none's).
+    shard's gradient it is, if it is one's (-1: none's). `buffers` are those with which it is the
+    shard's gradient to the bit, if another rank's are taken in place of those that are promised.
     """
 
     rank: int
     parameters: tuple[str, ...]
     distance: float
     source: int = -1
+    buffers: tuple[str, ...] = ()
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):

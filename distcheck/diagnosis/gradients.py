@@ -102,6 +102,18 @@ def left_otherwise(step: StepFacts) -> list[Finding]:
         evidence += f" (up to {most:.2g} of it apart, as norms)"
     if step.mean_of_left:
         evidence += "; ranks hold the right mean of what backward left, so the exchange is right"
+    if all(found.buffers for found in step.left):
+        buffers = list(dict.fromkeys(name for found in step.left for name in found.buffers))
+        more = f" and {len(buffers) - 6} more" if len(buffers) > 6 else ""
+        return [
+            Finding(
+                "buffers-differ",
+                f"{evidence}. It is, to the bit, if other ranks' buffers are in place of those "
+                f"that are promised: {', '.join(buffers[:6])}{more}",
+                "send all buffers from the promised rank before every forward pass: those that "
+                "are not saved, of every kind of module, of every dtype",
+            )
+        ]
     return [
         Finding(
             "wrong-local-gradient",

@@ -1,6 +1,6 @@
 """What backward was seen to leave on each rank, by the shard's own gradient. Runs in a judge."""
 
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 
@@ -9,6 +9,8 @@ from distcheck.diagnosis.measured import Measured
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.rounding import real_parts
 from distcheck.traces.layout import Kind
+
+_MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
 
 
 def seen(expectation: StepExpectation, rank: int, index: int) -> torch.Tensor | None:
@@ -74,7 +76,46 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
         parameters=tuple(names),
         distance=sqrt(apart / size) if size else 0.0,
         source=source,
+        buffers=() if source >= 0 else _other_buffers(expectation, rank, pairs),
     )
+
+
+def _other_buffers(
+    expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]
+) -> tuple[str, ...]:
+    """The buffers that another rank's must take the place of, so that the shard's gradient is what
+    backward left, to the bit. Each one is kept that brings it nearer.
+    """
+    trace, step = expectation.trace, expectation.step
+    specs, ranks = trace.layout.model.buffers, range(trace.layout.world)
+    promised = 0 if expectation.contract.buffers == "rank 0" else rank
+    held = [
+        {trace.entry(r, Kind.BUFFER, step, index).digest: r for r in reversed(ranks)}
+        for index in range(len(specs))
+    ]
+    differ = [index for index, sources in enumerate(held) if len(sources) > 1]
+    if len(differ) > _MOST_BUFFERS:
+        return ()
+    chosen = [promised] * len(specs)
+
+    def apart(sources: list[int]) -> float:
+        gradients = expectation.shard_from(rank, sources).gradients
+        return sum(
+            float((found - real_parts(own).double()).norm()) ** 2
+            for index, found in pairs
+            if (own := gradients[index]) is not None
+        )
+
+    least = apart(chosen) if differ else inf
+    for index in differ:
+        for source in held[index].values():
+            tried = [*chosen[:index], source, *chosen[index + 1 :]]
+            distance = apart(tried) if source != chosen[index] else inf
+            if distance < least:
+                least, chosen = distance, tried
+    if least:
+        return ()
+    return tuple(specs[index].name for index in differ if chosen[index] != promised)
 
 
 def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]) -> bool:

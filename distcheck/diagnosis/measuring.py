@@ -188,7 +188,7 @@ class StepMeasuring:
         taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
         projected = [q.T @ y for y in taken]
         of_mean, of_own, of_either = elements.mixture(measured, unit)
-        shorter = elements.shorter(measured, unit)
+        rounded = elements.rounded(measured, unit, self._own_unit(measured))
         return ParameterFacts(
             name=measured.name,
             elements=count,
@@ -204,15 +204,9 @@ class StepMeasuring:
             of_own=of_own,
             of_either=of_either,
             gamma=self._gamma_of(unit),
-            shorter=shorter,
-            on_grid=tuple(
-                bool(dtype) and elements.on_grid(measured, rank, dtype, self._own_unit(measured))
-                for rank, dtype in enumerate(shorter)
-            ),
-            of_terms=tuple(
-                bool(dtype) and elements.of_terms(measured, rank, dtype)
-                for rank, dtype in enumerate(shorter)
-            ),
+            shorter=tuple(one.dtype for one in rounded),
+            on_grid=tuple(one.on_grid for one in rounded),
+            of_terms=tuple(one.of_terms for one in rounded),
             kinds=elements.kinds(measured, unit),
             coarse=self._coarse(count),
         )

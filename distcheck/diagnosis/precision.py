@@ -43,15 +43,18 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     dtypes = {p.shorter[rank] for p in parameters for rank in p.wrong}
     if not dtypes or "" in dtypes:
         return _small_noise(step, parameters)
+    # Short parameters count if there are enough of them, and no long one.
+    enough = sum(p.elements for p in parameters) >= LEAST_FOR_A_GRID
+    counting = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID] or parameters
     # No weights of the shards' gradients explain roundings, and only they leave a grid.
     if not any(
-        p.on_grid[rank] or p.remainder[rank] > bound(step, p, step.shares)
+        (enough and p in counting and p.on_grid[rank])
+        or p.remainder[rank] > bound(step, p, step.shares)
         for p in parameters
         for rank in p.wrong
     ):
         return []
-    long = [p for p in parameters if p.elements >= LEAST_FOR_A_GRID]
-    grid = bool(long) and all(p.on_grid[rank] for p in long for rank in p.wrong)
+    grid = enough and all(p.on_grid[rank] for p in counting for rank in p.wrong)
     if not grid and not _stand_alone(step, parameters):
         return []
     dtype = max(dtypes, key=_WIDTHS.index)

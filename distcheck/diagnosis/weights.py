@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from math import hypot, isclose
 
-from distcheck.diagnosis.combinations import Reading, norms_differ, readings, usual_factors
+from distcheck.diagnosis import counting
+from distcheck.diagnosis.combinations import Reading, norms_differ, readings
 from distcheck.diagnosis.facts import ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import Finding, number_text, parameters_text, positions_text
 
 _REDUCE = (
     "look for a reduction that is never called, whose result is dropped, or that works on a copy "
     "instead of parameter.grad"
-)
-_SIGN = (
-    "look for a minus sign: a gradient that is subtracted, an update that is sent in place of a "
-    "gradient, a loss that is to be maximised"
 )
 _CLIP = "clip after the gradients are averaged, by the norm of the average"
 _ONE_RANK = (
@@ -59,50 +56,14 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     if way.kind == "single":
         return _only_one(step, way, where)
     if way.kind == "counted":
-        return [_counted(step, way, where), *_not_divided(step, way, where)]
+        if less := counting.count_less(step, way, where):
+            return less
+        return [counting.counted(step, way, where), *counting.not_divided(step, way, where)]
     if way.kind == "signed":
-        return [_signed(step, way, where)]
+        return [counting.signed(step, way, where)]
     if way.kind == "chain":
-        return [_chain(way, where)]
+        return [counting.chain(way, where)]
     return _clipped(step, way, where)
-
-
-def _signed(step: StepFacts, way: Reading, where: str) -> Finding:
-    minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
-    return Finding(
-        "wrong-sign",
-        f"{where}: {positions_text(step, minus)} count with the sign turned, in what every rank "
-        f"holds (all times {number_text(abs(way.factor))})",
-        _SIGN,
-    )
-
-
-def _chain(way: Reading, where: str) -> Finding:
-    total = sum(way.counts)
-    shown = ", ".join(f"{count}/{total}" for count in way.counts)
-    return Finding(
-        "chained-mean",
-        f"{where}: in what every rank holds the ranks' gradients count {shown}, as where each is "
-        "averaged with what came before it, (a + b) / 2 again and again",
-        "add all ranks' gradients up first, and divide once by their number",
-    )
-
-
-def _not_divided(step: StepFacts, way: Reading, where: str) -> list[Finding]:
-    """A second mistake beside the counts: a factor that neither all ranks, nor those that count,
-    nor their counts explain.
-    """
-    world, factor = len(step.shares), way.factor
-    *usual, undivided = usual_factors(way.counts)
-    if factor in usual:
-        return []
-    evidence = f"{where}: what is counted so is also multiplied by {number_text(factor)}"
-    if factor == undivided:
-        suggestion = f"divide by the number of ranks ({world}) once, after the sum"
-        return [Finding("missing-division", f"{evidence}: the sum is not divided", suggestion)]
-    return [
-        Finding("wrong-divisor", evidence, "look for a further factor on the loss or the gradients")
-    ]
 
 
 def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
@@ -111,7 +72,7 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
     evidence = f"{where}: every rank holds {number_text(factor)} times the {mean}"
     evidence += _already_there(step, factor)
     if factor == -1.0:
-        return Finding("wrong-sign", evidence, _SIGN)
+        return Finding("wrong-sign", evidence, counting.SIGN)
     if factor == world:
         return Finding(
             "missing-division",
@@ -176,52 +137,12 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     found = [Finding("one-rank-only", evidence, _ONE_RANK)]
     if world != 2:
         return found
-    dropped = _dropped(step, [1 - way.source], mean=way.factor == 1.0)
+    dropped = counting.dropped(step, [1 - way.source], mean=way.factor == 1.0)
     return [
         *found,
         Finding("dropped-rank", evidence, dropped),
-        Finding("duplicated-rank", evidence, _DUPLICATED),
+        Finding("duplicated-rank", evidence, counting.DUPLICATED),
     ]
-
-
-_DUPLICATED = (
-    "look at the index that picks a rank's buffer: one that is used twice, a ring that goes round "
-    "once too often, a gathered list whose entries are one tensor"
-)
-
-
-def _dropped(step: StepFacts, positions: Sequence[int], *, mean: bool) -> str:
-    """`mean` says whether what is left is the right mean over the other ranks: a server that has
-    no data by design leaves that.
-    """
-    ranks = positions_text(step, positions)
-    text = (
-        f"look for a range over ranks, or a ring, that ends too early, and for what keeps "
-        f"{ranks} out of the group"
-    )
-    if len(positions) > 1 or not mean:
-        return text
-    return (
-        f"{text}; what is left is the mean over the others, so if {ranks} is a server "
-        f"that has no data by design, say --without-data {step.number(positions[0])}, with a "
-        "--batch that the others divide"
-    )
-
-
-def _counted(step: StepFacts, way: Reading, where: str) -> Finding:
-    counts = ", ".join(map(str, way.counts))
-    absent = [rank for rank, count in enumerate(way.counts) if count == 0]
-    evidence = (
-        f"{where}: ranks count {counts} times in what every rank holds (all times "
-        f"{number_text(way.factor)})"
-    )
-    if max(way.counts) > 1:
-        if absent:
-            evidence += f", {positions_text(step, absent)} not at all"
-        return Finding("duplicated-rank", evidence, _DUPLICATED)
-    owed = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
-    mean = isclose(way.factor, owed, rel_tol=1e-4)
-    return Finding("dropped-rank", evidence, _dropped(step, absent, mean=mean))
 
 
 def _clipped(step: StepFacts, way: Reading, where: str) -> list[Finding]:
@@ -315,7 +236,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     counted = next((way for way in rest[0] if way.kind == "counted"), None)
     if counted is not None:
         text = f"{where}, on the other ranks"
-        return [*found, _counted(step, counted, text)]
+        return [*found, counting.counted(step, counted, text)]
     return found if all(map(_is_right, rest)) else []
 
 
@@ -338,7 +259,7 @@ def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) 
     )
     evidence = f"{where}: ranks do not count alike, nor the same on every rank: {shown} times"
     if max(max(counted) for counted in counts) > 1:
-        return [Finding("duplicated-rank", evidence, _DUPLICATED)]
+        return [Finding("duplicated-rank", evidence, counting.DUPLICATED)]
     return [
         Finding(
             "dropped-rank",

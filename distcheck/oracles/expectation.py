@@ -58,8 +58,11 @@ class StepExpectation:
     @cached_property
     def shards(self) -> list[ShardResult]:
         """Every rank's own part, computed again."""
-        run = self._references.shards.run
-        return [run(rank, self.step) for rank in range(self.trace.layout.world)]
+        return [self._references.shards.run(r, self.step) for r in range(self.trace.layout.world)]
+
+    def shard_from(self, rank: int, buffers_of: Sequence[int]) -> ShardResult:
+        """A rank's part if each buffer had been that of another rank before the step."""
+        return self._references.shards.run(rank, self.step, buffers_of=buffers_of)
 
     def passes(self, rank: int) -> list[list[torch.Tensor | None]]:
         """What each of a rank's backward passes adds to its gradients."""
@@ -180,8 +183,7 @@ class StepExpectation:
         kept = self._references.intervals
         if step not in kept:
             then = self.at(step)
-            indices = range(len(self.trace.layout.model.parameters))
-            kept[step] = [then.interval(i) for i in indices]
+            kept[step] = [then.interval(i) for i in range(len(self.trace.layout.model.parameters))]
         return kept[step]
 
     def projected(self, result: torch.Tensor, given: low_rank.Carried) -> low_rank.Projected:

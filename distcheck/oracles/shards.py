@@ -1,7 +1,7 @@
 """Each rank's own part of a step, computed again in one process from the state it recorded."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,11 +77,16 @@ def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
 
 
 def load_state(
-    model: torch.nn.Module, trace: TraceReader, *, rank: int, buffers_of: int, step: int
+    model: torch.nn.Module,
+    trace: TraceReader,
+    *,
+    rank: int,
+    buffers_of: int | Sequence[int],
+    step: int,
 ) -> None:
-    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`. What
-    a strategy has laid out otherwise in memory lies as it did there: convolutions choose their
-    kernel, and so their roundings, by that.
+    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`, or each
+    one with that of a rank of its own. What a strategy has laid out otherwise in memory lies as it
+    did there: convolutions choose their kernel, and so their roundings, by that.
     """
     with torch.no_grad():
         for index, (name, parameter) in enumerate(trainable(model)):
@@ -92,11 +97,12 @@ def load_state(
             lay_out(parameter, trace.entry(rank, Kind.PARAMETER, step, index).order)
             parameter.copy_(recorded)
         for index, (name, buffer) in enumerate(model.named_buffers()):
-            recorded = trace.tensor(buffers_of, Kind.BUFFER, step, index)
+            source = buffers_of if isinstance(buffers_of, int) else buffers_of[index]
+            recorded = trace.tensor(source, Kind.BUFFER, step, index)
             if recorded is None:
-                owner = trace.ranks[buffers_of]
+                owner = trace.ranks[source]
                 raise NotRecordedError(f"rank {owner} has no {name} before step {step}")
-            lay_out(buffer, trace.entry(buffers_of, Kind.BUFFER, step, index).order)
+            lay_out(buffer, trace.entry(source, Kind.BUFFER, step, index).order)
             buffer.copy_(recorded)
 
 
@@ -168,7 +174,7 @@ class ShardReference:
         rank: int,
         step: int,
         *,
-        buffers_of: int | None = None,
+        buffers_of: int | Sequence[int] | None = None,
         after_pass: Callable[[], None] | None = None,
     ) -> ShardResult:
         """One rank's forward and backward at one step, from its own buffers or another's (by

@@ -56,6 +56,15 @@ def test_a_lost_rank_and_a_sum_that_is_not_divided_are_both_said() -> None:
     assert [f.cause for f in found] == ["dropped-rank", "wrong-divisor"]
 
 
+def test_a_rank_that_counts_half_is_not_all_the_others_twice() -> None:
+    (found,) = explain_step(measured([[0.25, 0.125, 0.25, 0.25]] * 4, equal(4)))
+    assert found.cause == "wrong-divisor"
+    assert "ranks count 1, 0.5, 1, 1 times" in found.evidence
+    assert "on rank 1 had another scale" in found.evidence
+    twice = explain_step(measured([[0.25, 0.5, 0.25, 0.25]] * 4, equal(4)))
+    assert [f.cause for f in twice] == ["duplicated-rank"]
+
+
 def test_a_sum_that_one_rank_keeps() -> None:
     weights = [[1.0] * 4, *([float(r == rank) for r in range(4)] for rank in (1, 2, 3))]
     found = explain_step(measured(weights, equal(4)))
@@ -123,6 +132,10 @@ def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
     assert found.cause == "wrong-local-gradient"
     assert "as if all had been given rank 0's samples" in found.evidence
     assert "the exchange is right" in found.evidence
+    of_buffers = [msgspec.structs.replace(one, buffers=("mask",)) for one in left]
+    (found,) = explain_step(msgspec.structs.replace(seen, left=tuple(of_buffers)))
+    assert found.cause == "buffers-differ"
+    assert found.evidence.endswith("promised: mask")
     both = msgspec.structs.replace(seen, mean_of_left=False)
     assert [f.cause for f in explain_step(both)] == ["wrong-local-gradient", "one-rank-only"]
 
@@ -175,6 +188,16 @@ def test_noise_is_not_float16_alone() -> None:
     assert causes(noisy()) == {"low-precision", "noise"}
     assert causes(noisy(on_grid=True)) == {"low-precision"}
     assert causes(noisy(of_terms=True)) == {"low-precision"}
+
+
+def test_a_few_short_parameters_have_enough_elements_together() -> None:
+    step = noisy(on_grid=True)
+    short = [msgspec.structs.replace(p, elements=8, name=str(n)) for n in range(2) for p in
+             step.parameters[:1]]  # fmt: skip
+    assert causes(msgspec.structs.replace(step, parameters=tuple(short))) == {"low-precision"}
+    (alone,) = short[:1]
+    found = causes(msgspec.structs.replace(step, parameters=(alone,)))
+    assert found == {"low-precision", "noise"}, "8 elements may be numbers of float16 by chance"
 
 
 @pytest.mark.parametrize(

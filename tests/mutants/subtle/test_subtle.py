@@ -31,7 +31,9 @@ def _first_of_each_group() -> set[str]:
     return set(firsts.values())
 
 
-FIRST = _first_of_each_group()
+# Of these the named cause was another one, although the check was the same.
+_NAMED_OTHERWISE = {"BroadcastsFromAnother", "lower_precision_from_step_11"}
+FIRST = _first_of_each_group() | _NAMED_OTHERWISE
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,9 @@ def test_witness_shows_it(mutant: Subtle) -> None:
     assert mutant.asked is not None
     report = distcheck.verify(**mutant.asked)
     assert report.verdict == "fail"
-    assert int(report.exit_code) == mutant.exit_code
+    # A race may end in a collective that does not fit another rank's, or go through with it.
+    ends = {1, 4} if mutant.group == "races" else {mutant.exit_code}
+    assert int(report.exit_code) in ends
     causes = {found.cause for case in report.cases for found in case.diagnosis}
     assert causes - {"unexplained"} <= CAUSES[mutant.name]
 
