@@ -12,6 +12,10 @@ import msgspec
 from distcheck.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
 from distcheck.records import Case, CheckResult, Compared, VerdictName
 
+_NOTHING_COUNTS = (
+    "nothing counts as compared: no tensor could have shown any of the simplest mistakes"
+)
+
 
 def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
     """Whether the checks of the exchange would have shown each of the simplest mistakes; `if_none`
@@ -43,12 +47,21 @@ def of_check(result: CheckResult) -> CheckResult:
     """A pass of a check that could not have failed for any mistake is unknown."""
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
-    reason = (
-        "nothing counts as compared: no tensor could have shown any of the simplest mistakes "
-        f"({_why(list(result.shown.values()))})"
-    )
+    reason = f"{_NOTHING_COUNTS} ({_why(list(result.shown.values()))})"
     reason = "; ".join(filter(None, [reason, result.reason]))
     return msgspec.structs.replace(result, verdict="unknown", reason=reason)
+
+
+def why_alone_unknown(results: Sequence[CheckResult]) -> str:
+    """Which mistakes could not have shown, where this alone keeps a case from a pass. Empty where a
+    check failed, or is unknown for another reason.
+    """
+    lacking = [result for result in results if result.verdict != "pass"]
+    for result in lacking:
+        insensitive = result.check == SENSITIVITY or result.reason.startswith(_NOTHING_COUNTS)
+        if result.verdict != "unknown" or not insensitive:
+            return ""
+    return next((result.reason for result in lacking if result.check == SENSITIVITY), "")
 
 
 def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:

@@ -12,7 +12,7 @@ import torch
 
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.rounded_sums import rounds
-from distcheck.checks.simplest_mistakes import Parts, shown_by
+from distcheck.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.mistakes import MISTAKES, NOTHING, Shown
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.rounding import real_parts
@@ -34,9 +34,13 @@ def of_mean(
     """
     if layer not in ("X", "R"):
         return _of_mean(evidence, expectation, layer, index)
-    if index not in expectation.shown:  # one bound for both
-        expectation.shown[index] = _of_mean(evidence, expectation, layer, index)
-    return expectation.shown[index]
+    if index not in expectation.shown:
+        expectation.shown[index] = _of_mean(evidence, expectation, "R", index)
+    found = expectation.shown[index]
+    # X asks for more than R does: what R's bound shows, bits show.
+    if layer == "R" or found is None or is_complete(found, evidence.with_data):
+        return found
+    return _of_mean(evidence, expectation, "X", index)
 
 
 def _of_mean(
@@ -57,6 +61,7 @@ def _of_mean(
     if not bool(shares.isfinite().all()):
         return NOTHING  # a loss that was multiplied by zero: no rank's part can be told
     bound_at = _bound(expectation, layer, index, own)
+    bits = expectation.order_exact[index] if layer == "X" else None
 
     def parts_at(stride: int) -> Parts:
         gradients = torch.stack([_every(stride, gradient).double() for gradient in own])
@@ -67,6 +72,7 @@ def _of_mean(
             own=1.0 / per_rank(expectation.loss_scales),
             weights=per_rank(expectation.weights) / len(ranks),
             bound=bound_at(stride),
+            expected=None if bits is None else _every(stride, bits).double(),
         )
 
     step, trace, first = expectation.step, evidence.trace, ranks[0]
@@ -113,8 +119,7 @@ def _bound(
             pairs = zip(expectation.shares, own, strict=True)
             sizes = [abs(share) * _every(stride, g).double().abs() for share, g in pairs]
             return torch.stack(sizes).sum(0) * _EXACT
-        # X asks for more than R does: what R's bound shows, bits show. The lattice asks for R
-        # where sums are rounded on the way.
+        # The lattice asks for R where sums are rounded on the way.
         found = expectation.interval(index, parts=own, take=partial(_every, stride))
         assert found is not None
         return found.bound

@@ -25,6 +25,9 @@ alone divide, and 1 + max(|h_r| / sum |h|, w_r) for a part that is added twice (
 grid, `oracles/quantum.py`, whose error grows with the weights). What was recorded (a rank's own
 gradient, an earlier step, another parameter) is compared as it is: c = 0.
 
+Where bits are compared (X), the right result y is known to the bit, not only to within b of m. So
+the comparison fails for certain where |m + d - y| > c b.
+
 At most 4,096 elements of a tensor are tried first. The L2 norm over some elements is a lower bound
 of the whole norm, so what these show holds; the whole tensor is tried where they show too little.
 """
@@ -39,6 +42,7 @@ from distcheck.records import number
 
 _SAMPLE = 1 << 12
 _MOST_TWINS = 16
+_IN_DOUBLE = 2.0**-48  # relative: for the roundings of this very computation
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Parts:
     """What a mean is made of: `gradients` [W, n] and `shares` [W], which give the mean as
     `shares @ gradients`; `own` [W] is what a rank's gradient is multiplied by where it is kept;
     `weights` [W] what each rank counts for, with sum 1. `bound` is elementwise [n], or a number
-    for the L2 norm. All in float64.
+    for the L2 norm. All in float64. `expected` [n] are the bits that are compared,
+    where bits are; `bound` is then only how far a mistaken sum may be from its exact value.
     """
 
     gradients: torch.Tensor
@@ -54,6 +59,7 @@ class Parts:
     own: torch.Tensor
     weights: torch.Tensor
     bound: torch.Tensor | float
+    expected: torch.Tensor | None = None
 
 
 def stride_for_sample(elements: int) -> int:
@@ -77,9 +83,14 @@ def shown_by(
     """
     stride = stride_for_sample(elements)
     found = _try(parts_at(stride), stride, ranks, before, others)
-    if stride > 1 and any(len(found.shown[m]) < _most(m, ranks) for m in found.shown):
+    if stride > 1 and not is_complete(found, ranks):
         return _try(parts_at(1), 1, ranks, before, others)
     return found
+
+
+def is_complete(found: Shown, ranks: Sequence[int]) -> bool:
+    """Whether every mistake that could be made shows, of every rank."""
+    return all(len(found.shown[m]) >= _most(m, ranks) for m in found.shown)
 
 
 def _most(mistake: str, ranks: Sequence[int]) -> int:
@@ -98,8 +109,12 @@ def _try(
     mean = scaled.sum(0)
 
     def shows(left: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
-        """Per row of `left` [k, n]: whether it is outside of (1 + c) b; `c` [k, 1] or a number."""
-        apart, allowed = (left - mean).abs(), (1.0 + c) * parts.bound
+        """Per row of `left` [k, n]: whether a comparison fails for it; `c` [k, 1] or a number."""
+        if parts.expected is None:
+            apart, allowed = (left - mean).abs(), (1.0 + c) * parts.bound
+        else:
+            apart = (left - parts.expected).abs()
+            allowed = c * parts.bound + _IN_DOUBLE * parts.expected.abs()
         if isinstance(parts.bound, torch.Tensor):
             return (apart > allowed).any(1)
         norms: torch.Tensor = apart.norm(dim=1, keepdim=True) > allowed

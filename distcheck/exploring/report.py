@@ -13,11 +13,12 @@ from rich.text import Text
 
 from distcheck.errors import ExitCode
 from distcheck.exploring.found import as_python
-from distcheck.exploring.search import Search
+from distcheck.exploring.search import Finding, Search
 from distcheck.exploring.strategies import ACCUMULATE
 from distcheck.exploring.words import PREFIX, parse
 from distcheck.records import Case
 from distcheck.reports.terminal import console_for, describe_failure
+from distcheck.sensitivity import why_alone_unknown
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2
@@ -112,6 +113,7 @@ def as_json(story: Story) -> str:
         "cases": len(search.cases),
         "passed": len(search.passed),
         "unknown": [report.case for report in search.unknown],
+        "insensitive": [report.case for report in search.insensitive],
         "failed_once": [report.case for report in search.once],
         "kept_cases": story.earlier,
         "shrunk_in": search.shrunk_in,
@@ -154,34 +156,9 @@ def _headline(story: Story) -> Text:
 
 
 def _lines(story: Story) -> Iterator[tuple[str, str]]:
-    search, finding = story.search, story.search.finding
-    if finding is not None:
-        case = finding.report.case
-        steps = f"{case.steps} step{'s' * (case.steps != 1)}"
-        samples = f"{case.batch} sample{'s' * (case.batch != 1)}"
-        given = "".join(f", {name}={value}" for name, value in case.adaptation.arguments)
-        yield (
-            "case",
-            f"world {case.world}, {steps} of {samples}, {case.dtype}, {case.workload}{given}",
-        )
-        for late in case.delays:
-            before = f"collective {late.collective}" if late.collective else "backward"
-            yield "late", f"rank {late.rank} by {late.ms} ms before {before} of every step"
-        yield from describe_failure(finding.report)
-        if finding.replays and finding.failed < finding.replays:
-            yield (
-                "flaky",
-                f"failed in {finding.failed} of {finding.replays} replays in fresh ranks: a race",
-            )
-        passes = parse(case.workload.removeprefix(PREFIX)).accumulate
-        if passes > 1:
-            yield (
-                "note",
-                f"every step has {passes} backward passes; if your code never has more than one, "
-                "search with --without accumulate",
-            )
-        if finding.unshrunk:
-            yield "note", f"it may not be the smallest: {finding.unshrunk}"
+    search = story.search
+    if search.finding is not None:
+        yield from _lines_of(search.finding)
     for report in search.once:
         outcome = "a rank failed" if report.ranks_failed else "a mismatch"
         yield (
@@ -193,6 +170,8 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
     for report in search.unknown[:3]:
         reasons = {c.reason for c in report.checks if c.verdict == "unknown"}
         yield "unknown", f"{report.case.workload}: {'; '.join(sorted(reasons))}"
+    if search.insensitive:
+        yield "note", _about_insensitive(search)
     if search.runner.single_pass:
         yield "note", f"accumulate was left out: {search.runner.single_pass}"
     if search.runner.distrusts_kept:
@@ -201,6 +180,46 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
         yield "kept", f"{story.earlier} found earlier; run first"
     for text in story.unreadable:
         yield "kept", f"left out: {text}"
+
+
+def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
+    case = finding.report.case
+    steps = f"{case.steps} step{'s' * (case.steps != 1)}"
+    samples = f"{case.batch} sample{'s' * (case.batch != 1)}"
+    given = "".join(f", {name}={value}" for name, value in case.adaptation.arguments)
+    yield (
+        "case",
+        f"world {case.world}, {steps} of {samples}, {case.dtype}, {case.workload}{given}",
+    )
+    for late in case.delays:
+        before = f"collective {late.collective}" if late.collective else "backward"
+        yield "late", f"rank {late.rank} by {late.ms} ms before {before} of every step"
+    yield from describe_failure(finding.report)
+    if finding.replays and finding.failed < finding.replays:
+        yield (
+            "flaky",
+            f"failed in {finding.failed} of {finding.replays} replays in fresh ranks: a race",
+        )
+    passes = parse(case.workload.removeprefix(PREFIX)).accumulate
+    if passes > 1:
+        yield (
+            "note",
+            f"every step has {passes} backward passes; if your code never has more than one, "
+            "search with --without accumulate",
+        )
+    if finding.unshrunk:
+        yield "note", f"it may not be the smallest: {finding.unshrunk}"
+
+
+def _about_insensitive(search: Search) -> str:
+    """What is not counted as passed, and the first reason."""
+    first = search.insensitive[0]
+    count, of = len(search.insensitive), len(search.cases)
+    return (
+        f"{count} of {of} cases {'are' if count > 1 else 'is'} not counted as passed: nothing "
+        f"differed, but not every simple mistake could have shown. In {first.case.workload}, world "
+        f"{first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
+    )
 
 
 def _show_coverage(story: Story, console: Console) -> None:

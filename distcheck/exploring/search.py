@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
+from distcheck import sensitivity
 from distcheck.exploring.running import Runner
 from distcheck.exploring.strategies import identify
 from distcheck.records import Case, CaseReport, Delay
@@ -66,6 +67,8 @@ class Search:
     show: Callable[[str], None] = lambda text: None
     passed: list[Case] = field(default_factory=list)
     unknown: list[CaseReport] = field(default_factory=list)
+    # Compared all and found nothing, but some of the simplest mistakes could not have shown.
+    insensitive: list[CaseReport] = field(default_factory=list)
     finding: Finding | None = None
     once: list[CaseReport] = field(default_factory=list)  # failed in kept ranks, not in fresh ones
     shrunk_in: int = 0  # cases
@@ -193,7 +196,8 @@ class Search:
         if report.verdict == "fail":
             self._failed[case.id] = report
         elif report.verdict == "unknown":
-            self.unknown.append(report)
+            could_not_show = sensitivity.why_alone_unknown(report.checks)
+            (self.insensitive if could_not_show else self.unknown).append(report)
         else:
             self.passed.append(case)
         what = "shrinking" if self._failed else "searching"

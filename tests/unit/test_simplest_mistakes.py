@@ -1,5 +1,7 @@
 """What a comparison is said to show, it shows: however the mistaken sum was rounded."""
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,3 +144,24 @@ def test_steps_add_up_and_mistakes_are_united() -> None:
     assert merged.shown == {"no-sync": (0, 1), "stale": ()}
     assert (merged.scale, merged.zero, merged.alike, merged.steps) == (0.5, False, True, 3)
     assert merge_shown([{"a": one}, {"a": two, "b": two}]) == {"a": merged, "b": two}
+
+
+def test_where_bits_are_compared_a_wide_bound_hides_nothing_recorded() -> None:
+    """A gradient that is a step old differs in its bits, however wide the bound of a sum is."""
+    gradients = torch.tensor([[1.0, 2.0], [1.5, 2.25]], dtype=torch.float64)
+    mean, wide = gradients.mean(0), gradients.abs().mean(0)
+    even = torch.full((2,), 0.5, dtype=torch.float64)
+
+    def found(bits: torch.Tensor | None, before: torch.Tensor) -> Shown:
+        def at(stride: int) -> Parts:
+            parts = parts_of(gradients, even, wide)
+            return dataclasses.replace(parts, expected=bits)
+
+        return shown_by(at, elements=2, ranks=range(2), before=before)
+
+    other, rounded = mean + 2.0**-8, mean + 2.0**-9
+    assert found(None, other).shown["stale"] == ()
+    assert found(rounded, other).shown["stale"] == (0,)
+    assert found(rounded, rounded).shown["stale"] == ()  # the same bits, if not the mean's
+    assert found(rounded, other).shown["no-sync"] == (0, 1)
+    assert found(rounded, other).shown["divided-by-world"] == ()  # within its own roundings
