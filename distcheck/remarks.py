@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from distcheck.acceptance import read
 from distcheck.cells import why_declined
 from distcheck.contract import Contract
+from distcheck.exploring.declined import why_words_declined
 from distcheck.jobs import CaseFacts
 from distcheck.oracles import lattice
 from distcheck.records import EXACT_DTYPES, Case
@@ -91,6 +92,12 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         case.workload,
         contract,
         facts.training,
+        own_backward=facts.own_backward,
+        own_update=facts.own_update,
+    )
+    declined = declined or why_words_declined(
+        case.workload,
+        contract,
         own_backward=facts.own_backward,
         own_update=facts.own_update,
     )

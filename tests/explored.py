@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcheck.contract import Step
+from distcheck.contract import Build, Step
 
 
 def trained(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -36,6 +36,12 @@ def only_at_three(model: nn.Module, step: Step) -> None:
     right(model, step)
     for parameter in trained(model):
         parameter.grad.mul_(1.01 if step.world_size == 3 else 1.0)
+
+
+def only_at_five(model: nn.Module, step: Step) -> None:
+    right(model, step)
+    for parameter in trained(model):
+        parameter.grad.mul_(1.01 if step.world_size == 5 else 1.0)
 
 
 def for_powers_of_two(model: nn.Module, step: Step) -> None:
@@ -68,6 +74,13 @@ def weight_in_whole_samples(model: nn.Module, step: Step) -> None:
         total = (parameter.grad * (step.samples / usual)).contiguous()
         dist.all_reduce(total)
         parameter.grad.copy_(total / step.world_size)
+
+
+def weights_in_the_first_steps(model: nn.Module, step: Step) -> None:
+    if step.index < 3:
+        right(model, step)
+    else:
+        mean_of_means(model, step)
 
 
 class WeightOfTheFirstStep:
@@ -111,6 +124,79 @@ def frozen_shifts_the_rest(model: nn.Module, step: Step) -> None:
     for parameter, gradient in zip(model.parameters(), averaged, strict=False):
         if parameter.grad is not None and parameter.shape == gradient.shape:
             parameter.grad.copy_(gradient)
+
+
+def children_alone(model: nn.Module, step: Step) -> None:
+    for child in model.children():
+        for parameter in child.parameters(recurse=False):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean(parameter, step))
+
+
+def norms_left_out(model: nn.Module, step: Step) -> None:
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    local = {parameter for norm in norms for parameter in norm.parameters()}
+    for parameter in trained(model):
+        averaged = mean(parameter, step)
+        if parameter not in local:
+            parameter.grad.copy_(averaged)
+
+
+def _over_those_that_have_it(model: nn.Module, step: Step, *, zeros_count: bool) -> None:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        there = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(there)
+        if there == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        averaged = mean(parameter, step)
+        parameter.grad.copy_(averaged * (1 if zeros_count else step.world_size / there.item()))
+
+
+def mean_over_those_that_have_it(model: nn.Module, step: Step) -> None:
+    _over_those_that_have_it(model, step, zeros_count=False)
+
+
+def none_counts_as_zero(model: nn.Module, step: Step) -> None:
+    """Right, also where a parameter has no gradient on some ranks."""
+    _over_those_that_have_it(model, step, zeros_count=True)
+
+
+class FirstGroupAlone:
+    """Averages what is in the first of the optimizer's groups."""
+
+    def optimizer(self, build: Build, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        self.built = build(parameters)
+        return self.built
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        first = set(self.built.param_groups[0]["params"])
+        for parameter in trained(model):
+            averaged = mean(parameter, step)
+            if parameter in first:
+                parameter.grad.copy_(averaged)
+
+
+class RateOfTheFirstStep:
+    """Keeps the rate that it has seen first, as code does that copies the optimizer's settings."""
+
+    def optimizer(self, build: Build, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        built = build(parameters)
+        rates: list[float] = []
+
+        def before_update(*_: object) -> None:
+            rates.extend([] if rates else [group["lr"] for group in built.param_groups])
+            for group, rate in zip(built.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        built.register_step_pre_hook(before_update)
+        return built
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        right(model, step)
 
 
 def bfloat16_left_out(model: nn.Module, step: Step) -> None:

@@ -22,8 +22,8 @@ from distcheck.options import adapter_options, json_option, with_adaptation
 )
 @click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Of the search.")
-@click.option("--world", default=4, show_default=True, metavar="N", help="Most ranks.")
-@click.option("--steps", default=3, show_default=True, metavar="N", help="Most steps.")
+@click.option("--world", default=6, show_default=True, metavar="N", help="Most ranks.")
+@click.option("--steps", default=6, show_default=True, metavar="N", help="Most steps.")
 @click.option(
     "--vary",
     multiple=True,
@@ -35,7 +35,7 @@ from distcheck.options import adapter_options, json_option, with_adaptation
     multiple=True,
     metavar="WORD",
     help="Leave out what the strategy is known not to do: strided, frozen, unequal, accumulate, "
-    "late, ...",
+    "absent, nested, norm, groups, schedule, late, ...",
 )
 @click.option(
     "--deadline-s",

@@ -75,8 +75,8 @@ def explore_command(asked: dict[str, Any]) -> int:
             live.show("importing torch, looking at the strategy")
             pool.wait_ready()
             runner.look_at(_samples(strategy, asked, vary))
-            if runner.single_pass:
-                search.space = space(without=(*asked["without"], strategies.ACCUMULATE))
+            if runner.left_out:
+                search.space = space(without=(*asked["without"], *runner.left_out))
             search.until = max(search.until, time.monotonic() + 1.0)  # at least one case
             search.again(earlier)
             if search.finding is None:

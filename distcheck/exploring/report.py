@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from distcheck.errors import ExitCode
+from distcheck.exploring.declined import ABSENT, words_in
 from distcheck.exploring.found import as_python
 from distcheck.exploring.search import Finding, Search
-from distcheck.exploring.strategies import ACCUMULATE
 from distcheck.exploring.words import PREFIX, parse
 from distcheck.records import Case
 from distcheck.reports.terminal import console_for, describe_failure
@@ -73,7 +73,10 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
             count("shards", {"short last batch"})
         count("layers", {layer.kind for layer in model.layers})
         count("marks", {mark for layer in model.layers for mark in layer.marks} or {"none"})
+        count("nested", {str(max(layer.nested for layer in model.layers))})
         count("optimizer", {model.optimizer})
+        count("groups", {"2" if model.groups else "1"})
+        count("rates", {"change" if model.schedule else "constant"})
         count("accumulate", {str(model.accumulate)})
         count("late ranks", {str(len({late.rank for late in case.delays}))})
         for name, value in case.adaptation.arguments:
@@ -118,7 +121,7 @@ def as_json(story: Story) -> str:
         "kept_cases": story.earlier,
         "shrunk_in": search.shrunk_in,
         "coverage": coverage(search.cases),
-        "left_out": {ACCUMULATE: why} if (why := search.runner.single_pass) else {},
+        "left_out": search.runner.left_out,
         "finding": None,
     }
     if finding is not None:
@@ -172,8 +175,8 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
         yield "unknown", f"{report.case.workload}: {'; '.join(sorted(reasons))}"
     if search.insensitive:
         yield "note", _about_insensitive(search)
-    if search.runner.single_pass:
-        yield "note", f"accumulate was left out: {search.runner.single_pass}"
+    for word, why in search.runner.left_out.items():
+        yield "note", f"{word} was left out: {why}"
     if search.runner.distrusts_kept:
         yield "note", search.runner.distrusts_kept
     if story.earlier:
@@ -206,6 +209,12 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
             "note",
             f"every step has {passes} backward passes; if your code never has more than one, "
             "search with --without accumulate",
+        )
+    if ABSENT in words_in(case.workload):
+        yield (
+            "note",
+            "in some steps a parameter has no gradient (None) on some ranks; if that never happens "
+            "in your models, search with --without absent",
         )
     if finding.unshrunk:
         yield "note", f"it may not be the smallest: {finding.unshrunk}"

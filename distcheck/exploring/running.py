@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from distcheck import preparation
-from distcheck.cells import why_declined
-from distcheck.contract import Contract, Training
+from distcheck.contract import Contract
 from distcheck.errors import CannotRunError
+from distcheck.exploring.declined import declined_words, words_in
 from distcheck.exploring.kept import KeptRanks
 from distcheck.exploring.messages import Sitting
-from distcheck.exploring.words import EXPLORED_DTYPES, PREFIX, parse
+from distcheck.exploring.words import EXPLORED_DTYPES
 from distcheck.preparation import Data
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.verification import run_cases
@@ -25,7 +25,7 @@ class Runner:
         self._kept = KeptRanks(pool)
         self._contracts: dict[Adaptation, Contract] = {}
         self._files: dict[Adaptation, str] = {}
-        self._single: dict[Adaptation, str] = {}
+        self._declined: dict[Adaptation, dict[str, str]] = {}
         self._calibrated: dict[tuple[int, Contract], str] = {}
         self.distrusts_kept = ""  # why ranks are not kept any more
 
@@ -43,28 +43,27 @@ class Runner:
                 )
             self._contracts[case.adaptation] = contract
             self._files[case.adaptation] = about.strategy_file
-            self._single[case.adaptation] = why_declined(
-                case.workload,
-                contract,
-                Training(accumulate=2),
-                own_backward=about.own_backward,
-                own_update=about.own_update,
+            self._declined[case.adaptation] = declined_words(
+                contract, own_backward=about.own_backward, own_update=about.own_update
             )
 
     @property
-    def single_pass(self) -> str:
-        """Why no case with several backward passes in a step can be asked for: of any adaptation
-        that was looked at, the first reason; empty where they can.
+    def left_out(self) -> dict[str, str]:
+        """The words that no case can have, each with the reason: of any adaptation that was looked
+        at, the first.
         """
-        return next(filter(None, self._single.values()), "")
+        found: dict[str, str] = {}
+        for declined in self._declined.values():
+            found = declined | found
+        return found
 
     def why_left_out(self, case: Case) -> str:
         """Why a case is not to be run with this strategy, as it is now; empty where it may be."""
-        if parse(case.workload.removeprefix(PREFIX)).accumulate == 1:
-            return ""
-        if case.adaptation not in self._single:
+        words = words_in(case.workload)
+        if words and case.adaptation not in self._declined:
             self.look_at([case])
-        return self._single[case.adaptation]
+        declined = self._declined.get(case.adaptation, {})
+        return next((why for word, why in declined.items() if word in words), "")
 
     def run(self, case: Case) -> CaseReport:
         """One case, in kept ranks if they are to be trusted."""

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 
 from distcheck import plan
 from distcheck.adapters.asked import adaptation_of
+from distcheck.exploring.declined import ABSENT, ACCUMULATE
 from distcheck.exploring.words import (
     EXPLORED_DTYPES,
+    GROUPS,
     KINDS,
     MARKS,
     MARKS_OF,
     MOST_ACCUMULATE,
+    MOST_NESTED,
+    NESTED,
     OPTIMIZERS,
     SAMPLES,
+    SCHEDULE,
     Layer,
     ModelWords,
     trains,
@@ -29,7 +34,7 @@ from distcheck.naming import as_file_name
 from distcheck.plan import Request
 from distcheck.records import Adaptation, Case, Delay
 
-MOST_WORLD, MOST_STEPS, MOST_LAYERS = 4, 3, 4
+MOST_WORLD, MOST_STEPS, MOST_LAYERS = 6, 6, 4
 _MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5
 # Around what cuts a vector: fewer elements than ranks, primes, segments of gloo's ring, a bucket.
 _TABLES = (1, 2, 3, 5, 17, 1003, 70_001, 300_007)
@@ -38,10 +43,23 @@ _SIZES: Mapping[str, Sequence[int]] = {
     "conv": range(1, 5),
     "table": _TABLES,
 }
-LATE, UNEQUAL, SHORT, ACCUMULATE = "late", "unequal", "short-last-batch", "accumulate"
-# What a search can be told to leave out.
-DIMENSIONS = (*KINDS, *MARKS, *OPTIMIZERS, *EXPLORED_DTYPES, LATE, UNEQUAL, SHORT, ACCUMULATE)
-_BITS = st.integers(0, 2 ** len(MARKS) - 1)
+LATE, UNEQUAL, SHORT = "late", "unequal", "short-last-batch"
+# What `--without` takes.
+DIMENSIONS = (
+    *KINDS,
+    *MARKS,
+    NESTED,
+    *OPTIMIZERS,
+    GROUPS,
+    SCHEDULE,
+    *EXPLORED_DTYPES,
+    LATE,
+    UNEQUAL,
+    SHORT,
+    ACCUMULATE,
+)
+# A bit for each mark; the rest is how deeply a layer is nested.
+_BITS = st.integers(0, 2 ** len(MARKS) * (MOST_NESTED + 1) - 1)
 _MORE = (False, True, True)
 _UNCOMMON = (False,) * 3 + (True,)
 _RARE = (False,) * 7 + (True,)
@@ -56,11 +74,12 @@ def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
     """
     kind = draw(st.sampled_from([kind for kind in KINDS if kind not in without]))
     place = draw(st.integers(0, len(_TABLES) - 1))
-    chosen = draw(_BITS) & draw(_BITS)  # a quarter of the marks
+    chosen = draw(_BITS) & draw(_BITS)  # a quarter of the bits
+    nested = 0 if NESTED in without else chosen >> len(MARKS)
     sizes = _SIZES.get(kind, (0,))
     marks = [mark for bit, mark in enumerate(MARKS) if chosen >> bit & 1 and mark not in without]
     kept = tuple(mark for mark in marks if mark in MARKS_OF[kind])
-    return Layer(kind, sizes[place % len(sizes)], kept)
+    return Layer(kind, sizes[place % len(sizes)], kept, nested)
 
 
 @st.composite
@@ -79,18 +98,34 @@ def models(
     drawn = [draw(layers(without=without))]
     while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # said after the last one too
         drawn.append(draw(layers(without=without)))
+    norms = [layer for layer in drawn if layer.kind == "norm"][:1]
     convs = [layer for layer in drawn if layer.kind == "conv"][:3]
-    ordered = convs + [layer for layer in drawn if layer.kind != "conv"]
+    ordered = norms + convs + [layer for layer in drawn if layer.kind not in ("norm", "conv")]
     if not any(trains(layer) for layer in ordered):
-        ordered = [_thawed(layer) for layer in ordered]
+        ordered = [_unmarked(layer, "frozen") for layer in ordered]
     if not any(trains(layer) for layer in ordered):
         ordered.append(Layer("linear", 1))  # after anything
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
-    return ModelWords(tuple(ordered), optimizer, samples, accumulate)
+    groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
+    schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
+    absent = draw(st.sampled_from(_UNCOMMON))
+    if not absent or optimizer != "sgd":
+        # Where no rank has a gradient, one of zero is right if it does not move the parameter. With
+        # momentum it does, and no strategy can see that without asking the other ranks.
+        ordered = [_unmarked(layer, ABSENT) for layer in ordered]
+    moves = any(ABSENT in layer.marks for layer in ordered)  # by weight decay, for the same reason
+    groups = groups and not moves and _parameters(ordered) > 1
+    return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
 
 
-def _thawed(layer: Layer) -> Layer:
-    return Layer(layer.kind, layer.size, tuple(m for m in layer.marks if m != "frozen"))
+def _unmarked(layer: Layer, mark: str) -> Layer:
+    return msgspec.structs.replace(layer, marks=tuple(m for m in layer.marks if m != mark))
+
+
+def _parameters(layers: Sequence[Layer]) -> int:
+    """How many tensors layers have that may train."""
+    two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
+    return two + sum(layer.kind != "running" for layer in layers)
 
 
 @st.composite
@@ -140,9 +175,9 @@ def cases(
     # Both are drawn whether or not there is room for them: what follows then shrinks on its own.
     several_passes = ACCUMULATE not in without and draw(st.sampled_from(_UNCOMMON))
     short = SHORT not in without and draw(st.sampled_from(_UNCOMMON))
-    passes = (
-        draw(st.integers(2, min(shard, MOST_ACCUMULATE))) if several_passes and shard > 1 else 1
-    )
+    # In a short dtype, more passes round by as much as a rank counts: nothing would show.
+    most_passes = 2 if dtype == "bfloat16" else MOST_ACCUMULATE
+    passes = draw(st.integers(2, min(shard, most_passes))) if several_passes and shard > 1 else 1
     samples = SAMPLES
     if short and steps > 1:
         # No shard of it has fewer samples than a step has passes: code that exchanges in each of

@@ -3,7 +3,8 @@
     generated:conv2.strided-linear3.bias.frozen-scale;adam;samples=20
 
 Layers in the order of the forward pass, joined by `-`, each a kind, a size where it has one, and
-marks; then, after `;`, the optimizer (sgd, momentum or adam; sgd if none is named), the number of
+marks; then, after `;`, the optimizer (sgd, momentum or adam; sgd if none is named), `groups` where
+it has two groups of parameters, `schedule` where its rates change with every step, the number of
 training samples, and `accumulate=N` where the loop runs backward N times in a step. The words are
 the whole description: a case that holds them can be replayed.
 
@@ -11,10 +12,13 @@ the whole description: a case that holds them can be replayed.
     scale       one parameter without dimensions
     table N     a vector of N elements that every sample takes part in
     running     a buffer that follows the mean of what passes; no parameter
+    norm        BatchNorm of the samples' two channels; comes first
 
     bias        of a linear or conv        frozen    takes no gradient
     strided     not contiguous: a linear's weight is transposed in memory, a conv's channels_last
     tied        a linear's weight is used once more, transposed, to go back
+    absent      for half of the samples only: a rank that has none of them has no gradient (None)
+    nestedN     lies within N more modules, in one with its neighbour as far as that does too
 """
 
 import re
@@ -24,54 +28,64 @@ import msgspec
 from distcheck.errors import UsageError
 
 PREFIX = "generated:"
-KINDS = ("linear", "scale", "table", "conv", "running")
-MARKS = ("bias", "frozen", "strided", "tied")
+KINDS = ("linear", "scale", "table", "conv", "running", "norm")
+MARKS = ("bias", "frozen", "strided", "tied", "absent")
+NESTED, GROUPS, SCHEDULE = "nested", "groups", "schedule"
 OPTIMIZERS = ("sgd", "momentum", "adam")
 EXPLORED_DTYPES = ("float32", "float64", "bfloat16")
 SAMPLES = 512
 MOST_ACCUMULATE = 4  # backward passes in a step
+MOST_NESTED = 3  # one less than a power of two
 SHAPE = (2, 4, 4)  # of a sample: channels, height, width
 MARKS_OF = {
     "linear": MARKS,
-    "conv": ("bias", "frozen", "strided"),
-    "scale": ("frozen",),
-    "table": ("frozen",),
+    "conv": ("bias", "frozen", "strided", "absent"),
+    "scale": ("frozen", "absent"),
+    "table": ("frozen", "absent"),
     "running": (),
+    "norm": ("frozen",),
 }
 _MOST = {"linear": 4096, "conv": 64, "table": 10_000_000}
 _MOST_CONVS = SHAPE[1] - 1  # each takes one pixel off either side
 _ACCUMULATE = tuple(map(str, range(2, MOST_ACCUMULATE + 1)))
-_LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+)*)")
+_NESTED = {f"{NESTED}{depth}": depth for depth in range(1, MOST_NESTED + 1)}
+_LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+\d*)*)", re.ASCII)
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One layer; `size` is 0 for a kind that has none."""
+    """One layer; `size` is 0 for a kind that has none. It lies within `nested` more modules."""
 
     kind: str
     size: int = 0
     marks: tuple[str, ...] = ()
+    nested: int = 0
 
     @property
     def words(self) -> str:
         """As it is spelled."""
-        return "".join([self.kind, str(self.size or ""), *(f".{mark}" for mark in self.marks)])
+        marks = [*self.marks, *([f"{NESTED}{self.nested}"] if self.nested else [])]
+        return "".join([self.kind, str(self.size or ""), *(f".{mark}" for mark in marks)])
 
 
 class ModelWords(msgspec.Struct, frozen=True):
-    """A generated model, its optimizer, how many samples it is trained on, and in how many backward
-    passes a step.
+    """A generated model, its optimizer, how many samples it is trained on, in how many backward
+    passes a step, in two groups of parameters or one, and with rates that change or do not.
     """
 
     layers: tuple[Layer, ...]
     optimizer: str = "sgd"
     samples: int = SAMPLES
     accumulate: int = 1
+    groups: bool = False
+    schedule: bool = False
 
     @property
     def words(self) -> str:
         """As it is spelled, without the prefix."""
         parts = ["-".join(layer.words for layer in self.layers)]
         parts += [self.optimizer] if self.optimizer != "sgd" else []
+        parts += [GROUPS] if self.groups else []
+        parts += [SCHEDULE] if self.schedule else []
         parts += [f"samples={self.samples}"] if self.samples != SAMPLES else []
         parts += [f"accumulate={self.accumulate}"] if self.accumulate != 1 else []
         return ";".join(parts)
@@ -92,6 +106,8 @@ def parse(words: str) -> ModelWords:
         name, _, value = option.partition("=")
         if option in OPTIMIZERS:
             optimizer = option
+        elif option in (GROUPS, SCHEDULE):
+            pass
         elif name == "samples" and value.isdecimal() and 0 < int(value) <= 10**6:
             samples = int(value)
         elif name == "accumulate" and value in _ACCUMULATE:
@@ -99,10 +115,12 @@ def parse(words: str) -> ModelWords:
         else:
             raise _refusal(
                 words,
-                f"{option!r} is none of {', '.join(OPTIMIZERS)}, samples=N, and accumulate=N with "
-                f"N from 2 to {MOST_ACCUMULATE}",
+                f"{option!r} is not one of {', '.join(OPTIMIZERS)}, {GROUPS}, {SCHEDULE}, "
+                f"samples=N, and accumulate=N with N from 2 to {MOST_ACCUMULATE}",
             )
-    return ModelWords(layers, optimizer, samples, accumulate)
+    return ModelWords(
+        layers, optimizer, samples, accumulate, GROUPS in options, SCHEDULE in options
+    )
 
 
 def _layer(part: str, words: str) -> Layer:
@@ -114,10 +132,11 @@ def _layer(part: str, words: str) -> Layer:
     if not min(most, 1) <= size <= most:
         wanted = f"a size from 1 to {most}, as in {kind}3" if most else "no size"
         raise _refusal(words, f"{part!r}: {kind} takes {wanted}")
-    if strange := [mark for mark in marks if mark not in MARKS_OF[kind]]:
-        known = ", ".join(MARKS_OF[kind]) or "none"
-        raise _refusal(words, f"{part!r}: {strange[0]!r} is no mark of {kind}, which takes {known}")
-    return Layer(kind, size, tuple(mark for mark in MARKS if mark in marks))
+    if strange := [mark for mark in marks if mark not in (*MARKS_OF[kind], *_NESTED)]:
+        known = ", ".join((*MARKS_OF[kind], f"{NESTED}1 to {NESTED}{MOST_NESTED}"))
+        raise _refusal(words, f"{part!r}: {kind} does not take {strange[0]!r}; it takes {known}")
+    nested = max((_NESTED[mark] for mark in marks if mark in _NESTED), default=0)
+    return Layer(kind, size, tuple(mark for mark in MARKS if mark in marks), nested)
 
 
 def _check_order(layers: tuple[Layer, ...], words: str) -> None:
@@ -125,6 +144,8 @@ def _check_order(layers: tuple[Layer, ...], words: str) -> None:
     linears = [n for n, layer in enumerate(layers) if layer.kind == "linear"]
     if convs and linears and max(convs) > min(linears):
         raise _refusal(words, "a conv needs an image, and comes before every linear")
+    if any(layer.kind == "norm" for layer in layers[1:]):
+        raise _refusal(words, "a norm comes before every other layer, and there is one at most")
     if len(convs) > _MOST_CONVS:
         raise _refusal(words, f"more than {_MOST_CONVS} convs leave nothing of a 4x4 image")
     if not any(trains(layer) for layer in layers):

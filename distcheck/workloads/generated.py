@@ -8,9 +8,14 @@ large terms would be as small as its rounding errors, and correct code would dif
 batch by more than S32 allows for. For the same reason layers are followed by tanh: it has no point
 at which rounding decides which side of a kink an input is on. And no layer makes numbers grow,
 however many stand in a row: where a tanh is nearly 1, its slope is the small rest of 1 - tanh^2.
+
+BatchNorm is the exception: what passes back through it adds up to zero. It stands before every
+layer that trains, and a sigmoid makes its results positive again; its own weight's gradient is the
+rest of larger terms, and S32 compares it on the scale of its bias' gradient, which is not.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +26,9 @@ from distcheck.exploring.words import PREFIX, SHAPE, Layer, ModelWords, parse
 from distcheck.records import ModelLayout, TensorSpec
 
 LEARNING_RATE = 2.0**-10
+WEIGHT_DECAY = 0.5
+RATES = (0.25, 1.0, 0.125)  # of it, step by step, again and again
+_CHOSEN_BELOW = 1.0  # a sample's first number, in [0.5, 1.5), where it passes through rare layers
 # What torch's optimizers keep of each parameter that takes a gradient.
 STATE = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq", "step")}
 _KERNEL = 2
@@ -119,6 +127,51 @@ class Running(nn.Module):
         return inputs
 
 
+class Norm(nn.BatchNorm2d):
+    """[n, channels, height, width] -> the same, between 0 and 1."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Positive numbers."""
+        return torch.sigmoid(super().forward(inputs))
+
+
+class Chain(nn.Sequential):
+    """Layer by layer. Those in `rare` are for the samples that are `chosen` [n], and are left out
+    where there are none: what they add is half of the mean of what they make of such a sample.
+    """
+
+    chosen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare: set[str] = set()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The shape is that of the last layer that is not rare."""
+        for name, layer in self._modules.items():
+            assert layer is not None
+            if name not in self.rare:
+                inputs = layer(inputs)
+            elif bool(self.chosen.any()):
+                each = layer(inputs).flatten(1).mean(1)
+                shape = (-1, *(1 for _ in inputs.shape[1:]))
+                mixed = (inputs + each.view(shape)) / 2
+                inputs = torch.where(self.chosen.view(shape), mixed, inputs)
+        return inputs
+
+
+class Model(Chain):
+    """The outermost module: it knows which samples are chosen."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 2, 4, 4]."""
+        chosen = inputs[:, 0, 0, 0] < _CHOSEN_BELOW
+        for module in self.modules():
+            if isinstance(module, Chain):
+                module.chosen = chosen
+        return super().forward(inputs)
+
+
 class GeneratedSamples:
     """Numbers in [0.5, 1.5), 2x4x4 per sample; labels are the samples' own indices."""
 
@@ -147,30 +200,44 @@ class Generated:
     def __init__(self, words: ModelWords) -> None:
         self._words = words
         self.training = Training(accumulate=words.accumulate)
+        if words.groups:  # the loop looks whether there is such a method
+            self.groups = self._groups
+        if words.schedule:
+            self.schedule = self._schedule
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Layer by layer; inputs [n, 2, 4, 4]."""
-        built = nn.Sequential()
+        within: list[Chain] = [Model()]
         channels, side, features = SHAPE[0], SHAPE[1], 0
         for layer in self._words.layers:
+            del within[layer.nested + 1 :]
+            while len(within) <= layer.nested:
+                within[-1].append(inner := Chain())
+                within.append(inner)
+            rare = "absent" in layer.marks
             if layer.kind == "conv":
                 made: nn.Module = Conv(channels, layer)
-                channels, side = layer.size, side - _KERNEL + 1
+                if not rare:
+                    channels, side = layer.size, side - _KERNEL + 1
             elif layer.kind == "linear":
                 if not features:
                     features = channels * side * side
-                    built.append(nn.Flatten())
+                    within[-1].append(nn.Flatten())
                 made = dense = Dense(features, layer)
-                features = dense.features
+                features = features if rare else dense.features
             else:
                 made = self._small(layer)
-            built.append(made.requires_grad_("frozen" not in layer.marks))
-        return built
+            if rare:
+                within[-1].rare.add(str(len(within[-1])))
+            within[-1].append(made.requires_grad_("frozen" not in layer.marks))
+        return within[0]
 
     @staticmethod
     def _small(layer: Layer) -> nn.Module:
         if layer.kind == "table":
             return Table(layer.size)
+        if layer.kind == "norm":
+            return Norm(SHAPE[0])
         return Scale() if layer.kind == "scale" else Running()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -179,7 +246,20 @@ class Generated:
         loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
         return loss
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    @staticmethod
+    def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """Every other parameter learns at half the rate, and only those decay."""
+        listed = list(parameters)
+        slow = {"params": listed[1::2], "lr": LEARNING_RATE / 2, "weight_decay": WEIGHT_DECAY}
+        return [{"params": listed[::2]}, slow] if slow["params"] else [{"params": listed}]
+
+    @staticmethod
+    def _schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+        """No two steps in a row have one rate."""
+        for number, group in enumerate(optimizer.param_groups):
+            group["lr"] = LEARNING_RATE / (1 + number) * RATES[step % len(RATES)]
+
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """As the words say; steps are small, so that weights stay positive."""
         if self._words.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=LEARNING_RATE)

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -11,10 +12,11 @@ from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
 
 from distcheck.cli import _group
-from distcheck.contract import BackendAllReduce, Contract, RingOrder, Training
+from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.exploring import command, delays, models
 from distcheck.exploring.budget import seconds_of
+from distcheck.exploring.declined import declined_words, words_in
 from distcheck.exploring.found import KeptCases, as_python
 from distcheck.exploring.strategies import DIMENSIONS, cases
 from distcheck.exploring.words import (
@@ -33,7 +35,7 @@ from distcheck.positions import shard_sizes
 from distcheck.ranks.delays import Lateness
 from distcheck.ranks.training import describe_model, open_ingredients
 from distcheck.records import Adaptation, Case, Delay
-from distcheck.workloads.generated import describe, described
+from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
 
 
 @given(models())
@@ -86,20 +88,24 @@ def test_no_tanh_of_a_generated_model_saturates(model: ModelWords) -> None:
 @given(models())
 @settings(max_examples=15)
 def test_no_gradient_of_a_generated_model_cancels(model: ModelWords) -> None:
-    """What S32 allows for is relative to the sum, so no term may be larger than that."""
+    """What S32 allows for is relative to the sum, so no term may be larger than that. A norm's own
+    weight is compared on the scale of its bias, so it is left out here.
+    """
     torch.manual_seed(0)
     workload = described(model.words)
     built = workload.model(sample_shape=SHAPE, classes=1)
     samples = workload.samples()
     inputs, labels = samples.read(torch.arange(8), train=True, dtype=torch.float32)
+    norms = {m.weight for m in built.modules() if isinstance(m, torch.nn.BatchNorm2d)}
     for parameter in built.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or parameter in norms:
             continue
         terms = []
         for n in range(8):
             weight = float(described("scale").loss(_One(), _batch(inputs[n : n + 1], labels[n])))
             loss = built(inputs[n : n + 1]).mean() * weight
-            terms.append(torch.autograd.grad(loss, parameter)[0])
+            (term,) = torch.autograd.grad(loss, parameter, allow_unused=True)
+            terms.append(torch.zeros_like(parameter) if term is None else term)
         total, sizes = torch.stack(terms).sum(0), torch.stack(terms).abs().sum(0)
         assert torch.equal(total.abs(), sizes)
     assert math.isfinite(relative_tolerance("S32", 8))
@@ -110,10 +116,9 @@ class _One(torch.nn.Module):
         return torch.ones_like(inputs)
 
 
-def _batch(inputs: torch.Tensor, label: torch.Tensor):  # type: ignore[no-untyped-def]
-    from distcheck.contract import Batch
-
-    return Batch(inputs=inputs, labels=label.view(1), ids=label.view(1), total=1)
+def _batch(inputs: torch.Tensor, labels: torch.Tensor) -> Batch:
+    labels = labels.view(len(inputs))
+    return Batch(inputs=inputs, labels=labels, ids=labels, total=len(inputs))
 
 
 def test_backward_passes_are_words() -> None:
@@ -122,6 +127,94 @@ def test_backward_passes_are_words() -> None:
     assert words.words == "linear3;adam;samples=20;accumulate=3"
     assert described(words.words).training == Training(accumulate=3)
     assert described("linear3").training == Training()
+
+
+def test_words_of_older_cases_are_read_as_they_were() -> None:
+    words = parse("conv2.strided-linear3.bias.tied-scale;adam;samples=20;accumulate=2")
+    assert words.words == "conv2.strided-linear3.bias.tied-scale;adam;samples=20;accumulate=2"
+    assert [layer.nested for layer in words.layers] == [0, 0, 0]
+    model = described(words.words).model(sample_shape=SHAPE, classes=1)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["0.weight", "2.weight", "2.bias", "3.factor"]
+
+
+def test_neighbours_share_the_modules_that_they_are_nested_in() -> None:
+    words = parse("scale.nested2-scale.nested3-scale-running.nested1-scale.nested1")
+    assert parse(words.words) == words
+    model = described(words.words).model(sample_shape=SHAPE, classes=1)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["0.0.0.factor", "0.0.1.0.factor", "1.factor", "2.1.factor"]
+
+
+def test_two_groups_learn_and_decay_at_rates_that_change() -> None:
+    workload = described("linear2.bias-scale;momentum;groups;schedule")
+    model = workload.model(sample_shape=SHAPE, classes=1)
+    optimizer = workload.optimizer(workload.groups(model.parameters()))
+    seen = []
+    for step in range(3):
+        workload.schedule(optimizer, step)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, WEIGHT_DECAY]
+    assert all(first == 2 * second for first, second in seen)
+    assert len({first for first, _ in seen}) == 3
+    assert not hasattr(described("scale"), "groups")
+    assert not hasattr(described("scale"), "schedule")
+
+
+@given(models(without=["norm", "running"]))
+@settings(max_examples=15)
+def test_what_is_absent_has_no_gradient_without_its_samples(model: ModelWords) -> None:
+    """And the whole batch's gradient is the mean of the samples', a None counting as zero."""
+    torch.manual_seed(0)
+    marked = [msgspec.structs.replace(layer, marks=("absent",)) for layer in model.layers]
+    marked = [layer for layer in marked if layer.kind != "running"]
+    workload = described(ModelWords((*marked, Layer("scale"))).words)
+    built = workload.model(sample_shape=SHAPE, classes=1).double()
+    inputs, labels = workload.samples().read(torch.arange(6), train=True, dtype=torch.float64)
+    chosen = inputs[:, 0, 0, 0] < 1.0
+    assert 0 < int(chosen.sum()) < 6
+    parameters = list(built.parameters())
+    whole = torch.autograd.grad(workload.loss(built, _batch(inputs, labels)), parameters)
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    for n in range(6):
+        loss = workload.loss(built, _batch(inputs[n : n + 1], labels[n]))
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        assert [gradient is None for gradient in found[:-1]] == [not chosen[n]] * len(found[:-1])
+        for sum_, gradient in zip(total, found, strict=True):
+            sum_ += 0 if gradient is None else gradient / 6
+    for one, other in zip(whole, total, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@given(cases("allreduce"))
+def test_absent_is_drawn_only_where_zeros_move_nothing(case: Case) -> None:
+    model = parse(case.workload.removeprefix(PREFIX))
+    if any("absent" in layer.marks for layer in model.layers):
+        assert (model.optimizer, model.groups) == ("sgd", False)
+
+
+@pytest.mark.parametrize("word", ["norm", "nested1", "nested3", "groups", "schedule", "absent"])
+def test_every_dimension_is_drawn_alone(word: str) -> None:
+    """What is found by it shrinks to a case of the simplest kind but for it."""
+    drawn = find(cases("allreduce"), lambda case: word in case.workload)
+    least = {
+        "norm": ["norm"], "nested1": ["linear1.nested1"], "nested3": ["linear1.nested3"],
+        "groups": ["norm;groups", "linear1.bias;groups", "linear1-linear1;groups"],
+        "schedule": ["linear1;schedule"], "absent": ["linear1.absent"],
+    }  # fmt: skip
+    assert drawn.workload.removeprefix(PREFIX) in least[word]
+    assert (drawn.world, drawn.steps, drawn.dtype, drawn.delays) == (1, 1, "float32", ())
+
+
+def test_a_contract_that_declines_a_cell_declines_what_has_it() -> None:
+    declined = declined_words(
+        Contract(declines=("unused_later", "transposed")), own_backward=True, own_update=False
+    )
+    assert set(declined) == {"absent", "strided", "accumulate"}
+    assert "its contract declines unused_later" in declined["absent"]
+    assert words_in("generated:scale.absent-linear1.bias;accumulate=2") == {"absent", "accumulate"}
+    assert words_in("cnn") == set()
 
 
 @given(cases("allreduce", most_steps=4))
@@ -145,7 +238,10 @@ def test_every_case_of_the_space_can_be_replayed(case: Case) -> None:
     assert dict(case.adaptation.arguments).keys() == {"bucket"}
 
 
-LEAVABLE = ["strided", "frozen", "late", "unequal", "adam", "accumulate"]
+LEAVABLE = [
+    "strided", "frozen", "late", "unequal", "adam", "accumulate", "norm", "absent", "nested",
+    "groups", "schedule",
+]  # fmt: skip
 
 
 @given(st.sets(st.sampled_from(LEAVABLE)), st.data())
@@ -163,16 +259,24 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
         ("linear", "'linear': linear takes a size from 1 to 4096, as in linear3"),
         ("linear0", "linear takes a size from 1"),
         ("scale2", "'scale2': scale takes no size"),
-        ("linear2.tide", "'tide' is no mark of linear, which takes bias, frozen, strided, tied"),
+        (
+            "linear2.tide",
+            "linear does not take 'tide'; it takes bias, frozen, strided, tied",
+        ),
+        ("running.nested4", "running does not take 'nested4'; it takes nested1 to nested3"),
+        ("scale-norm", "a norm comes before every other layer, and there is one at most"),
         ("linear2-conv2", "a conv needs an image, and comes before every linear"),
         ("conv1-conv1-conv1-conv1", "more than 3 convs leave nothing of a 4x4 image"),
         ("scale.frozen-running", "nothing is left to train"),
-        ("scale;rmsprop", "'rmsprop' is none of sgd, momentum, adam, samples=N, and accumulate=N"),
-        ("scale;samples=0", "'samples=0' is none of"),
-        ("scale;accumulate=1", "'accumulate=1' is none of"),
+        (
+            "scale;rmsprop",
+            "'rmsprop' is not one of sgd, momentum, adam, groups, schedule, s",
+        ),
+        ("scale;samples=0", "'samples=0' is not one of"),
+        ("scale;accumulate=1", "'accumulate=1' is not one of"),
         ("scale;accumulate=5", "accumulate=N with N from 2 to 4"),
-        ("scale;accumulate=", "'accumulate=' is none of"),
-        ("scale;accumulate=²", "'accumulate=²' is none of"),
+        ("scale;accumulate=", "'accumulate=' is not one of"),
+        ("scale;accumulate=²", "'accumulate=²' is not one of"),
     ],
 )
 def test_words_that_describe_nothing_get_one_sentence(words: str, why: str) -> None:

@@ -66,8 +66,11 @@ TWICE = Case(
 # the bug needs something else.
 LEAST = {
     "only_at_three": (3, 1, set()),
+    "only_at_five": (5, 1, set()),
     "strided_left_out": (2, 1, {"strided"}),
     "frozen_forgotten": (1, 2, {"frozen"}),
+    "norms_left_out": (2, 1, set()),
+    "children_alone": (2, 1, set()),
 }
 
 
@@ -75,20 +78,50 @@ LEAST = {
     "name",
     [
         "only_at_three",
-        pytest.param("strided_left_out", marks=pytest.mark.sweep),
-        pytest.param("frozen_forgotten", marks=pytest.mark.sweep),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in LEAST if name != "only_at_three"),
     ],
 )
 def test_a_planted_bug_is_shrunk_to_its_least_case(pool: Pool, name: str) -> None:
     world, layers, marks = LEAST[name]
-    found = search(pool, name, 100)
+    found = search(pool, name, 300)
     case, model = least(found)
     assert (case.world, case.steps, case.batch) == (world, 1, world)
     assert (case.dtype, case.delays) == ("float32", ())
     assert len(model.layers) == layers
+    assert [layer.kind == "norm" for layer in model.layers] == [name == "norms_left_out"] * layers
+    assert [layer.nested for layer in model.layers] == [int(name == "children_alone")] * layers
     assert {mark for layer in model.layers for mark in layer.marks} == marks
     assert found.finding is not None
     assert (found.finding.failed, found.finding.replays) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "least_case"),
+    [
+        ("FirstGroupAlone", (2, 1, 2, "groups")),
+        pytest.param("RateOfTheFirstStep", (1, 2, 1, "schedule"), marks=pytest.mark.sweep),
+        pytest.param("mean_over_those_that_have_it", (2, 1, 2, "absent"), marks=pytest.mark.sweep),
+        pytest.param("weights_in_the_first_steps", (2, 4, 3, ""), marks=pytest.mark.sweep),
+    ],
+)
+def test_what_only_one_dimension_shows_is_shrunk_to_it(
+    pool: Pool, name: str, least_case: tuple[int, int, int, str]
+) -> None:
+    """World, steps, samples, and the only word that is not the simplest."""
+    without = [] if least_case[3] == "absent" else ["absent"]  # these take no None
+    case, model = least(search(pool, name, 600, without=without))
+    words = re.findall("groups|schedule|absent|nested|norm|accumulate", case.workload)
+    assert (case.world, case.steps, case.batch, "".join(words)) == least_case
+    assert (case.dtype, case.delays) == ("float32", ())
+    assert len(model.layers) == (2 if name == "FirstGroupAlone" else 1)
+
+
+@pytest.mark.sweep
+def test_none_on_some_ranks_counts_as_zero(pool: Pool) -> None:
+    found = search(pool, "none_counts_as_zero", 300)
+    assert found.finding is None
+    assert (found.unknown, found.once) == ([], [])
+    assert len([case for case in found.passed if "absent" in case.workload]) > 10
 
 
 @pytest.mark.parametrize(
@@ -120,10 +153,10 @@ def test_who_cannot_accumulate_is_not_asked_to(pool: Pool) -> None:
         made.look_at([msgspec.structs.replace(TWICE, strategy=strategy)])
         return made
 
-    assert "runs backward itself" in runner("ddp_no_sync").single_pass
-    assert "declines accumulation" in runner("ddp_static_graph").single_pass
-    taking = runner("allreduce")
-    assert (taking.single_pass, taking.why_left_out(TWICE)) == ("", "")
+    assert "runs backward itself" in runner("ddp_no_sync").left_out["accumulate"]
+    assert "declines accumulation" in runner("ddp_static_graph").left_out["accumulate"]
+    assert "accumulate" not in runner("allreduce").left_out
+    assert runner("allreduce").why_left_out(TWICE) == ""
     earlier = msgspec.structs.replace(TWICE, strategy="ddp_static_graph")
     found = Search(runner=runner("ddp_static_graph"), space=cases("allreduce"), seed=0, until=0.0)
     found.again([earlier])
@@ -242,8 +275,7 @@ def test_what_simple_workloads_miss_is_found(pool: Pool, name: str) -> None:
     ],
 )  # fmt: skip
 def test_nothing_is_found_in_the_strategies_that_come_along(distcheck: Run, name: str) -> None:
-    without = ["--without", "strided"] if name == "fsdp" else []  # it says that it takes none
-    ran = distcheck("explore", "--strategy", name, "--max-cases", "300", *without)
+    ran = distcheck("explore", "--strategy", name, "--max-cases", "300")
     assert ran.returncode == 0, ran.stdout
 
 
