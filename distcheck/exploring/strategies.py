@@ -113,6 +113,9 @@ def models(
         # Where no rank has a gradient, one of zero is right if it does not move the parameter. With
         # momentum it does, and no strategy can see that without asking the other ranks.
         ordered = [_unmarked(layer, ABSENT) for layer in ordered]
+    trained = [n for n, layer in enumerate(ordered) if trains(layer)]
+    if all(ABSENT in ordered[n].marks for n in trained):  # a loss of nothing has no backward
+        ordered[trained[-1]] = _unmarked(ordered[trained[-1]], ABSENT)
     moves = any(ABSENT in layer.marks for layer in ordered)  # by weight decay, for the same reason
     groups = groups and not moves and _parameters(ordered) > 1
     return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)

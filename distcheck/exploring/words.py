@@ -150,6 +150,10 @@ def _check_order(layers: tuple[Layer, ...], words: str) -> None:
         raise _refusal(words, f"more than {_MOST_CONVS} convs leave nothing of a 4x4 image")
     if not any(trains(layer) for layer in layers):
         raise _refusal(words, "nothing is left to train")
+    if not any(trains(layer) and "absent" not in layer.marks for layer in layers):
+        raise _refusal(
+            words, "every layer that trains is absent for half of the samples; leave one for all"
+        )
 
 
 def trains(layer: Layer) -> bool:
