@@ -226,7 +226,11 @@ class Workload(Protocol):
                                        dicts with "params" and settings of their own
     schedule(optimizer, step)          what a script does to its optimizer before a step, such as
                                        setting the rates in `param_groups`; a function of the step
+    hand_over(model, rank)             what a script's rank does to its model before the strategy
+                                       is given it; what counts is what rank 0 has then
     training                           a `Training`: what the loop does besides
+    must_happen                        events of `distcheck.happenings`: a run in which one of them
+                                       did not happen is unknown
     own_dtypes                         True: `model` is left in the dtypes that it was built in
     """
 

@@ -247,6 +247,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         rows_apart=normalises and _rows_apart(ingredients, model, norms),
         rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
+        must_happen=ingredients.must_happen,
         kinds=_kinds(model),
         groups=_groups(ingredients, model),
         schedule=hasattr(ingredients.loaded.workload, "schedule"),

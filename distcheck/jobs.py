@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from distcheck.contract import Contract, Order, Training
+from distcheck.happenings import Happening
 from distcheck.records import Case, Delay, ModelLayout
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.rendezvous import Rendezvous
@@ -63,6 +64,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     own_backward: bool = False
     own_update: bool = False
     training: Training = Training()  # what the workload wants of the loop
+    must_happen: tuple[Happening, ...] = ()  # in a run that shows what the workload is for
     kinds: tuple[str, ...] = ()  # classes of the modules that hold parameters or buffers
     groups: int = 1  # of the optimizer's parameters
     schedule: bool = False  # whether the workload changes its optimizer from step to step

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.contract import Contract
+from distcheck.happenings import PURPOSE
 from distcheck.mistakes import SENSITIVITY
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 
@@ -100,6 +101,10 @@ class Owed:
         """Which mistakes would have shown; how much was compared is the other checks' to say."""
         owed = Compared(ranks=self._with_data)
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", owed=owed)
+
+    def purpose(self) -> PlannedCheck:
+        """What the workload is for: every step of every rank with data, with all its samples."""
+        return PlannedCheck(check=PURPOSE, layer="-", scope="step", owed=self.data())
 
     def rerun(self) -> PlannedCheck:
         """Everything that a rank records, in a second world."""

@@ -329,6 +329,8 @@ def plan_checks(
         planned.append(owes.check("agreement", "-", compared))
     if len(case.with_data) > 1 and (gradient_layers or local_sgd):
         planned.append(owes.sensitivity())
+    if facts.must_happen:
+        planned.append(owes.purpose())
     if case.rerun:
         planned.append(owes.rerun())
     note = _fallback_note(case, facts, sizes, calibration_failure)

@@ -6,6 +6,7 @@ from distcheck.acceptance import read
 from distcheck.cells import why_declined
 from distcheck.contract import Contract
 from distcheck.exploring.declined import why_words_declined
+from distcheck.happenings import least_ranks
 from distcheck.jobs import CaseFacts
 from distcheck.oracles import lattice
 from distcheck.records import EXACT_DTYPES, Case
@@ -101,6 +102,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         own_backward=facts.own_backward,
         own_update=facts.own_update,
     )
+    declined = declined or _why_too_few_ranks(case, facts)
     if facts.syncs_statistics and facts.normalises_batches:
         declined = declined or SYNCED_STATISTICS
     if declined := declined or _why_not_bounded(case, contract, facts.training.accumulate):
@@ -118,6 +120,14 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)
+
+
+def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
+    """Why what the workload is for cannot happen in this world; empty where it can."""
+    ranks, least = len(case.with_data), least_ranks(facts.must_happen)
+    if ranks >= least:
+        return ""
+    return f"what it is for takes at least {least} ranks with data, and this world has {ranks}"
 
 
 def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:

@@ -18,7 +18,6 @@ import msgspec
 
 from distcheck import diagnosis, limits
 from distcheck.case_runs import CaseRun, WorldName, is_separate, new_trace
-from distcheck.cells import CELLS
 from distcheck.cores import cores
 from distcheck.errors import CannotRunError, ExitCode
 from distcheck.jobs import RECORD, RecordJob
@@ -270,13 +269,13 @@ class Session:
                 run.judges_left += 1
 
     def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
-        """Steps per judge. The lattice trains on from its own beginning, so it is not shared; a
-        cell is judged sooner than a judge is started. A short world is judged beside its rerun, in
-        time, by fewer: to start one takes the cores from those ranks.
+        """Steps per judge. The lattice trains on from its own beginning, and what must happen in a
+        run may take several steps, so these are not shared. A short world is judged beside its
+        rerun, in time, by fewer: to start one takes the cores from those ranks.
         """
         if steps == 0:
             return []
-        if "lattice" in run.case.layers or run.case.workload in CELLS:
+        if "lattice" in run.case.layers or run.facts.must_happen:
             return [tuple(range(steps))]
         judges = min(steps, self._most_judges)
         if "world" in run.timings_s:

@@ -11,6 +11,7 @@ from distcheck.case_runs import CaseRun
 from distcheck.cells import CELLS
 from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.diagnosis.precision import rounded_to
+from distcheck.happenings import PURPOSE
 from distcheck.mistakes import SENSITIVITY
 from distcheck.owed import PlannedCheck
 from distcheck.records import (
@@ -19,7 +20,6 @@ from distcheck.records import (
     CheckResult,
     Compared,
     Outcome,
-    VerdictName,
     merge_verdicts,
 )
 
@@ -56,15 +56,23 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         notes=(
             *run.notes,
             *filter(None, [elsewhere]),
-            *_about_cell(run.case.workload, verdict),
+            *_about_cell(run.case, results),
         ),
     )
 
 
-def _about_cell(workload: str, verdict: VerdictName) -> list[str]:
-    """What a cell is about, for whoever has to look at it."""
-    if workload not in CELLS or verdict == "pass":
+def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
+    """What a cell is about, where it did not pass; where only its purpose is missing, how many
+    steps it takes.
+    """
+    workload = case.workload
+    wrong = {result.check for result in results if result.verdict != "pass"}
+    if workload not in CELLS or not wrong:
         return []
+    if wrong == {PURPOSE}:
+        own = CELLS[workload].steps
+        few = f"{workload} trains {own} steps by itself, and this run took {case.steps}"
+        return [f"{few}: leave out --steps"] if case.steps < own else []
     return [
         f"{workload} is a cell in which {CELLS[workload].about}; if this need not work, give "
         f"--without {workload}, or decline it in the contract"

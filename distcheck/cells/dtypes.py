@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from distcheck.cells.samples import FEATURES, CellSamples, CellWorkload
+from distcheck.happenings import Dtypes, RowsApart
 
 _WIDTH = 16
 _SAMPLES, _COLUMNS = 512, 8
@@ -33,6 +34,8 @@ class MixedLayers(nn.Module):
 class MixedDtypes(CellWorkload):
     """Gradients in three dtypes."""
 
+    must_happen = (Dtypes(dtypes=("float32", "float64", "bfloat16")),)
+
     own_dtypes = True
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -58,6 +61,8 @@ class ComplexLayers(nn.Module):
 
 class ComplexParameters(CellWorkload):
     """Gradients with an imaginary part."""
+
+    must_happen = (Dtypes(dtypes=("complex64",)),)
 
     own_dtypes = True
 
@@ -102,6 +107,8 @@ def _coalesce(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 class SparseGradients(CellWorkload):
     """Gradients with a few rows."""
+
+    must_happen = (RowsApart(parameter="words.weight"),)
 
     def samples(self) -> CellSamples:
         """Half of all samples are in a step."""

@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distcheck import happenings
 from distcheck.cells.samples import FEATURES, CellWorkload
 from distcheck.contract import Batch
+from distcheck.happenings import BufferReplaced, Frozen, NoGradient, OwnRandomNumbers, Tied
 
 WIDTH = 16
 CHANGES_AT = 2  # the step from which a layer is frozen, or left out
@@ -48,6 +50,8 @@ class TiedLayers(Layers):
 class TiedWeights(CellWorkload):
     """Two layers share one weight."""
 
+    must_happen = (Tied(),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """The weight has one name, that of its first layer."""
         return TiedLayers(classes)
@@ -55,6 +59,8 @@ class TiedWeights(CellWorkload):
 
 class UnusedParameters(CellWorkload):
     """A layer between two others that the forward pass never calls."""
+
+    must_happen = (NoGradient(parameter="middle.weight"),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Its parameters never have a gradient."""
@@ -65,6 +71,8 @@ class UnusedParameters(CellWorkload):
 
 class UnusedLater(CellWorkload):
     """A layer that is called in the first two steps only."""
+
+    must_happen = (NoGradient(parameter="middle.weight", after_one=True),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """With all of its layers."""
@@ -79,6 +87,8 @@ class UnusedLater(CellWorkload):
 class FrozenParameters(CellWorkload):
     """A layer that was frozen before the strategy saw the model."""
 
+    must_happen = (Frozen(parameter="middle.weight"),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Gradients pass through the frozen layer to the first one."""
         model = Layers(classes)
@@ -88,6 +98,8 @@ class FrozenParameters(CellWorkload):
 
 class FrozenLater(CellWorkload):
     """A layer that is frozen while training is under way."""
+
+    must_happen = (Frozen(parameter="middle.weight", after_training=True),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """With all of its layers training."""
@@ -102,6 +114,8 @@ class FrozenLater(CellWorkload):
 class CalledTwice(CellWorkload):
     """One forward pass over each half of the shard, one backward."""
 
+    must_happen = (happenings.CalledTwice(),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Every parameter is used twice."""
         return Layers(classes)
@@ -114,6 +128,8 @@ class CalledTwice(CellWorkload):
 
 class WithDropout(CellWorkload):
     """A mask over the hidden layer."""
+
+    must_happen = (OwnRandomNumbers(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Half of the hidden units are left out, others for every sample."""
@@ -143,6 +159,8 @@ class Averages(Layers):
 
 class ReassignedBuffers(CellWorkload):
     """Whoever holds on to a buffer's first tensor works on a dead one."""
+
+    must_happen = (BufferReplaced(buffer="mean"),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """One buffer."""

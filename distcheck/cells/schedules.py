@@ -7,6 +7,14 @@ from distcheck.cells import BATCH
 from distcheck.cells.models import CHANGES_AT, Layers
 from distcheck.cells.samples import CellSamples, CellWorkload
 from distcheck.contract import Training
+from distcheck.happenings import (
+    Accumulated,
+    Clipped,
+    OtherOrder,
+    Resumed,
+    ScalerSkips,
+    ShortBatch,
+)
 
 _MARK = 8.0  # a pixel that no other sample has
 _LARGE = 3e38  # close to the largest float32
@@ -21,6 +29,8 @@ class _Perceptron(CellWorkload):
 class RaggedBatch(_Perceptron):
     """An epoch of three batches and 20 samples."""
 
+    must_happen = (ShortBatch(),)
+
     def samples(self) -> CellSamples:
         """The last batch has 20 samples, as long as no more ranks share them."""
         return CellSamples(3 * BATCH + 20)
@@ -28,6 +38,8 @@ class RaggedBatch(_Perceptron):
 
 class TwoEpochs(_Perceptron):
     """Two steps an epoch."""
+
+    must_happen = (OtherOrder(),)
 
     def samples(self) -> CellSamples:
         """Two batches."""
@@ -37,17 +49,23 @@ class TwoEpochs(_Perceptron):
 class Accumulation(_Perceptron):
     """Two backward passes a step."""
 
+    must_happen = (Accumulated(),)
+
     training = Training(accumulate=2)
 
 
 class Clipping(_Perceptron):
     """Clipped to a norm that is always exceeded."""
 
+    must_happen = (Clipped(),)
+
     training = Training(clip_norm=0.05)
 
 
 class Resume(_Perceptron):
     """From a checkpoint, in the same process, with a strategy that was loaded again."""
+
+    must_happen = (Resumed(),)
 
     training = Training(resume_before=CHANGES_AT)
 
@@ -82,6 +100,8 @@ class Overflowing(Layers):
 
 class LossScaling(CellWorkload):
     """The loss is multiplied by 1024; where the marked sample is read, a gradient is infinite."""
+
+    must_happen = (ScalerSkips(),)
 
     training = Training(loss_scale=1024.0)
 

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from distcheck.cells.samples import FEATURES, CellWorkload
+from distcheck.happenings import Permuted, Remainder, Shapes
 
 KIB_128, MIB_1 = 1 << 15, 1 << 18  # elements of float32
+_BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
 _WIDTH = 16
 
 
@@ -42,6 +44,8 @@ class Additions(nn.Module):
 class OneElement(CellWorkload):
     """Parameters of one element."""
 
+    must_happen = (Shapes(shapes=((), (1,), (1, 1))),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """A scalar, and one element in one and in two dimensions."""
         return Additions([(), (1,), (1, 1)], classes)
@@ -49,6 +53,8 @@ class OneElement(CellWorkload):
 
 class ZeroSize(CellWorkload):
     """Parameters of no element."""
+
+    must_happen = (Shapes(shapes=((0,), (4, 0))),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Empty ones between one that is not."""
@@ -58,6 +64,8 @@ class ZeroSize(CellWorkload):
 class IndivisibleSizes(CellWorkload):
     """Parameters that no world divides."""
 
+    must_happen = (Remainder(),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Primes, and products of odd numbers."""
         return Additions([(3,), (7, 5), (1009,), (2,), (13, 11)], classes)
@@ -66,14 +74,17 @@ class IndivisibleSizes(CellWorkload):
 class BucketBoundaries(CellWorkload):
     """Parameters as large as buckets are."""
 
+    must_happen = (Shapes(shapes=tuple((size,) for size in _BOUNDARIES)),)
+
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """128 KiB and 1 MiB in float32, and one element more and less."""
-        sizes = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
-        return Additions([(size,) for size in sizes], classes)
+        return Additions([(size,) for size in _BOUNDARIES], classes)
 
 
 class ChannelsLast(CellWorkload):
     """Two convolutions whose weights have their channels last in memory."""
+
+    must_happen = (Permuted(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Gradients take their parameter's order."""
@@ -106,6 +117,8 @@ class TransposedLayers(nn.Module):
 
 class Transposed(CellWorkload):
     """Parameters [a, b] with strides (1, a)."""
+
+    must_happen = (Permuted(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Gradients take their parameter's strides."""

@@ -9,6 +9,8 @@ A check module defines NAME, SCOPE (`step`: judged step by step; `run`: over the
 `compare(evidence, tally)`; `tally.layer` says by which layer. It starts no process, reads no
 clock, and decides nothing about other checks. `outcome` alone needs no trace and is judged by
 the front.
+
+`purpose` is none of those that may fail: it says whether what a workload is for happened.
 """
 
 import importlib
@@ -50,5 +52,6 @@ def module_names() -> dict[str, str]:
 
 def load(name: str) -> Check:
     """The check called `name`."""
-    module: Check = importlib.import_module(module_names()[name])  # type: ignore[assignment]
+    place = f"{__name__}.{name.replace(' ', '_')}"
+    module: Check = importlib.import_module(place)  # type: ignore[assignment]
     return module

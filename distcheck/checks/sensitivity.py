@@ -49,7 +49,7 @@ def _of_mean(
     ranks = evidence.with_data
     if len(ranks) < 2:
         return None
-    seen = _own_gradients(expectation, index)
+    seen = own_gradients(expectation, index)
     present = next((gradient for gradient in seen if gradient is not None), None)
     if present is None:
         return NOTHING
@@ -92,7 +92,7 @@ def _of_mean(
     )
 
 
-def _own_gradients(expectation: StepExpectation, index: int) -> list[torch.Tensor | None]:
+def own_gradients(expectation: StepExpectation, index: int) -> list[torch.Tensor | None]:
     """What backward left on each rank, as it was recorded where it was seen on every rank, and
     otherwise computed again.
     """
@@ -151,7 +151,7 @@ def of_projection(evidence: Evidence, expectation: StepExpectation, index: int) 
         return None
     if given is None or result is None or not result.numel():
         return NOTHING
-    own = [torch.zeros_like(result) if g is None else g for g in _own_gradients(expectation, index)]
+    own = [torch.zeros_like(result) if g is None else g for g in own_gradients(expectation, index)]
     scaled = [share * g.double() for share, g in zip(expectation.shares, own, strict=True)]
     keep = _projection(result, expectation)
 

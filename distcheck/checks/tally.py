@@ -48,6 +48,7 @@ class Tally:
         self._first: Difference | None = None
         self._reasons: list[str] = []
         self._excuses: list[str] = []
+        self._missing = False
         self.sums = Sums()
 
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
@@ -115,6 +116,11 @@ class Tally:
         """Adds a sentence to the report that decides nothing."""
         self._reasons.append(reason)
 
+    def missing(self, reason: str) -> None:
+        """Notes that something was not there to be judged: the check is unknown, or fails."""
+        self._missing = True
+        self._reasons.append(reason)
+
     def excuse(self, reason: str) -> None:
         """Adds a sentence on why something passed. Beside a failure it would explain nothing."""
         self._excuses.append(reason)
@@ -124,7 +130,7 @@ class Tally:
         return CheckResult(
             check=self.check,
             layer=self.layer,
-            verdict="fail" if self._failed else "pass",
+            verdict="fail" if self._failed else "unknown" if self._missing else "pass",
             compared=self._counts.compared(),
             insensitive=self._insensitive_counts.compared(besides=self._counts),
             shown=self._shown,

@@ -64,6 +64,7 @@ class Loop:
         seeds.pin_determinism()  # files of theirs have been loaded
         self.model = ingredients.model()
         self._observer.attach(self.model)
+        ingredients.handed_over(self.model, self._rank)
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
         self.wrapped: nn.Module = self._strategy.wrap(self.model)
         if self.wrapped is not self.model and ingredients.case.adaptation.without_data:

@@ -13,6 +13,7 @@ from torch import nn
 from distcheck import datasets, devices, seeds
 from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
+from distcheck.happenings import Happening
 from distcheck.loading import LoadedWorkload, load_workload
 from distcheck.ranks.optimizers import (
     group_numbers,
@@ -68,6 +69,26 @@ class Ingredients:
                 f"workload {self.case.workload}: its training is {training!r}, which the loop "
                 f"cannot do: {error}"
             ) from None
+
+    @property
+    def must_happen(self) -> tuple[Happening, ...]:
+        """What the workload declares must happen in its run. Raises UsageError for the rest."""
+        declared = getattr(self.loaded.workload, "must_happen", ())
+        try:
+            return msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
+        except (msgspec.ValidationError, TypeError) as error:
+            raise UsageError(
+                f"workload {self.case.workload}: its must_happen is {declared!r}, and has to be a "
+                f"tuple of events of distcheck.happenings: {error}"
+            ) from None
+
+    def handed_over(self, model: nn.Module, rank: int) -> None:
+        """What the workload does to a rank's model before the strategy is given it; references
+        start from what rank 0 has then.
+        """
+        hand_over = getattr(self.loaded.workload, "hand_over", None)
+        if hand_over is not None:
+            hand_over(model, rank)
 
     def prepare(self, model: nn.Module, step: int) -> None:
         """What the workload does to its model before a step, in ranks and references alike."""

@@ -28,6 +28,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.datasets.synthetic import hash24
+from distcheck.happenings import RateChanged
 
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
 VOLUME = (4, 6, 6)
@@ -229,6 +230,8 @@ class CompositeWorkload:
 
 class WithAdamW(CompositeWorkload):
     """Trained by AdamW, in the same groups and with the same schedule."""
+
+    must_happen = (RateChanged(),)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """AdamW; an update hardly depends on how large a gradient is, but on its every sign."""
