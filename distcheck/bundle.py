@@ -10,18 +10,19 @@
 No variable of the environment is in it but those named here, and no path of an interpreter.
 """
 
+import hashlib
 import os
 import re
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import xxhash
 
-from distcheck import __version__, store
+from distcheck import __version__, store, unpacking
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.naming import is_file_name
 from distcheck.provenance import Provenance, code_digest
 from distcheck.records import Case
 from distcheck.reports.json_report import CaseTold, read_document, told_cases
@@ -36,7 +37,7 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT",
 )  # fmt: skip
 _NOT_FOR_OTHERS = ("executable",)
-_MOST_BYTES = 8 << 30
+_MOST_MANIFEST_BYTES = 1 << 20
 
 _README = """\
 A run of distcheck {version}, with the code that it judged.
@@ -104,53 +105,98 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     return manifest, remarks
 
 
-def read_replay(given: str) -> tuple[list[Case], dict[str, Provenance]]:
-    """The cases of a case file, a run or a bundle, and where they were run before.
-
-    Raises UsageError.
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to replay: the cases as they run here, where each was run before, the folder of
+    a bundle, and of its files that are run: where each is, and where it was.
     """
+
+    cases: list[Case]
+    made: dict[str, Provenance]
+    folder: Path | None = None
+    unpacked: dict[str, str] = {}
+
+
+def read_replay(given: str) -> Replay:
+    """The cases of a case file, a run or a bundle. Raises UsageError."""
     path = Path(given)
     if path.is_file() and zipfile.is_zipfile(path):
-        cases, made, _ = open_bundle(path)
-        return cases, made
+        return open_bundle(path)
     files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
     if not files:
         raise UsageError(f"{path} holds no cases; give a case file, a saved run or a bundle")
     cases = [store.read_case(file) for file in files]
     found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
-    return cases, {name: before for name, before in found.items() if before is not None}
+    return Replay(
+        cases=cases, made={n: before for n, before in found.items() if before is not None}
+    )
 
 
-def open_bundle(path: Path) -> tuple[list[Case], dict[str, Provenance], Path]:
-    """Unpacks a zip to `.distcheck/bundles/`: its cases, as they run here, where each was run
-    before, and the folder. Raises UsageError for what is no bundle.
-    """
-    digest = xxhash.xxh3_64_hexdigest(path.read_bytes())[:8]
-    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem}-{digest}"
+def open_bundle(path: Path) -> Replay:
+    """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
+    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem[:80]}-{_digest_of(path)}"
+    made: dict[str, Provenance] = {}
+    with unpacking.opened(path) as archive:
+        manifest = _manifest(path, archive)
+        runs = [source for source in manifest.sources if source.runs]
+        moved = {source.spec: str(folder / source.file) for source in runs}
+        with unpacking.unpacked(path, archive, folder) as draft:
+            for name in manifest.cases:
+                file = draft / "cases" / f"{name}.json"
+                case, before = _moved(_case(path, file), moved), store.read_provenance(file)
+                file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
+                if before is not None:
+                    made[name] = before
+    cases = [store.read_case(folder / "cases" / f"{name}.json") for name in manifest.cases]
+    for name, case in zip(manifest.cases, cases, strict=True):
+        if case.id != name:
+            raise UsageError(f"{path} is damaged: the file of case {name!r} holds {case.id!r}")
+    unpacked = {file: spec.rpartition(":")[0] for spec, file in moved.items()}
+    return Replay(cases=cases, made=made, folder=folder, unpacked=unpacked)
+
+
+def _case(path: Path, file: Path) -> Case:
     try:
-        with zipfile.ZipFile(path) as archive:
-            _check_members(path, archive)
-            manifest = msgspec.json.decode(archive.read("bundle.json"), type=Manifest)
-            if manifest.schema != SCHEMA:
-                raise UsageError(
-                    f"{path} has the schema {manifest.schema!r}, and this version reads {SCHEMA!r}"
-                )
-            archive.extractall(folder)
-    except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{path} is no bundle of distcheck: {error}") from error
+        return msgspec.json.decode(file.read_bytes(), type=Case)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {file.name} is not a case: {error}") from error
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
     except OSError as error:
-        raise CannotRunError(f"{path} cannot be unpacked to {folder}: {error}") from error
-    moved = {source.spec: str(folder / source.file) for source in manifest.sources if source.runs}
-    cases, made = [], {}
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
+
+
+def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
+    """bundle.json, in which every name is one of a file in the bundle. Raises UsageError."""
+    try:
+        data = unpacking.read_member(path, archive, "bundle.json", most=_MOST_MANIFEST_BYTES)
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path} is not a bundle of distcheck: {error}") from error
+    if manifest.schema != SCHEMA:
+        raise UsageError(
+            f"{path} has the schema {manifest.schema!r}, and this version reads {SCHEMA!r}"
+        )
+    files = {member.filename for member in archive.infolist() if not member.is_dir()}
     for name in manifest.cases:
-        file = folder / "cases" / f"{name}.json"
-        case = _moved(msgspec.json.decode(file.read_bytes(), type=Case), moved)
-        before = store.read_provenance(file)
-        file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
-        cases.append(store.read_case(file))
-        if before is not None:
-            made[case.id] = before
-    return cases, made, folder
+        if not is_file_name(name) or f"cases/{name}.json" not in files:
+            raise UsageError(f"{path} is damaged: it has no file of case {name!r}")
+    if not manifest.cases:
+        raise UsageError(f"{path} holds no cases; bundle a run that has some")
+    for source in manifest.sources:
+        inside = source.file.startswith("sources/") and source.file in files
+        if not inside or (source.runs and not source.spec.rpartition(":")[0].endswith(".py")):
+            raise UsageError(
+                f"{path} is damaged: the file of {source.spec!r} is {source.file!r}, which is not "
+                "one of its sources"
+            )
+    return manifest
 
 
 def _moved(case: Case, moved: dict[str, str]) -> Case:
@@ -247,13 +293,3 @@ def _draft_file(draft: Path) -> IO[bytes]:
         return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
     except OSError:
         return draft.open("w+b")
-
-
-def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raises UsageError for a zip that would write elsewhere than to its own folder."""
-    for member in archive.infolist():
-        name = PurePosixPath(member.filename)
-        if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
-            raise UsageError(f"{path} is no bundle of distcheck: it has a member {member.filename}")
-    if sum(member.file_size for member in archive.infolist()) > _MOST_BYTES:
-        raise UsageError(f"{path} would unpack to more than {_MOST_BYTES >> 30} GiB")

@@ -62,14 +62,14 @@ def file_digest(what: str, spec: str) -> str:
         place = registered[place].module
     elif what == "workload" and place in loading.workload_names():
         place = loading.workload_names()[place]
-    file = Path(place) if loading.is_path(place) else _file_of(place)
+    file = Path(place) if loading.is_path(place) else file_of(place)
     try:
         return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file is not None else "none"
     except OSError:
         return "none"
 
 
-def _file_of(module: str) -> Path | None:
+def file_of(module: str) -> Path | None:
     """Where a module's source is; only its top-level package is looked up, none is imported."""
     top, *rest = module.split(".")
     try:
@@ -77,7 +77,10 @@ def _file_of(module: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     if spec is None or not rest:
-        return None if spec is None or spec.origin is None else Path(spec.origin)
+        # A frozen or built-in module has a word there, which could be the name of a file.
+        if spec is None or not spec.has_location or spec.origin is None:
+            return None
+        return Path(spec.origin)
     for folder in spec.submodule_search_locations or ():
         base = Path(folder, *rest)
         for candidate in (base.with_suffix(".py"), base / "__init__.py"):

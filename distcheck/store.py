@@ -39,6 +39,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings
 DEFAULT_FOLDER = Path(".distcheck")
 _KEPT_RUNS = 10
 _SMALL_TRACE_BYTES = 64 << 20
+_MOST_CASE_BYTES = 16 << 20
 
 
 class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,7 +263,11 @@ def saved_cases(folder: Path) -> list[Path]:
 def read_case(path: Path) -> Case:
     """A case that `write_case` wrote. Raises UsageError where the file is no case."""
     try:
-        return check_case(msgspec.json.decode(path.read_bytes(), type=Case))
+        with path.open("rb") as file:
+            data = file.read(_MOST_CASE_BYTES + 1)
+        if len(data) > _MOST_CASE_BYTES:
+            raise UsageError(f"it is larger than {_MOST_CASE_BYTES >> 20} MiB")
+        return check_case(msgspec.json.decode(data, type=Case))
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -275,7 +280,7 @@ def read_provenance(path: Path) -> Provenance | None:
     """Where the case of a file was run when it was saved; None where it did not come to that."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Made).made
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -1,0 +1,86 @@
+"""Text of other people's code, made fit to be shown: for every format but JSON, which escapes by
+its own rules and keeps every text whole.
+
+A strategy chooses its names, its exceptions and what it prints. Characters that do not print
+(controls, terminal escapes, marks of writing direction, characters without width) are shown as
+Python's escapes, so that a text cannot move the cursor or hide what it says. A text that is longer
+than `MOST_CHARACTERS` loses its middle before anything is wrapped.
+"""
+
+import dataclasses
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
+# Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
+_COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
+_OLD_COMMAND = "##["
+
+
+class _Escapes(dict[int, str]):
+    """What each character is shown as, for `str.translate`."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        if not character.isprintable() and character not in "\n\t":
+            character = character.encode("unicode_escape").decode()
+        self[code] = character
+        return character
+
+
+_ESCAPES = _Escapes()
+
+
+def shown(value: T) -> T:
+    """The value with every text in it fit to be shown: a text, or what is made of lists,
+    dictionaries and records.
+    """
+    return _shown(value)  # type: ignore[no-any-return]
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, dict):
+        return {_shown(key): _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_shown, value))
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _shown(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _shown(getattr(value, name)) for name in names})
+    return value
+
+
+def _text(text: str) -> str:
+    text = shortened(text)
+    return text if text.isprintable() else text.translate(_ESCAPES)
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The beginning and the end of a text of more than `most` characters."""
+    if len(text) <= most:
+        return text
+    head = most // 4
+    left_out = len(text) - most
+    said = f"\n... {left_out:,} characters are left out here; the JSON report has them ...\n"
+    return text[:head] + said + text[len(text) - (most - head) :]
+
+
+def without_commands(text: str, *, form: str = "") -> str:
+    """Text for a stream that GitHub Actions reads, with nothing in it that is a workflow command.
+
+    `form` is "json", or "xml" for XML and HTML: those keep their meaning. Other text gets a
+    backslash.
+    """
+    if form == "json":
+        return text.replace(_OLD_COMMAND, "##\\u005b")
+    colon, bracket = ("&#58;", "&#91;") if form == "xml" else ("\\:", "\\[")
+    text = _COMMAND.sub(lambda found: f"{found[1]}{colon}:", text)
+    return text.replace(_OLD_COMMAND, f"##{bracket}")
