@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from distcheck.documents import read_report
 from distcheck.errors import ExitCode, UsageError
 from distcheck.outputs import FORMATS, check_outputs, write_document
-from distcheck.reports.json_report import SCHEMA, read_document
+from distcheck.reports.json_report import SCHEMA
 
 
 def report_command(run: str, *, files: Mapping[str, str]) -> int:
@@ -19,7 +20,7 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
     path = Path(run)
     if path.is_dir():
         path /= "report.json"
-    document = read_document(path)
+    document = read_report(path)
     if any(Path(file).absolute() == path.absolute() for file in files.values()):
         raise UsageError(f"{path} is the report that is read; write to another file")
     check_outputs(files)

@@ -9,23 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import click
-import msgspec
-
 from distcheck.contents import not_shown, of_document
+from distcheck.documents import check_document
 from distcheck.errors import ExitCode, UsageError
 from distcheck.outputs import check_outputs, write_document
-from distcheck.records import (
-    Contents,
-    Diagnosis,
-    Difference,
-    OutcomeName,
-    RunPlan,
-    VerdictName,
-    merge_verdicts,
-)
+from distcheck.records import VerdictName, merge_verdicts
 from distcheck.reports.findings import finding_of, name_of, ranks_failed
 from distcheck.reports.json_report import SCHEMA, read_document
+from distcheck.reports.showing import say
 
 _OF_THE_MOMENT = (
     "timings_s",
@@ -33,51 +24,6 @@ _OF_THE_MOMENT = (
     "strategy_file",
 )  # may differ where the same case ran twice
 _VERSIONS = ("distcheck", "torch", "python", "cpu")
-
-
-class _Outcome(msgspec.Struct):
-    rank: int
-    outcome: OutcomeName
-    detail: str
-
-
-class _Check(msgspec.Struct):
-    check: str
-    layer: str
-    verdict: VerdictName
-    reason: str
-    first: Difference | None = None
-
-
-class _Case(msgspec.Struct):
-    """What merging and rendering rely on; what else there is, is passed on as it is."""
-
-    id: str
-    strategy: str
-    strategy_file: str
-    world: int
-    backend: str
-    device: str
-    dtype: str
-    workload: str
-    seed: int
-    verdict: VerdictName
-    outcomes: list[_Outcome]
-    checks: list[_Check]
-    diagnosis: list[Diagnosis]
-    timings_s: dict[str, float]
-    replay: str
-    notes: list[str]
-    contents: Contents | None = None
-
-
-class _Document(msgspec.Struct):
-    verdict: VerdictName
-    exit_code: int
-    environment: dict[str, Any]
-    cases: list[_Case]
-    plan: RunPlan | None = None
-    left_out: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -95,24 +41,21 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     whole = join(parts)
     if "-" not in files.values():
         for line in _lines(whole, len(parts), quiet=quiet):
-            click.echo(line)
+            say(line)
         for line in _differences(parts):
-            click.echo(f"distcheck: {line}", err=True)
+            say(f"distcheck: {line}", err=True)
     write_document(files, whole)
     return int(whole["exit_code"])
 
 
 def _read(file: str) -> Part:
-    document = read_document(Path(file))
-    try:
-        msgspec.convert(document, _Document)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{file} is damaged: {error}; write the report again") from None
-    return Part(file, document)
+    return Part(file, read_document(Path(file)))
 
 
 def join(parts: Sequence[Part]) -> dict[str, Any]:
     """One document of all. Raises UsageError for parts of different plans, or at odds."""
+    for part in parts:
+        check_document(part.document, part.file)
     plan = _common_plan(parts)
     planned = {entry["id"]: entry for entry in plan["cases"]}
     holders: dict[str, Part] = {}

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from distcheck import store
+from distcheck.documents import read_report
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.goldens.records import (
     COMPARE,
@@ -30,7 +31,6 @@ from distcheck.outputs import check_writable, write_text
 from distcheck.plan import check_case
 from distcheck.provenance import changes_for_bits
 from distcheck.records import Change, VerdictName
-from distcheck.reports.json_report import read_document, told_cases
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.store import SavedCase, Store
@@ -122,8 +122,7 @@ def saved_run(folder: Path) -> SavedRun:
     for place in store.saved_cases(folder):
         saved = store.read_about(place)
         found[saved.case.id] = saved
-    path = folder / "report.json"
-    said = {case.id: case.verdict for case in told_cases(read_document(path), path)}
+    said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
     return SavedRun(folder, found, said)
 
 

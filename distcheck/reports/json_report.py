@@ -17,9 +17,11 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.reports.aggregated import as_keys
+from distcheck.reports.showing import encodable
 from distcheck.reports.wording import describe_place
 
 SCHEMA = "distcheck.report/1"
+_MOST_DEPTH = 32
 _MOST_SILENT = 256  # tensors that are named
 
 
@@ -30,7 +32,11 @@ def render_json(report: Report) -> str:
 
 def render(document: dict[str, Any]) -> str:
     """A document as JSON text."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+    try:
+        data = msgspec.json.encode(document)
+    except UnicodeEncodeError:  # a name of a file that is no UTF-8
+        data = msgspec.json.encode(encodable(document))
+    return msgspec.json.format(data, indent=2).decode() + "\n"
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -43,12 +49,19 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} is no report that --json wrote: {error}") from error
+    if _is_deep(document, _MOST_DEPTH):
+        raise UsageError(f"{path} is no report that --json wrote: it is nested too deeply")
     if document.get("schema") != SCHEMA:
         raise UsageError(
             f"{path} has the schema {document.get('schema')!r}, and this version reads {SCHEMA!r}; "
             "write the report again with this version"
         )
     return document
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(most == 0 or _is_deep(one, most - 1) for one in inner)
 
 
 class CaseTold(msgspec.Struct, frozen=True):

@@ -9,8 +9,11 @@ than `MOST_CHARACTERS` loses its middle before anything is wrapped.
 
 import dataclasses
 import re
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable
+from typing import IO, Any, TypeVar
 
+import click
 import msgspec
 
 T = TypeVar("T")
@@ -39,22 +42,29 @@ def shown(value: T) -> T:
     """The value with every text in it fit to be shown: a text, or what is made of lists,
     dictionaries and records.
     """
-    return _shown(value)  # type: ignore[no-any-return]
+    return _mapped(value, _text)  # type: ignore[no-any-return]
 
 
-def _shown(value: Any) -> Any:
+def encodable(value: T) -> T:
+    """The value with every text in it as UTF-8 can carry it, and otherwise as it is."""
+    return _mapped(value, lambda text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
+
+
+def _mapped(value: Any, of_text: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return _text(value)
+        return of_text(value)
     if isinstance(value, dict):
-        return {_shown(key): _shown(inner) for key, inner in value.items()}
+        return {_mapped(key, of_text): _mapped(inner, of_text) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_shown, value))
+        return type(value)(_mapped(inner, of_text) for inner in value)
     if isinstance(value, msgspec.Struct):
-        fields = {name: _shown(getattr(value, name)) for name in value.__struct_fields__}
-        return msgspec.structs.replace(value, **fields)
+        names = list(value.__struct_fields__)
+        changed = {name: _mapped(getattr(value, name), of_text) for name in names}
+        return msgspec.structs.replace(value, **changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: _shown(getattr(value, name)) for name in names})
+        changed = {name: _mapped(getattr(value, name), of_text) for name in names}
+        return dataclasses.replace(value, **changed)
     return value
 
 
@@ -84,3 +94,24 @@ def without_commands(text: str, *, form: str = "") -> str:
     colon, bracket = ("&#58;", "&#91;") if form == "xml" else ("\\:", "\\[")
     text = _COMMAND.sub(lambda found: f"{found[1]}{colon}:", text)
     return text.replace(_OLD_COMMAND, f"##{bracket}")
+
+
+class Filtered:
+    """A stream of text without workflow commands, and in everything else the stream that it is
+    made of.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+
+    def write(self, text: str) -> int:
+        """Writes whole lines."""
+        return self._stream.write(without_commands(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a line that may quote other people's text."""
+    click.echo(without_commands(shown(text)), err=err)

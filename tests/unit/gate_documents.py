@@ -39,7 +39,11 @@ def case_report(
         bound=1e-9,
     )  # fmt: skip
     ranks = msgspec.convert(
-        [{"rank": 0, "outcome": "finished"}, {"rank": 1, "outcome": outcome, "detail": detail}],
+        [
+            {"rank": rank, "outcome": "finished" if rank != 1 else outcome}
+            | ({"detail": detail} if rank == 1 else {})
+            for rank in range(world)
+        ],
         tuple[Outcome, ...],
     )
     failed = verdict == "fail" and outcome == "finished"
@@ -53,7 +57,8 @@ def case_report(
         outcomes=ranks,
         checks=(
             CheckResult(check="outcome", layer="-", verdict="fail" if verdict == "fail" and not
-                        failed else "pass", reason=reason if not failed else ""),
+                        failed else "pass", compared=Compared(ranks=world),
+                        reason=reason if not failed else ""),
             CheckResult(check="gradients", layer="R", verdict=verdict, compared=Compared(ranks=2),
                         first=place if failed else None, reason=reason),
         ),

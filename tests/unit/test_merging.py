@@ -128,7 +128,7 @@ def test_the_same_case_twice() -> None:
     again = edited(one, timings_s={"world": 9.0}, replay="elsewhere")
     assert join([one, again, two])["exit_code"] == ExitCode.MISMATCH
     with pytest.raises(UsageError, match=r"1.json and edited.json both hold case ddp-w2, and diff"):
-        join([one, edited(one, verdict="fail"), two])
+        join([one, edited(one, notes=["other"]), two])
 
 
 def test_parts_of_other_plans_are_refused() -> None:

@@ -1,0 +1,184 @@
+"""Reports that were written to a file and are read again: their form, and that they agree with
+themselves.
+
+A verdict in a file is a claim. What it claims follows from the checks, the ends of the ranks and
+the plan that the same file holds, so it is computed from them once more, and a file that
+contradicts itself is damaged. (A file in which everything was changed to agree is a forgery that
+no reader can see; keep reports where only your runs can write.)
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from distcheck.errors import ExitCode, UsageError
+from distcheck.records import (
+    Compared,
+    Contents,
+    Diagnosis,
+    Difference,
+    OutcomeName,
+    RunPlan,
+    VerdictName,
+    merge_verdicts,
+)
+from distcheck.reports.json_report import read_document
+
+_OUTCOME = "outcome"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
+
+
+class OutcomeRead(msgspec.Struct):
+    """How a rank ended."""
+
+    rank: int
+    outcome: OutcomeName
+    detail: str
+
+
+class CheckRead(msgspec.Struct):
+    """What a check said."""
+
+    check: str
+    layer: str
+    verdict: VerdictName
+    reason: str
+    compared: Compared
+    first: Difference | None = None
+    worst: Difference | None = None
+
+
+class CaseRead(msgspec.Struct):
+    """What readers rely on; what else there is, is passed on as it is."""
+
+    id: str
+    strategy: str
+    strategy_file: str
+    world: Annotated[int, msgspec.Meta(ge=1)]
+    backend: str
+    device: str
+    dtype: str
+    workload: str
+    seed: int
+    verdict: VerdictName
+    outcomes: list[OutcomeRead]
+    checks: list[CheckRead]
+    diagnosis: list[Diagnosis]
+    timings_s: dict[str, float]
+    replay: str
+    notes: list[str]
+    strategy_line: _Count = 0
+    command: str = ""
+    contents: Contents | None = None
+
+
+class DocumentRead(msgspec.Struct):
+    """A whole report."""
+
+    verdict: VerdictName
+    exit_code: int
+    environment: dict[str, Any]
+    cases: list[CaseRead]
+    plan: RunPlan | None = None
+    left_out: dict[str, str] = {}
+    not_shown: list[str] = []
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The document of a file. Raises UsageError where it is damaged, or contradicts itself."""
+    document = read_document(path)
+    check_document(document, str(path))
+    return document
+
+
+def check_document(document: dict[str, Any], name: str) -> DocumentRead:
+    """The document in its form. Raises UsageError where it contradicts itself."""
+    try:
+        found = msgspec.convert(document, DocumentRead)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise UsageError(f"{name} is damaged: {error}; write the report again") from None
+    for problem in _contradictions(found):
+        raise UsageError(f"{name} is damaged: {problem}; write the report again")
+    return found
+
+
+def code_of(cases: Sequence[CaseRead]) -> ExitCode:
+    """The exit code that the verdicts of the cases stand for, as `Report.exit_code` has it."""
+    failed = [case for case in cases if case.verdict == "fail"]
+    if any(not ranks_failed(case) for case in failed):
+        return ExitCode.MISMATCH
+    if failed:
+        return ExitCode.RANK_FAILED
+    passed = merge_verdicts([case.verdict for case in cases]) == "pass"
+    return ExitCode.PASS if passed else ExitCode.UNKNOWN
+
+
+def ranks_failed(case: CaseRead) -> bool:
+    """Whether a rank crashed, hung or was lost."""
+    return any(outcome.outcome != "finished" for outcome in case.outcomes)
+
+
+def _contradictions(document: DocumentRead) -> Iterator[str]:
+    for name, times in Counter(case.id for case in document.cases).items():
+        if times > 1:
+            yield f"it holds case {name!r} {times} times"
+    for case in document.cases:
+        for problem in _of_case(case):
+            yield f"case {case.id!r} {problem}"
+    verdict = merge_verdicts([case.verdict for case in document.cases])
+    if document.verdict != verdict:
+        yield f"its verdict is {document.verdict}, and its cases give {verdict}"
+    code = code_of(document.cases)
+    allowed = {code, ExitCode.INTERRUPTED}
+    if code in (ExitCode.PASS, ExitCode.UNKNOWN):  # what was to be saved could not be
+        allowed.add(ExitCode.CANNOT_RUN)
+    if document.exit_code not in allowed:
+        yield f"its exit code is {document.exit_code}, and its cases give {int(code)}"
+    if document.plan is not None:
+        yield from _of_plan(document, document.plan)
+
+
+def _of_case(case: CaseRead) -> Iterator[str]:
+    """What of a case does not follow from the rest of it."""
+    verdict = merge_verdicts([check.verdict for check in case.checks])
+    if case.verdict != verdict:
+        yield f"has the verdict {case.verdict}, and its checks give {verdict}"
+    ended = {check.verdict for check in case.checks if check.check == _OUTCOME}
+    ranks = sorted(outcome.rank for outcome in case.outcomes)
+    if "pass" in ended and (ranks_failed(case) or ranks != list(range(case.world))):
+        yield f"has passed the check of its outcomes, which are not {case.world} finished ranks"
+    if ranks_failed(case) and ended and "fail" not in ended:
+        yield "has a rank that did not finish, and no failed check of it"
+    if case.verdict != "pass":
+        return
+    if not ended:
+        yield "has passed without a check of its outcomes"
+    if ended == {check.verdict for check in case.checks} and len(case.checks) == 1:
+        yield "has passed without a check of what the ranks computed"
+    for check in case.checks:
+        if not any(msgspec.structs.astuple(check.compared)):
+            yield f"has passed the check {check.check!r}, which compared nothing"
+
+
+def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
+    planned = {cell.id: cell for cell in plan.cases}
+    if len(planned) < len(plan.cases):
+        yield "its plan holds a case twice"
+    for case in document.cases:
+        cell = planned.get(case.id)
+        for name in () if cell is None else _OF_A_CELL:
+            if getattr(case, name) != getattr(cell, name):
+                yield (
+                    f"case {case.id!r} has the {name} {getattr(case, name)!r}, and "
+                    f"{getattr(cell, name)!r} in the plan"
+                )
+    known = {case.id for case in document.cases}
+    for name in document.left_out:
+        if name in known:
+            yield f"case {name!r} is there, and is said to be left out"
+        elif name not in planned:
+            yield f"case {name!r} is said to be left out, and the plan does not have it"

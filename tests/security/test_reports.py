@@ -1,0 +1,154 @@
+"""Reports in files: a verdict is what the checks and the plan beside it say, or the file is
+damaged.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.cli import _group
+from distcheck.documents import read_report
+from distcheck.errors import UsageError
+from distcheck.reports import github
+from tests.unit.gate_documents import ALL, CRASHED, FAILED, PASSED, document_of
+
+Document = dict[str, Any]
+
+
+def forge_pass(document: Document) -> None:
+    """Says that everything has passed, and leaves the checks as they are."""
+    document |= {"verdict": "pass", "exit_code": 0}
+    for case in document["cases"]:
+        case["verdict"] = "pass"
+
+
+def without_checks(document: Document) -> None:
+    forge_pass(document)
+    for case in document["cases"]:
+        case["checks"] = []
+
+
+def outcome_alone(document: Document) -> None:
+    without_checks(document)
+    for case in document["cases"]:
+        case["outcomes"] = [
+            {"rank": rank, "outcome": "finished", "detail": ""} for rank in range(case["world"])
+        ]
+        case["checks"] = [check("outcome", ranks=case["world"])]
+
+
+def check(name: str, *, ranks: int) -> Document:
+    compared = {"tensors": 0, "elements": 0, "ranks": ranks, "steps": 0}
+    return {"check": name, "layer": "-", "verdict": "pass", "reason": "", "compared": compared}
+
+
+def all_pass(document: Document) -> None:
+    """Changes the checks as well, and forgets the ranks that crashed."""
+    forge_pass(document)
+    for case in document["cases"]:
+        for one in case["checks"]:
+            one["verdict"] = "pass"
+
+
+def compared_nothing(document: Document) -> None:
+    outcome_alone(document)
+    for case in document["cases"]:
+        case["checks"].append(check("gradients", ranks=0))
+
+
+def set_in_case(**values: Any) -> Callable[[Document], None]:
+    return lambda document: document["cases"][0].update(values)
+
+
+def set_in(**values: Any) -> Callable[[Document], None]:
+    return lambda document: document.update(values)
+
+
+def leave_out_all(document: Document) -> None:
+    document["left_out"] = {case["id"]: "no reason" for case in document["cases"]}
+
+
+def twice(document: Document) -> None:
+    document["cases"].append(copy.deepcopy(document["cases"][0]))
+
+
+FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
+    "a pass with failed checks": (forge_pass, "has the verdict pass, and its checks give fail"),
+    "a pass without checks": (without_checks, "has the verdict pass, and its checks give unknown"),
+    "a pass of the outcome alone": (outcome_alone, "without a check of what the ranks computed"),
+    "a pass that compared nothing": (compared_nothing, "which compared nothing"),
+    "a pass of ranks that crashed": (all_pass, "which are not 3 finished ranks"),
+    "a verdict of the whole": (set_in(verdict="pass"), "its verdict is pass, and its cases give f"),
+    "an exit code": (set_in(exit_code=0), "its exit code is 0, and its cases give"),
+    "another world than planned": (set_in_case(world=2), "has the world 2, and 3 in the plan"),
+    "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', and"),
+    "a case that is left out as well": (leave_out_all, "is there, and is said to be left out"),
+    "left out without a plan for it": (set_in(left_out={"x": "y"}), "the plan does not have it"),
+    "a case twice": (twice, "2 times"),
+    "a world of none": (set_in_case(world=0), "is damaged: Expected `int` >= 1"),
+    "a line that is a text": (
+        set_in_case(strategy_line="1::\n::error::x"),
+        "Expected `int`, got `str` - at `$.cases[0].strategy_line`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("forge", "sentence"), FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize(
+    "words", [["merge"], ["report", "--html", "x.html"]], ids=["merge", "report"]
+)
+def test_a_file_that_contradicts_itself_is_damaged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    forge: Callable[[Document], None],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = document_of(CRASHED, FAILED)
+    Path("sound.json").write_text(json.dumps(document))
+    read_report(Path("sound.json"))
+    forge(document)
+    Path("part.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError) as caught:
+        _group.main([words[0], "part.json", *words[1:]], standalone_mode=False)
+    assert "part.json is damaged: " in str(caught.value)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not Path("x.html").exists()
+
+
+def test_nesting_has_a_limit(tmp_path: Path) -> None:
+    """Deeper than any report, and not as deep as what a JSON decoder refuses."""
+    document = document_of(PASSED)
+    deep: Any = "x"
+    for _ in range(300):
+        deep = [deep]
+    (tmp_path / "r.json").write_text(json.dumps({**document, "environment": {"x": deep}}))
+    with pytest.raises(UsageError, match="it is nested too deeply"):
+        read_report(tmp_path / "r.json")
+
+
+COMMANDS = "x\n::error::forged\r::warning::y\n##[add-mask]z%0A::stop-commands::q"
+
+
+def test_annotations_hold_no_other_command() -> None:
+    """What a strategy says is data of its own annotation, by the rules of GitHub's runner."""
+    document = document_of(*ALL)
+    for case in document["cases"]:
+        case |= {"strategy": COMMANDS, "strategy_file": COMMANDS, "notes": [COMMANDS]}
+        case["replay"] = case["command"] = COMMANDS
+        for one in case["checks"]:
+            one["reason"] = COMMANDS
+        for one in case["diagnosis"]:
+            one |= {"cause": COMMANDS, "evidence": COMMANDS, "suggestion": COMMANDS}
+    lines = github.annotations(document, Path("/there"))
+    assert len(lines) == 3
+    for line in lines:
+        assert len(line.splitlines()) == 1
+        assert re.fullmatch(r"::(error|warning) file=[^:,]*,line=\d+,title=[^:,]*::.*", line)
