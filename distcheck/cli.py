@@ -59,7 +59,9 @@ def _group() -> None:
 
 
 def _complain(message: str, code: ExitCode | None = None) -> None:
-    click.echo(f"distcheck: {message}", err=True)
+    from distcheck.reports.showing import say
+
+    say(f"distcheck: {message}", err=True)
     if code is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from distcheck.hosting import write_error_file
 

@@ -18,6 +18,7 @@ import click
 
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.records import Report
+from distcheck.reports.showing import without_commands
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -151,7 +152,8 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
     """Writes a file, or standard output for "-". Raises CannotRunError."""
     if path == _STDOUT:
-        click.echo(text, nl=False)
+        form = "json" if option == "--json" else "xml"
+        click.echo(without_commands(text, form=form), nl=False)
         return
     try:
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")

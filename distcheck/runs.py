@@ -13,6 +13,7 @@ from distcheck.outputs import check_outputs, write_outputs
 from distcheck.provenance import Provenance
 from distcheck.records import Case, Report, RunPlan
 from distcheck.reports.live import LiveProgress
+from distcheck.reports.showing import say
 from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store import Store
 from distcheck.verification import Interrupted, recheck, run_cases
@@ -101,7 +102,7 @@ def _show(
             err=True,
         )
     elif report.save_error:
-        click.echo(
+        say(
             f"distcheck: {report.save_error}; the verdict above stands, free some space or save "
             "elsewhere",
             err=True,

@@ -19,6 +19,7 @@ from distcheck.launchers.launch import Launch
 from distcheck.outputs import check_writable, write_text
 from distcheck.plan import Request
 from distcheck.records import Case
+from distcheck.reports.showing import say
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.pool import Pool
@@ -60,7 +61,7 @@ def train_command(
     finally:
         pool.close()
     if failure:
-        click.echo(f"distcheck: {failure}", err=True)
+        say(f"distcheck: {failure}", err=True)
         return int(ExitCode.RANK_FAILED)
     if json_file is not None:
         document = {"schema": SCHEMA, "case": case, "epochs": table}
@@ -117,7 +118,7 @@ def _train(
         inspected = msgspec.structs.replace(case, strategy=case.strategy or "allreduce")
         facts = preparation.inspect(pool, [inspected], data)
         if data.note:
-            click.echo(f"note: {data.note}", err=True)
+            say(f"note: {data.note}", err=True)
 
         def payload(rendezvous: Rendezvous) -> bytes:
             job = TrainJob(

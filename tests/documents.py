@@ -234,24 +234,24 @@ def vgg11(steps: int = 60, world: int = 4) -> CaseReport:
     )
 
 
-def hostile() -> CaseReport:
+def hostile(text: str = HOSTILE) -> CaseReport:
     """Strings that a strategy, a rank's output or a machine can put into a report."""
-    report = crash(text=HOSTILE, name=HOSTILE)
-    names = [HOSTILE, f"{HOSTILE}.weight"]
-    wrong = place(HOSTILE, 1)
+    report = crash(text=text, name=text)
+    names = [text, f"{text}.weight"]
+    wrong = place(text, 1)
     return CaseReport(
-        case=case(HOSTILE, 5, HOSTILE, HOSTILE, 3),
-        strategy_file=HOSTILE,
+        case=case(text, 5, text, text, 3),
+        strategy_file=text,
         verdict="fail",
         outcomes=report.outcomes,
         checks=(
-            check(HOSTILE, HOSTILE, "fail", heat(names, 3, wrong=(HOSTILE, 1)), first=wrong),
-            check("gradients", "X", "fail", mask(names, 3, wrong=(HOSTILE, 1)), reason=HOSTILE),
+            check(text, text, "fail", heat(names, 3, wrong=(text, 1)), first=wrong),
+            check("gradients", "X", "fail", mask(names, 3, wrong=(text, 1)), reason=text),
         ),
-        diagnosis=(Diagnosis(cause=HOSTILE, evidence=HOSTILE, suggestion=HOSTILE),),
-        timings_s={HOSTILE: 1.0},
-        replay=HOSTILE,
-        notes=(HOSTILE,),
+        diagnosis=(Diagnosis(cause=text, evidence=text, suggestion=text),),
+        timings_s={text: 1.0},
+        replay=text,
+        notes=(text,),
     )
 
 

@@ -22,16 +22,17 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     from pathlib import Path
 
     from distcheck.bundle import make_bundle
+    from distcheck.reports.showing import say
     from distcheck.store import latest_run
 
     folder = Path(run) if run is not None else latest_run()
     target = Path(output or f"{folder.resolve().name}.zip")
     manifest, remarks = make_bundle(folder, target, traces=traces)
     for remark in remarks:
-        click.echo(f"distcheck: {remark}", err=True)
-    click.echo(f"{target}: {len(manifest.cases)} cases of {folder}")
+        say(f"distcheck: {remark}", err=True)
+    say(f"{target}: {len(manifest.cases)} cases of {folder}")
     for source in manifest.sources:
-        click.echo(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
+        say(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
     if manifest.variables:
         click.echo(f"  variables: {', '.join(manifest.variables)}")
     click.echo(f"next:  distcheck replay {target}")

@@ -17,6 +17,7 @@ from distcheck.exploring.found import as_python
 from distcheck.exploring.search import Finding, Search
 from distcheck.exploring.words import PREFIX, parse
 from distcheck.records import Case
+from distcheck.reports.showing import shown
 from distcheck.reports.terminal import console_for, describe_failure
 from distcheck.sensitivity import why_alone_unknown
 
@@ -89,11 +90,11 @@ def show(story: Story, *, quiet: bool) -> None:
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
     for label, text in _lines(story) if not quiet else ():
-        for number, line in enumerate(text.splitlines() or [""]):
+        for number, line in enumerate(shown(text).splitlines() or [""]):
             head = f"{' ' * _INDENT}{label if number == 0 else '':<10}"
             console.print(Text(head + line), soft_wrap=True)
     if story.replay:
-        console.print(Text(f"{' ' * _INDENT}replay    {story.replay}"), soft_wrap=True)
+        console.print(Text(f"{' ' * _INDENT}replay    {shown(story.replay)}"), soft_wrap=True)
     if quiet:
         return
     if story.search.finding is None:

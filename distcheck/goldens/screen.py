@@ -6,6 +6,7 @@ from rich.text import Text
 
 from distcheck.goldens.records import CaseComparison, Comparison
 from distcheck.records import Difference, VerdictName
+from distcheck.reports.showing import shown
 from distcheck.reports.wording import describe_place, show
 
 _STYLE: dict[VerdictName, str] = {
@@ -17,6 +18,7 @@ _STYLE: dict[VerdictName, str] = {
 
 def render(comparison: Comparison, console: Console, *, quiet: bool = False) -> None:
     """What has changed around the runs, once; then every case, in full where bits differ."""
+    comparison = shown(comparison)
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     common = [change for change in known[0] if all(change in own for own in known)] if known else []
     if not quiet and known:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from distcheck.probes.patterns import DTYPES
 from distcheck.probes.records import NOT_CALLED, Baseline, Cell, Sweep, VerdictName
+from distcheck.reports.showing import shown
 
 _WORDS: dict[VerdictName, str] = {
     "right": "ok",
@@ -50,6 +51,7 @@ def render_text(sweep: Sweep, *, width: int) -> str:
 
 def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
     """Prints one backend's cells; every form, and every finding by itself, if `verbose`."""
+    sweep = shown(sweep)
     console.print(Text(_headline(sweep), style="bold"))
     if sweep.missing or sweep.failure:
         text = f"not available here: {sweep.missing}" if sweep.missing else sweep.failure

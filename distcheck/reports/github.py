@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from distcheck.reports.findings import Entry, Finding, finding_of, name_of
+from distcheck.reports.showing import shown
 
 MOST_SUMMARY_BYTES = 1 << 20
 _MOST_ANNOTATIONS = 10  # of each kind
@@ -22,21 +23,22 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
     """A line of standard output for each cell that did not pass, at the file and line of its
     strategy, as seen from `root`: an error where it failed, a warning where too little is known.
     """
+    document = shown(document)
     lines = []
     for verdict, command in (("fail", "error"), ("unknown", "warning")):
         cases = [case for case in document["cases"] if case["verdict"] == verdict]
         # The last place goes to the number of those that have none.
-        shown = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
-        lines += [_annotation(command, case, root) for case in cases[:shown]]
-        if len(cases) > shown:
-            text = f"{len(cases) - shown} more cells: {verdict}; the summary and the JSON name them"
+        named = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
+        lines += [_annotation(command, case, root) for case in cases[:named]]
+        if len(cases) > named:
+            text = f"{len(cases) - named} more cells: {verdict}; the summary and the JSON name them"
             lines.append(f"::{command} title=distcheck::{_data(text)}")
     return lines
 
 
 def error(message: str) -> str:
     """The annotation of a run without a verdict."""
-    return f"::error title=distcheck::{_data(_cut(message, _MOST_MESSAGE))}"
+    return f"::error title=distcheck::{_data(_cut(shown(message), _MOST_MESSAGE))}"
 
 
 def _annotation(command: str, case: Entry, root: Path) -> str:
@@ -52,7 +54,7 @@ def _annotation(command: str, case: Entry, root: Path) -> str:
     title = f"distcheck: {case['verdict']}: {case['strategy']}, {name_of(case)}"
     place = []
     if case["strategy_file"]:
-        line = case.get("strategy_line") or 1
+        line = int(case.get("strategy_line") or 1)
         place = [f"file={_property(_place(case['strategy_file'], root))}", f"line={line}"]
     message = "\n".join(part for part in parts if part)
     words = ",".join([*place, f"title={_property(title)}"])
@@ -75,6 +77,7 @@ def _place(file: str, root: Path) -> str:
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Markdown: the verdict, every cell in a table, and each failure; at most `room_bytes` long."""
+    document = shown(document)
     cases = sorted(document["cases"], key=lambda case: ("fail", "unknown", "pass").index(
         case["verdict"]))  # fmt: skip
     count = {verdict: sum(c["verdict"] == verdict for c in cases) for verdict in _MARKS}

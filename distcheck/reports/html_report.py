@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
+from distcheck.reports.showing import shown
 from distcheck.reports.wording import count
 
 Document = dict[str, Any]
@@ -29,12 +30,11 @@ _BREAKS = re.compile(
 )
 _OPEN_CASES = 3  # a report of so few cases shows them all in full
 _BAR = 56
-# What a rank printed may hold anything; control characters are shown as their pictures.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
 
 def render(document: Document) -> str:
     """A document as HTML. Raises KeyError, TypeError or ValueError for one with parts missing."""
+    document = shown(document)
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     cases = document["cases"]
@@ -90,7 +90,7 @@ def _style() -> str:
 
 def breakable(text: object) -> Markup:
     """Text whose long words may be broken, so that a path does not widen a phone's page."""
-    parts = _BREAKS.split(str(text).translate(_VISIBLE))
+    parts = _BREAKS.split(str(text))
     return Markup("".join(f"{escape(p)}<wbr>" if i % 2 else escape(p) for i, p in enumerate(parts)))
 
 

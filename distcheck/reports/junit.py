@@ -18,14 +18,15 @@ from distcheck.reports.findings import (
     ranks_failed,
     spent_s,
 )
+from distcheck.reports.showing import shown
 
 # What XML 1.0 has no way to write, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def render(document: Mapping[str, Any]) -> str:
     """A document as JUnit XML."""
+    document = shown(document)
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
     cases = document["cases"]
@@ -102,5 +103,5 @@ def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
 
 
 def _clean(text: str) -> str:
-    """Text without colours, and without what no XML may hold."""
-    return _NOT_XML.sub("", _COLOUR.sub("", text))
+    """Text without what no XML may hold."""
+    return _NOT_XML.sub("", text)

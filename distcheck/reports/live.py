@@ -8,6 +8,7 @@ from rich.status import Status
 from rich.text import Text
 
 from distcheck.records import Case
+from distcheck.reports.showing import shown
 
 
 class LiveProgress:
@@ -50,4 +51,4 @@ class LiveProgress:
     def _show(self, text: str) -> None:
         if self._status is not None:
             spent = time.monotonic() - self._begun
-            self._status.update(Text(f"{text} ({spent:.0f} s)"))
+            self._status.update(Text(f"{shown(text)} ({spent:.0f} s)"))

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -26,6 +26,7 @@ from distcheck.records import (
     VerdictName,
     merge_verdicts,
 )
+from distcheck.reports.showing import Filtered, shown, without_commands
 from distcheck.reports.wording import (
     count,
     describe_accepted,
@@ -51,7 +52,8 @@ _COLUMNS_FROM_WIDTH = (
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
     """A console that keeps to NO_COLOR, to the terminal's width, and to 100 columns elsewhere."""
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    filtered = cast("IO[str]", Filtered(stream))
+    console = Console(file=filtered, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
         console.width = int(os.environ.get("COLUMNS", "100"))
     return console
@@ -62,11 +64,12 @@ def render_text(report: Report, *, width: int) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, highlight=False, color_system=None)
     render(report, console)
-    return stream.getvalue()
+    return without_commands(stream.getvalue())
 
 
 def summarize(report: Report) -> str:
     """The verdict in one line: what did not pass first, and where; or could not be saved."""
+    report = shown(report)
     failed = most_telling_first([c for c in report.cases if c.verdict != "pass"])
     case = next(iter(failed), report.cases[0])
     about = case.case
@@ -90,6 +93,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     When several pass, their tables shrink to a line each, unless `verbose`; `quiet` prints
     verdict lines alone.
     """
+    report = shown(report)
     groups = [list(group) for _, group in groupby(report.cases, key=_group_key)]
     if report.environment and not quiet:
         console.print(Text(_environment_line(report)), style="dim")
@@ -259,7 +263,7 @@ def _print_failure(case: CaseReport, console: Console) -> None:
 
 def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
     """What is to say of a case that failed, as (label, text): ranks, first place, causes."""
-    return list(_failure_lines(case))
+    return list(_failure_lines(shown(case)))
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from distcheck.reports.showing import shown
 from distcheck.selftest.records import Counts, Naming, Row, Verdict, show_checks
 
 SCHEMA = "distcheck.selftest/1"
@@ -42,6 +43,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
 
 def render(found: Detection, console: Console, *, verbose: bool = False) -> None:
     """Prints mutants file by file, correct strategies in a line each, and the totals."""
+    found = shown(found)
     about = found.environment
     console.print(
         Text(

@@ -1,0 +1,147 @@
+"""Text that a strategy chose, in every format: it moves no cursor, hides nothing, gives GitHub no
+command, and takes no time.
+"""
+
+import io
+import re
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distcheck.outputs import write_document
+from distcheck.records import Report
+from distcheck.reports import github, html_report, junit
+from distcheck.reports.json_report import as_document, render_json
+from distcheck.reports.showing import MOST_CHARACTERS, say, shown, without_commands
+from distcheck.reports.terminal import console_for, render, render_text, summarize
+from tests.documents import ENVIRONMENT, HOSTILE, crash, hostile, mismatch
+
+# Erases the screen, writes the clipboard, turns the order of what follows around, ends a line for
+# some readers, has no width, and cannot be encoded.
+EVIL = (
+    "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m\x08\r\u202egnp\u2066\u200b\u2028\ufeff\U000e0041"
+    "\ud800\x7f"
+)
+DANGEROUS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+COMMAND = re.compile(r"^\s*::|##\[", re.MULTILINE)
+
+
+def report_of(text: str) -> Report:
+    """A report with `text` wherever a strategy or a machine has a say."""
+    cases = (hostile(text), crash(text=text, name=text))
+    return Report(environment={**ENVIRONMENT, "cpu": text}, cases=cases, not_shown=(text,))
+
+
+def formats_of(report: Report) -> dict[str, str]:
+    document = as_document(report)
+    stream = io.StringIO()
+    render(report, console_for(stream, width=80), verbose=True)
+    return {
+        "terminal": stream.getvalue(),
+        "text": render_text(report, width=80),
+        "summary line": summarize(report),
+        "junit": junit.render(document),
+        "html": html_report.render(document),
+        "annotations": "\n".join(github.annotations(document, Path("/there"))),
+        "summary": github.step_summary(document),
+    }
+
+
+def test_what_does_not_print_is_shown_as_an_escape_everywhere() -> None:
+    for name, text in formats_of(report_of(EVIL)).items():
+        assert DANGEROUS.findall(text) == [], name
+        if name != "html":  # which breaks long words
+            assert "\\x1b[2J" in text.replace("\\\\", "\\").replace("\\[", "["), name
+            assert "\\u202e" in text.replace("\\\\", "\\"), name
+    ElementTree.fromstring(formats_of(report_of(EVIL))["junit"].encode())
+    whole = render_json(report_of(EVIL))
+    assert "\\u001b[2J" in whole, "JSON has its own escapes, and the text as it was"
+
+
+@given(st.text(st.characters(codec=None), max_size=200))
+def test_any_text_is_shown_so_that_it_prints(text: str) -> None:
+    found = shown(text)
+    assert all(line.replace("\t", "").isprintable() for line in found.split("\n"))
+    assert shown(found) == found
+    assert not COMMAND.search(without_commands(found))
+
+
+def test_names_in_records_are_shown_as_well() -> None:
+    found = shown({"a\x1b": [("b\x1b", hostile())], "n": 3, "f": 1.5, "none": None})
+    assert next(iter(found)) == "a\\x1b"
+    assert found["a\\x1b"][0][0] == "b\\x1b"  # type: ignore[index]
+    assert found["a\\x1b"][0][1].case.strategy == HOSTILE, "which prints"  # type: ignore[index]
+
+
+COMMANDS = (
+    "::error::x\n  ::stop-commands::y\n##[add-mask]z\nword ##[group] " + "w" * 70 + " ::debug::"
+)
+
+
+def test_nothing_that_is_printed_is_a_command_of_githubs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where wrapping begins a line with it; the runner leaves blanks at its start aside."""
+    report = report_of(COMMANDS)
+    for width in (40, 60, 80, 100):
+        stream = io.StringIO()
+        render(report, console_for(stream, width=width), verbose=True)
+        assert not COMMAND.search(stream.getvalue())
+        assert not COMMAND.search(render_text(report, width=width))
+    say(COMMANDS)
+    assert not COMMAND.search(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("form", ["json", "junit", "html"])
+def test_formats_on_standard_output_are_no_commands_and_mean_the_same(
+    form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = as_document(report_of(COMMANDS))
+    write_document({form: "-"}, document)
+    said = capsys.readouterr().out
+    assert not COMMAND.search(said)
+    write_document({form: str(tmp_path / "file")}, document)
+    written = (tmp_path / "file").read_text()
+    assert meaning(form, said) == meaning(form, written)
+
+
+def meaning(form: str, text: str) -> Any:
+    import html
+    import json
+
+    if form == "json":
+        return json.loads(text)
+    if form == "html":
+        return html.unescape(text)
+    return [(e.tag, e.attrib, e.text) for e in ElementTree.fromstring(text.encode()).iter()]
+
+
+@pytest.mark.parametrize("characters", [1 << 20, pytest.param(64 << 20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("unit", ["x", "word ", "line\n", "\x1b", "::error::\n"])
+def test_a_long_text_is_cut_before_it_is_wrapped(characters: int, unit: str) -> None:
+    text = "the beginning" + unit * (characters // len(unit)) + "the reason"
+    report = Report(environment=ENVIRONMENT, cases=(crash(text=text), mismatch()))
+    begun = time.process_time()
+    formats = formats_of(report)
+    spent_s = time.process_time() - begun
+    for name in ("terminal", "junit", "html", "annotations"):
+        # Escapes are longer than what they stand for, and texts are said more than once.
+        assert len(formats[name]) < 60 * MOST_CHARACTERS, name
+    assert "the reason" in formats["junit"].replace("\n", "")
+    assert text in render_json(report).encode().decode("unicode_escape"), "JSON keeps the whole"
+    assert spent_s < 300, "wrapping the whole never ended"
+
+
+def test_what_is_left_out_is_counted() -> None:
+    text = shown("a" * MOST_CHARACTERS + "b" * 10)
+    assert "... 10 characters are left out here; the JSON report has them ..." in text
+    assert text.endswith("b" * 10)
+    assert shown("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
