@@ -193,7 +193,11 @@ class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Move traces between shared memory and a folder. Descriptors: the traces, rerun last."""
+    """Move traces between shared memory and a folder. Descriptors: the traces, rerun last.
+
+    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`.
+    """
 
     folder: str
     layout: TraceLayout
+    indexes: tuple[str, ...] = ()

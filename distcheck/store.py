@@ -5,6 +5,7 @@
     launch.json, finished/CASE.json under a launcher that may start everything anew: which run this
                                     is, and the reports of cases that need not be run again
     traces/CASE/about.json          what `distcheck recheck` needs besides the traces
+    traces/CASE/checksums.json      of about.json and the traces' indexes, see traces/seal.py
     traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py
 
 With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
@@ -31,6 +32,7 @@ from distcheck.plan import check_case
 from distcheck.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.taking_apart import Separation
+from distcheck.traces import seal
 from distcheck.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
@@ -186,8 +188,9 @@ class Store:
         try:
             folder.mkdir(parents=True)
             job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
-            run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
-            (folder / "about.json").write_bytes(msgspec.json.encode(saved))
+            answer = run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
+            indexes = msgspec.msgpack.decode(answer, type=tuple[str, ...])
+            seal.write_about(folder, msgspec.json.encode(saved), indexes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -286,9 +289,14 @@ def read_provenance(path: Path) -> Provenance | None:
 
 def read_about(folder: Path) -> SavedCase:
     """A saved case without its traces. Raises UsageError where it is damaged."""
+    return _read_about(folder)[0]
+
+
+def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
+    about, indexes = seal.read_about(folder)
     try:
-        return msgspec.json.decode((folder / "about.json").read_bytes(), type=SavedCase)
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        return msgspec.json.decode(about, type=SavedCase), indexes
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
@@ -297,18 +305,15 @@ def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
 
     Raises UsageError where files are missing or damaged.
     """
-    saved = read_about(folder)
+    saved, indexes = _read_about(folder)
     case, layout = saved.case, saved.layout
-    runs = sorted(folder.glob("run-*"))
-    if not runs:
-        raise UsageError(f"the trace in {folder} is damaged: there is no run-1")
     if (layout.world, layout.steps) != (case.world, case.steps):
         raise UsageError(
             f"the trace in {folder} is of {layout.world} ranks and {layout.steps} steps, its case "
             f"says {case.world} and {case.steps}"
         )
-    fds = [os.memfd_create("distcheck-saved") for _ in runs]
-    job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
+    fds = [os.memfd_create("distcheck-saved") for _ in indexes]
+    job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout, indexes=indexes)
     try:
         run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)
     except BaseException:

@@ -121,6 +121,8 @@ def saved_run(folder: Path) -> SavedRun:
     found = {}
     for place in store.saved_cases(folder):
         saved = store.read_about(place)
+        if saved.case.id != place.name:
+            raise UsageError(f"the trace in {place} is that of case {saved.case.id}: renamed?")
         found[saved.case.id] = saved
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
     return SavedRun(folder, found, said)

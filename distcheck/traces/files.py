@@ -9,6 +9,7 @@ complex128, which safetensors does not know, are stored as pairs of real numbers
 
 import errno
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,44 +23,54 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import TraceFilesJob
 from distcheck.memory import raw_bytes, write_at
 from distcheck.records import TensorSpec
+from distcheck.traces import seal
 from distcheck.traces.layout import ENTRY, Kind, Source, State, TraceLayout
 from distcheck.traces.reader import TraceReader
 from distcheck.worlds.child import Reporter
 
 _IN_PAIRS = (torch.complex32, torch.complex128)
+# What files raise that are not as they were written, or whose about.json was edited.
+_DAMAGE = (
+    OSError, safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError,
+    ArithmeticError, AttributeError, struct.error,
+)  # fmt: skip
 
 
 def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Writes the traces behind `fds` to folders run-1, run-2. Raises CannotRunError."""
+    """Writes the traces behind `fds` to folders run-1, run-2; answers with the digest of each
+    index. Raises CannotRunError.
+    """
     job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
+    indexes = []
     try:
         for number, fd in enumerate(fds, 1):
             folder = Path(job.folder, f"run-{number}")
             folder.mkdir(parents=True)
             reporter.progress(number, "save")
-            _save(folder, job.layout, fd)
+            indexes.append(_save(folder, job.layout, fd))
     except safetensors.SafetensorError as error:  # it wraps the system's error in a text
         full = os.strerror(errno.ENOSPC)
         raise CannotRunError(full if full in str(error) else str(error)) from error
     except OSError as error:
         raise CannotRunError(error.strerror or str(error)) from error
-    return b""
+    return msgspec.msgpack.encode(indexes)
 
 
 def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Fills the traces behind `fds` from folders run-1, run-2. Raises UsageError."""
     job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
-    for number, fd in enumerate(fds, 1):
+    for number, (fd, digest) in enumerate(zip(fds, job.indexes, strict=True), 1):
         folder = Path(job.folder, f"run-{number}")
         reporter.progress(number, "load")
         try:
-            _load(folder, job.layout, fd)
-        except (OSError, safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            _load(folder, job.layout, fd, digest)
+        except _DAMAGE as error:
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
     return b""
 
 
-def _save(folder: Path, layout: TraceLayout, fd: int) -> None:
+def _save(folder: Path, layout: TraceLayout, fd: int) -> str:
+    """Writes one trace; returns the digest of its index."""
     index = os.pread(fd, layout.index_bytes, 0)
     (folder / "index.bin").write_bytes(index)
     trace = TraceReader(fd, layout)
@@ -71,10 +82,13 @@ def _save(folder: Path, layout: TraceLayout, fd: int) -> None:
             in_pairs = tensor.dtype in _IN_PAIRS
             tensors[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
         save_file(tensors, folder / f"slot-{slot:03}.safetensors")
+    return seal.digest(index)
 
 
-def _load(folder: Path, layout: TraceLayout, fd: int) -> None:
+def _load(folder: Path, layout: TraceLayout, fd: int, digest: str) -> None:
     index = (folder / "index.bin").read_bytes()
+    if seal.digest(index) != digest:
+        raise ValueError("index.bin does not have the checksum in checksums.json")
     if len(index) != layout.index_bytes:
         raise ValueError(f"index.bin has {len(index)} bytes, not {layout.index_bytes}")
     os.ftruncate(fd, layout.total_bytes)

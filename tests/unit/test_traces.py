@@ -143,8 +143,8 @@ def test_every_dtype_comes_back_also_from_files(fd: int, dtype: str, tmp_path: P
             os.ftruncate(file, layout.total_bytes)
         for slot in range(2):
             TraceWriter(fd, layout, 0).put(Kind.BUFFER, slot, 0, tensor)
-        files._save(tmp_path, layout, fd)
-        files._load(tmp_path, layout, again)
+        index = files._save(tmp_path, layout, fd)
+        files._load(tmp_path, layout, again, index)
         for file in (fd, again):
             found = TraceReader(file, layout).tensor(0, Kind.BUFFER, 1, 0)
             assert found is not None

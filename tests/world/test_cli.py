@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.sealing import rewrite_about
 from tests.world.command import COMMAND, MOODY, QUICK, ROOT, Run
 from tests.world.command import distcheck as console
 from tests.world.warm import distcheck
@@ -196,6 +197,18 @@ def test_save_and_recheck(distcheck: Run, tmp_path: Path) -> None:
     assert f"{name} is not what its rank recorded" in damaged.stderr
     file.write_bytes(b"not a tensor file")
     assert "is damaged" in distcheck("recheck", "kept").stderr
+    for name in ("run-1/index.bin", "about.json"):
+        whole = (case / name).read_bytes()
+        (case / name).write_bytes(bytes([whole[0], whole[1] ^ 1]) + whole[2:])
+        damaged = distcheck("recheck", "kept")
+        assert damaged.returncode == 2
+        said = f"{Path(name).name} does not have the checksum in checksums.json"
+        assert said in damaged.stderr
+        (case / name).write_bytes(whole)
+    (case / "checksums.json").unlink()
+    unknown = distcheck("recheck", "kept")
+    assert unknown.returncode == 2
+    assert "an earlier version of distcheck wrote it" in unknown.stderr
 
 
 def test_recheck_elsewhere_does_not_hold_bits_against_anybody(
@@ -204,7 +217,8 @@ def test_recheck_elsewhere_does_not_hold_bits_against_anybody(
     ran = distcheck("verify", "--strategy", "bad.py:doubled_on_the_way", *QUICK, "--save", "kept")
     assert ran.returncode == 1, "only local gradients differ, to the bit"
     (about,) = tmp_path.glob("kept/traces/*/about.json")
-    about.write_text(about.read_text().replace('"cpu_capability":"', '"cpu_capability":"other '))
+    name = '"cpu_capability":"'
+    rewrite_about(about.parent, lambda text: text.replace(name, name + "other "))
     again = distcheck("recheck", "kept")
     assert again.returncode == 5
     assert re.search(

@@ -20,6 +20,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.goldens.command import compare_command
 from distcheck.store import Store
 from distcheck.worlds.pool import Pool
+from tests.sealing import rewrite_about
 from tests.world.command import COMMAND, Run
 from tests.world.warm import distcheck as command
 
@@ -171,9 +172,9 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
     traces = tmp_path / "fewer" / "traces"
     (name,) = (place.name for place in traces.iterdir())
     (traces / name).rename(traces / "other")
-    about = json.loads((traces / "other" / "about.json").read_text())
-    about["case"]["id"] = "other"
-    (traces / "other" / "about.json").write_text(json.dumps(about))
+    with pytest.raises(UsageError, match="is that of case"):
+        compare(golden / "golden", str(tmp_path / "fewer"), tmp_path)
+    rewrite_about(traces / "other", lambda text: text.replace(f'"id":"{name}"', '"id":"other"'))
     found = compare(golden / "golden", str(tmp_path / "fewer"), tmp_path)
     assert found["code"] == 5
     assert sorted(case["verdict"] for case in found["cases"]) == ["unknown", "unknown"]
@@ -186,7 +187,7 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
         ('{"schema": "distcheck.report/1", "cases": [{}]}', {}, "is damaged: Object missing"),
         ("[" * 10_000, {}, "is no report that --json wrote"),
         ('{"schema": ' + "[" * 10_000, {}, "is no report that --json wrote"),
-        ("", {"id": "../x"}, "holds a case that cannot run: id '../x' is no name for a file"),
+        ("", {"id": "../x"}, "is that of case ../x: renamed"),
         ("", {"world": -1}, "holds a case that cannot run: --world -1 is no world"),
     ],
 )
@@ -200,7 +201,8 @@ def test_a_damaged_run_is_told_before_anything_runs(
             make_bundle(tmp_path / "run", tmp_path / "run.zip", traces=False)
     (about,) = tmp_path.glob("run/traces/*/about.json")
     told = json.loads(about.read_text())
-    about.write_text(json.dumps({**told, "case": {**told["case"], **case}}))
+    edited = json.dumps({**told, "case": {**told["case"], **case}})
+    rewrite_about(about.parent, lambda _: edited)
     with pytest.raises(UsageError, match=sentence):
         compare_command(str(tmp_path / "run"), None, bits=False, json_file=None, quiet=False)
     assert sorted(os.listdir(tmp_path)) == ["run"]
@@ -211,7 +213,7 @@ def test_bits_of_another_machine_are_not_held_against_it(golden: Path, tmp_path:
     (file,) = (Path(later) / "traces").glob("*/about.json")
     about = json.loads(file.read_text())
     about["environment"]["cpu"] = "Another CPU"
-    file.write_text(json.dumps(about))
+    rewrite_about(file.parent, lambda _: json.dumps(about))
     found = compare(golden / "golden", later, tmp_path, bits=True)
     assert found["code"] == 5
     assert "bits of other machines need not be equal: cpu was" in found["cases"][0]["reason"]
