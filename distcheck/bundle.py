@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from distcheck import __version__, store, unpacking
+from distcheck.decoding import decode_json
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.naming import is_file_name
 from distcheck.provenance import Provenance, code_digest
@@ -92,7 +93,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     )
     members["bundle.json"] = _json(msgspec.to_builtins(manifest))
     for path in files:
-        members[f"cases/{path.name}"] = _json(_for_others(msgspec.json.decode(path.read_bytes())))
+        members[f"cases/{path.name}"] = _json(_for_others(_read(path)))
     if report is not None:
         members["report.json"] = _json(_for_others(report))
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
@@ -156,8 +157,8 @@ def open_bundle(path: Path) -> Replay:
 
 def _case(path: Path, file: Path) -> Case:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Case)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return decode_json(file.read_bytes(), Case)
+    except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is damaged: {file.name} is not a case: {error}") from error
 
 
@@ -176,8 +177,8 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
     """bundle.json, in which every name is one of a file in the bundle. Raises UsageError."""
     try:
         data = unpacking.read_member(path, archive, "bundle.json", most=_MOST_MANIFEST_BYTES)
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        manifest = decode_json(data, Manifest)
+    except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is not a bundle of distcheck: {error}") from error
     if manifest.schema != SCHEMA:
         raise UsageError(
@@ -247,6 +248,13 @@ def _sources(
         for name, content in {path.name: path.read_bytes(), **beside}.items():
             members[f"{folder}/{name}"] = content
         yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return decode_json(path.read_bytes(), dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is not a case file: {error}") from error
 
 
 def _for_others(document: dict[str, Any]) -> dict[str, Any]:

@@ -10,82 +10,20 @@ no reader can see; keep reports where only your runs can write.)
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import (
-    Compared,
-    Contents,
-    Diagnosis,
-    Difference,
-    OutcomeName,
     RunPlan,
-    VerdictName,
     merge_verdicts,
 )
 from distcheck.reports.json_report import read_document
+from distcheck.reports.shape import CaseRead, DocumentRead, check_shape
 
 _OUTCOME = "outcome"
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
-
-
-class OutcomeRead(msgspec.Struct):
-    """How a rank ended."""
-
-    rank: int
-    outcome: OutcomeName
-    detail: str
-
-
-class CheckRead(msgspec.Struct):
-    """What a check said."""
-
-    check: str
-    layer: str
-    verdict: VerdictName
-    reason: str
-    compared: Compared
-    first: Difference | None = None
-    worst: Difference | None = None
-
-
-class CaseRead(msgspec.Struct):
-    """What readers rely on; what else there is, is passed on as it is."""
-
-    id: str
-    strategy: str
-    strategy_file: str
-    world: Annotated[int, msgspec.Meta(ge=1)]
-    backend: str
-    device: str
-    dtype: str
-    workload: str
-    seed: int
-    verdict: VerdictName
-    outcomes: list[OutcomeRead]
-    checks: list[CheckRead]
-    diagnosis: list[Diagnosis]
-    timings_s: dict[str, float]
-    replay: str
-    notes: list[str]
-    strategy_line: _Count = 0
-    command: str = ""
-    contents: Contents | None = None
-
-
-class DocumentRead(msgspec.Struct):
-    """A whole report."""
-
-    verdict: VerdictName
-    exit_code: int
-    environment: dict[str, Any]
-    cases: list[CaseRead]
-    plan: RunPlan | None = None
-    left_out: dict[str, str] = {}
-    not_shown: list[str] = []
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -97,10 +35,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def check_document(document: dict[str, Any], name: str) -> DocumentRead:
     """The document in its form. Raises UsageError where it contradicts itself."""
-    try:
-        found = msgspec.convert(document, DocumentRead)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise UsageError(f"{name} is damaged: {error}; write the report again") from None
+    found = check_shape(document, name)
     for problem in _contradictions(found):
         raise UsageError(f"{name} is damaged: {problem}; write the report again")
     return found

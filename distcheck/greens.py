@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from distcheck.decoding import decode_json
 from distcheck.provenance import Provenance, changes
 from distcheck.records import Case, SinceGreen
 
@@ -44,10 +45,9 @@ def since_last_green(
     the id of a case where it is run now.
     """
     asked = {case.strategy for case in cases}
-    decoder = msgspec.json.Decoder(_EarlierReport)
     for path in sorted(runs.glob("*/report.json"), reverse=True):
         try:
-            earlier = decoder.decode(path.read_bytes())
+            earlier = decode_json(path.read_bytes(), _EarlierReport)
         except (OSError, msgspec.MsgspecError):
             continue
         if earlier.verdict == "pass" and asked <= {case.strategy for case in earlier.cases}:
@@ -67,7 +67,7 @@ def _code_of(run: Path) -> _Code:
     found: _Code = {}
     for file in sorted(run.glob("cases/*.json")):
         try:
-            case = msgspec.json.decode(file.read_bytes(), type=_EarlierCase)
+            case = decode_json(file.read_bytes(), _EarlierCase)
         except (OSError, msgspec.MsgspecError):
             continue
         digests = {} if case.made is None else case.made.digests

@@ -105,6 +105,24 @@ def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
+def damage_said(*files: str | Path) -> Iterator[None]:
+    """Around what is made of documents that were read from `files`: their keys have the right form,
+    and yet what they say may contradict itself, such as a map with fewer rows than names. Raises
+    UsageError for whatever that leads to.
+    """
+    try:
+        yield
+    except (DistcheckError, click.ClickException):
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(
+            f"{' or '.join(map(str, files))} is damaged: what it says contradicts itself ({said}); "
+            "write the report again"
+        ) from error
+
+
+@contextlib.contextmanager
 def errors_told(files: Mapping[str, str]) -> Iterator[None]:
     """Annotates, where GitHub is to be told, an error that leaves nothing to write a report of."""
     try:

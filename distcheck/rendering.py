@@ -5,8 +5,7 @@ from pathlib import Path
 
 from distcheck.documents import read_report
 from distcheck.errors import ExitCode, UsageError
-from distcheck.outputs import FORMATS, check_outputs, write_document
-from distcheck.reports.json_report import SCHEMA
+from distcheck.outputs import FORMATS, check_outputs, damage_said, write_document
 
 
 def report_command(run: str, *, files: Mapping[str, str]) -> int:
@@ -24,11 +23,6 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
     if any(Path(file).absolute() == path.absolute() for file in files.values()):
         raise UsageError(f"{path} is the report that is read; write to another file")
     check_outputs(files)
-    try:
+    with damage_said(path):
         write_document(files, document)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UsageError(
-            f"{path} says that it is {SCHEMA!r}, and lacks what such a report has, or has it in "
-            f"another form ({type(error).__name__}: {error}); write the report again"
-        ) from error
     return int(ExitCode.PASS)

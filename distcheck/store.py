@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from distcheck.decoding import decode_json
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
 from distcheck.launchers.launch import Launch
@@ -146,7 +147,7 @@ class Store:
         for case in cases if self._run else ():
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 data = (self.folder / "finished" / f"{case.id}.json").read_bytes()
-                report = msgspec.json.decode(data, type=CaseReport)
+                report = decode_json(data, CaseReport)
                 if report.case == case:
                     found[case.id] = report
         return found
@@ -223,7 +224,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
     "none" that was given no name, so that only its count of restarts can tell.
     """
     try:
-        made_by = msgspec.json.decode((folder / "launch.json").read_bytes())
+        made_by = decode_json((folder / "launch.json").read_bytes(), dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return False
     same = bool(launch.run) and made_by == {"run": launch.run}
@@ -270,10 +271,10 @@ def read_case(path: Path) -> Case:
             data = file.read(_MOST_CASE_BYTES + 1)
         if len(data) > _MOST_CASE_BYTES:
             raise UsageError(f"it is larger than {_MOST_CASE_BYTES >> 20} MiB")
-        return check_case(msgspec.json.decode(data, type=Case))
+        return check_case(decode_json(data, Case))
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is not a case file: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path} is not a case that can run: {error}") from error
@@ -282,8 +283,8 @@ def read_case(path: Path) -> Case:
 def read_provenance(path: Path) -> Provenance | None:
     """Where the case of a file was run when it was saved; None where it did not come to that."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Made).made
-    except (OSError, msgspec.MsgspecError, RecursionError):
+        return decode_json(path.read_bytes(), _Made).made
+    except (OSError, msgspec.MsgspecError):
         return None
 
 
@@ -295,8 +296,8 @@ def read_about(folder: Path) -> SavedCase:
 def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
     about, indexes = seal.read_about(folder)
     try:
-        return msgspec.json.decode(about, type=SavedCase), indexes
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decode_json(about, SavedCase), indexes
+    except msgspec.MsgspecError as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 

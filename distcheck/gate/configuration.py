@@ -154,7 +154,7 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bytes that are no text, very deep nesting
         raise UsageError(f"{path} is not TOML: {error}") from error
 
 

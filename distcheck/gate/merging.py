@@ -12,7 +12,7 @@ from typing import Any, cast
 from distcheck.contents import not_shown, of_document
 from distcheck.documents import check_document
 from distcheck.errors import ExitCode, UsageError
-from distcheck.outputs import check_outputs, write_document
+from distcheck.outputs import check_outputs, damage_said, write_document
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.reports.findings import finding_of, name_of, ranks_failed
 from distcheck.reports.json_report import SCHEMA, read_document
@@ -38,13 +38,17 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     """Reads, joins, writes and shows; returns the exit code of the whole."""
     check_outputs(files)
     parts = [_read(file) for file in dict.fromkeys(files_in)]
-    whole = join(parts)
+    with damage_said(*(part.file for part in parts)):
+        whole = join(parts)
+        lines = _lines(whole, len(parts), quiet=quiet)
+        differences = _differences(parts)
     if "-" not in files.values():
-        for line in _lines(whole, len(parts), quiet=quiet):
+        for line in lines:
             say(line)
-        for line in _differences(parts):
+        for line in differences:
             say(f"distcheck: {line}", err=True)
-    write_document(files, whole)
+    with damage_said(*(part.file for part in parts)):
+        write_document(files, whole)
     return int(whole["exit_code"])
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from distcheck.decoding import decode_json
 from distcheck.errors import ExitCode, UsageError
 from distcheck.probes.records import Baseline, Cell, Change, Probe, Sweep, VerdictName
 
@@ -68,7 +69,7 @@ def render_json(sweeps: Sequence[Sweep], changes: Sequence[Change], exit_code: E
 def read_sweeps(path: Path) -> list[Sweep]:
     """The sweeps of an earlier document. Raises UsageError for anything else."""
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        document = decode_json(path.read_bytes(), _Document)
     except OSError as error:
         raise UsageError(f"--baseline {path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:

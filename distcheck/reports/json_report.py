@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from distcheck.decoding import decode_json
 from distcheck.errors import UsageError
 from distcheck.mistakes import MISTAKES
 from distcheck.records import (
@@ -17,6 +18,7 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.reports.aggregated import as_keys
+from distcheck.reports.shape import check_shape
 from distcheck.reports.showing import encodable
 from distcheck.reports.wording import describe_place
 
@@ -40,14 +42,14 @@ def render(document: dict[str, Any]) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A document from its file. Raises UsageError for what is not one, or is one of another
-    schema.
+    """A document from its file. Raises UsageError for what is not one, is damaged, or is one of
+    another schema.
     """
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        document = decode_json(path.read_bytes(), dict[str, Any])
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is no report that --json wrote: {error}") from error
     if _is_deep(document, _MOST_DEPTH):
         raise UsageError(f"{path} is no report that --json wrote: it is nested too deeply")
@@ -56,6 +58,7 @@ def read_document(path: Path) -> dict[str, Any]:
             f"{path} has the schema {document.get('schema')!r}, and this version reads {SCHEMA!r}; "
             "write the report again with this version"
         )
+    check_shape(document, path)
     return document
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from distcheck.decoding import decode_json
 from distcheck.errors import UsageError
 
 SCHEMA = "distcheck.trace/1"
@@ -70,10 +71,10 @@ def _read(folder: Path) -> Seal:
     except OSError as error:
         raise UsageError(_damaged(folder, f"{_NAME} cannot be read: {error.strerror}")) from error
     try:
-        schema = msgspec.json.decode(data, type=_Schema).schema
+        schema = decode_json(data, _Schema).schema
         if schema == SCHEMA:
-            return msgspec.json.decode(data, type=Seal)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return decode_json(data, Seal)
+    except msgspec.MsgspecError as error:
         raise UsageError(_damaged(folder, f"{_NAME}: {error}")) from error
     raise UsageError(
         f"the trace in {folder} has the schema {schema!r}, and this version reads {SCHEMA!r}; "

@@ -1,0 +1,1 @@
+"""Every reader, given files that are damaged; see `readers.py` and `mutations.py`."""

@@ -1,0 +1,347 @@
+"""The readers, each called in this process on files that may be damaged.
+
+A reader returns an exit code; what it must not do is raise anything that is not for a person, or
+answer with a pass that the undamaged files do not have. Where a command starts processes, what it
+does before that is called: every file has been read by then.
+"""
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+
+from distcheck import bundle, cli, store, verification
+from distcheck.errors import DistcheckError, ExitCode
+from distcheck.gate.costs import recorded_s
+from distcheck.goldens import command as comparing
+from distcheck.goldens.records import CompareJob
+from distcheck.goldens.traces import compare_traces
+from distcheck.greens import since_last_green
+from distcheck.plan import check_case
+from distcheck.probes.document import read_sweeps, render_json
+from distcheck.probes.records import Cell, Probe, Sweep
+from distcheck.traces import files
+from distcheck.traces.reader import TraceReader
+from distcheck.worlds.pool import Pool
+from tests.fuzz.mutations import mutated
+from tests.sealing import seal_again
+
+_MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
+_PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
+_SWEEP = Sweep(
+    backend="gloo", device="cpu", world=3, cells=(Cell(probe=_PROBE, verdict="ok", elements=64),),
+    environment={"torch": "2.13.0"},
+)  # fmt: skip
+_TRACE_FILES = ("about.json", "checksums.json", "run-1/index.bin", "run-1/slot-000.safetensors",
+                "run-2/index.bin", "run-2/slot-001.safetensors")  # fmt: skip
+
+
+class BrokenError(AssertionError):
+    """A reader did what no reader may do."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reader said: its exit code, and its sentence where it refused."""
+
+    code: int
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Originals:
+    """What is damaged: a saved run of a case that passes and of one that fails, its bundle, its
+    report as the documents of two parts, and a configuration.
+    """
+
+    run: Path
+    zip: Path
+    parts: tuple[Path, Path]
+    config: Path
+
+
+class Quiet:
+    """In place of a process's reporter."""
+
+    def progress(self, step: int, phase: str) -> None:
+        """Nothing."""
+
+
+def command(*words: object) -> Answer:
+    """A command of distcheck in this process, as `cli.main` runs it."""
+
+    def run() -> int:
+        arguments = [str(word) for word in words]
+        return int(cli._group.main(arguments, standalone_mode=False, prog_name="distcheck") or 0)
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        return answer_of(run)
+
+
+def answer_of(run: Callable[[], int]) -> Answer:
+    """The exit code that a call leads to. Any other exception passes: it is a traceback."""
+    try:
+        return Answer(run())
+    except click.ClickException as error:
+        return Answer(int(ExitCode.USAGE), error.format_message())
+    except DistcheckError as error:
+        return Answer(int(error.exit_code), str(error))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Addresses are limited, so that a number in a file cannot take the machine's memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _outputs(folder: Path) -> list[object]:
+    formats = ("json", "html", "junit")
+    return [word for name in formats for word in (f"--{name}", folder / f"out.{name}")] + [
+        "--github"
+    ]
+
+
+def report(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck report`"""
+    file = _damaged(draw.choice(originals.parts), folder, draw, "json")
+    return command("report", file, *_outputs(folder))
+
+
+def merge(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck merge`, of one part that is damaged and one that is whole."""
+    passed, failed = originals.parts
+    whole, broken = draw.choice(((passed, failed), (failed, passed)))
+    file = _damaged(broken, folder, draw, "json")
+    given = [whole, file] if draw.random() < 0.8 else [file]
+    answer = command("merge", *given, *_outputs(folder))
+    if answer.code == 0:
+        raise BrokenError("a pass, of a run with a case that failed")
+    return answer
+
+
+def config(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck plan --config`, which plans all that `verify` would run."""
+    file = _damaged(originals.config, folder, draw, "toml")
+    return command("plan", "--config", file, "--json", folder / "out.json")
+
+
+def replay(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck replay` reads: of a case, of a run."""
+    shutil.copytree(originals.run / "cases", folder / "cases")
+    file = _damaged_in_place(draw.choice(sorted((folder / "cases").iterdir())), draw, "json")
+    given = draw.choice((file, folder))
+
+    def read() -> int:
+        for case in bundle.read_replay(str(given)).cases:
+            check_case(case)
+        return 0
+
+    return answer_of(read)
+
+
+def bundled(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck replay` reads of a bundle, any member or the zip itself damaged."""
+    import zipfile
+
+    target = folder / "b.zip"
+    if draw.random() < 0.3:
+        target.write_bytes(mutated(originals.zip.read_bytes(), draw, "bytes"))
+    else:
+        with zipfile.ZipFile(originals.zip) as archive, zipfile.ZipFile(target, "w") as copy:
+            names = archive.namelist()
+            chosen = draw.choice([n for n in names if n.endswith(".json")] * 3 + names)
+            for name in names:
+                data = archive.read(name)
+                if name == chosen:
+                    kind = "json" if name.endswith(".json") else "bytes"
+                    data = mutated(data, draw, kind)
+                copy.writestr(name, data)
+
+    def read() -> int:
+        for case in bundle.read_replay(str(target)).cases:
+            check_case(case)
+        return 0
+
+    with _in(folder):
+        return answer_of(read)
+
+
+def pack(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck bundle`, of a run in which a case or the report is damaged."""
+    run = folder / "run"
+    shutil.copytree(originals.run, run, ignore=shutil.ignore_patterns("traces"))
+    file = draw.choice([*sorted((run / "cases").iterdir()), run / "report.json"])
+    _damaged_in_place(file, draw, "json")
+    with _in(originals.run.parent):
+        return command("bundle", run, "-o", folder / "made.zip")
+
+
+def recheck(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck recheck` reads. A file that is another than was saved is refused, unless a
+    tensor file says the same in other words.
+    """
+    place = _copied_traces(originals, folder)
+    name = draw.choice(_TRACE_FILES)
+    before = (place / name).read_bytes()
+    kind = "json" if name.endswith(".json") else "bytes"
+    _damaged_in_place(place / name, draw, kind)
+    changed = (place / name).read_bytes() != before
+    answer = answer_of(lambda: _load(place))
+    if changed and answer.code == 0 and name in ("about.json", "run-1/index.bin",
+                                                 "run-2/index.bin"):  # fmt: skip
+        raise BrokenError(f"{name} was damaged, and nothing noticed it")
+    return answer
+
+
+def edited(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """The same, where the checksums are those of what is there: somebody edited it."""
+    place = _copied_traces(originals, folder)
+    name = draw.choice(("about.json", "about.json", "run-1/index.bin"))
+    kind = "json" if name.endswith(".json") else "bytes"
+    _damaged_in_place(place / name, draw, kind)
+    seal_again(place)
+    return answer_of(lambda: _load(place))
+
+
+def compare(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck compare` reads, and its comparison of traces, with any file damaged."""
+    run = folder / "run"
+    shutil.copytree(originals.run, run)
+    place = sorted((run / "traces").iterdir())[0]
+    if draw.random() < 0.25:
+        _damaged_in_place(run / "report.json", draw, "json")
+    elif draw.random() < 0.5:
+        name = draw.choice(_TRACE_FILES)
+        _damaged_in_place(place / name, draw, "json" if name.endswith(".json") else "bytes")
+    else:
+        _damaged_in_place(place / "about.json", draw, "json")
+        seal_again(place)
+    return answer_of(lambda: _compare(originals.run, run, place.name))
+
+
+def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What is read of earlier runs besides, for estimates and for what has changed since: a file
+    that is damaged there is left out, without a word.
+    """
+    run = folder / "runs" / "20260131-120000-1"
+    shutil.copytree(originals.run, run, ignore=shutil.ignore_patterns("traces"))
+    file = draw.choice([*sorted((run / "cases").iterdir()), run / "report.json"])
+    _damaged_in_place(file, draw, "json")
+
+    def read() -> int:
+        found = bundle.read_replay(str(originals.run))
+        recorded_s(folder)
+        since_last_green(folder / "runs", found.cases, found.made)
+        return 0
+
+    return answer_of(read)
+
+
+def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck backends --baseline` reads."""
+    file = folder / "sweep.json"
+    file.write_text(render_json([_SWEEP], [], ExitCode.PASS))
+    _damaged_in_place(file, draw, "json")
+
+    def read() -> int:
+        read_sweeps(file)
+        return 0
+
+    return answer_of(read)
+
+
+def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> Answer:
+    """`distcheck recheck` with its judges, of what somebody edited."""
+    place = _copied_traces(originals, folder)
+    _damaged_in_place(place / "about.json", draw, "json")
+    seal_again(place)
+    return answer_of(lambda: int(verification.recheck(folder, pool=pool).exit_code))
+
+
+READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
+    "report": report, "merge": merge, "config": config, "replay": replay, "bundled": bundled,
+    "pack": pack, "recheck": recheck, "edited": edited, "compare": compare,
+    "earlier": earlier, "baseline": baseline,
+}  # fmt: skip
+
+
+def _load(place: Path) -> int:
+    _, fds = store.read_trace(_NO_POOL, place)
+    for fd in fds:
+        os.close(fd)
+    return 0
+
+
+def _compare(then: Path, now: Path, name: str) -> int:
+    runs = [comparing.saved_run(folder) for folder in (then, now)]
+    saved, fds = [], []
+    try:
+        for folder in (then, now):
+            one, own = store.read_trace(_NO_POOL, folder / "traces" / name)
+            saved.append(one)
+            fds += own
+        if name not in runs[1].cases:
+            return int(ExitCode.UNKNOWN)
+        job = CompareJob(
+            case=saved[1].case,
+            contracts=(saved[0].facts.contract, saved[1].facts.contract),
+            training=saved[0].facts.training,
+            layouts=(saved[0].layout, saved[1].layout),
+        )
+        first = [fds[0], fds[len(fds) // 2]]
+        readers = [TraceReader(fd, one.layout) for fd, one in zip(first, saved, strict=True)]
+        found = compare_traces(job, *readers)
+        said = (runs[0].verdicts.get(name, "unknown"), runs[1].verdicts.get(name, "unknown"))
+        verdict, _ = comparing._judge(found, [], said, bits=False)
+        return {"pass": 0, "fail": 1, "unknown": 5}[verdict]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def load_here(pool: object, target: str, payload: bytes, fds: list[int]) -> bytes:
+    """In place of `run_job`: the job that loads traces, in this process."""
+    assert target.endswith("load_job")
+    return files.load_job(payload, fds, Quiet())  # type: ignore[arg-type]
+
+
+_NO_POOL: Any = None
+
+
+def _copied_traces(originals: Originals, folder: Path) -> Path:
+    found = sorted((originals.run / "traces").iterdir())[0]
+    return Path(shutil.copytree(found, folder / "traces" / found.name))
+
+
+def _damaged(original: Path, folder: Path, draw: Random, kind: str) -> Path:
+    target = folder / original.name
+    target.write_bytes(mutated(original.read_bytes(), draw, kind))
+    return target
+
+
+def _damaged_in_place(path: Path, draw: Random, kind: str) -> Path:
+    path.write_bytes(mutated(path.read_bytes(), draw, kind))
+    return path
+
+
+@contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

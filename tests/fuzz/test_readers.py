@@ -1,0 +1,185 @@
+"""Damaged files: every reader answers with a clear error or a right acceptance.
+
+A failure names the reader and the number of the mutation; `run_one("merge", 17, ...)` repeats it.
+"""
+
+import shutil
+import traceback
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import distcheck
+from distcheck import store
+from distcheck.bundle import make_bundle
+from distcheck.errors import ExitCode
+from distcheck.reports.json_report import render
+from distcheck.worlds.pool import Pool
+from tests.documents import crash, document, mismatch, passing
+from tests.fuzz import readers
+from tests.fuzz.readers import READERS, Answer, BrokenError, Originals
+from tests.unit.gate_documents import CRASHED, FAILED, PASSED, UNKNOWN, document_of
+from tests.world import warm
+
+SYNC = """
+import torch.distributed as dist
+
+def right(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+def wrong(model):
+    pass
+"""
+CONFIG = """
+strategies = ["ddp", "sync.py:right"]
+worlds = [2, 4]
+workloads = ["lattice", "mlp"]
+backends = ["gloo"]
+dtypes = ["float32"]
+seeds = [0, 1]
+batch = 64
+steps = 2
+deadline_s = 10.5
+data = "synthetic"
+device = "cpu"
+loss = "mean"
+separate = false
+
+[strategy."sync.py:right"]
+worlds = [3]
+arg = { average = true }
+as = "model"
+"""
+CODES = {int(code) for code in ExitCode}
+PER_READER = 200 // len(READERS) + 1
+IN_SWEEP = 2_000 // len(READERS) + 1
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    folder = tmp_path_factory.mktemp("originals")
+    (folder / "sync.py").write_text(SYNC)
+    (folder / "matrix.toml").write_text(CONFIG)
+    run = folder / "run"
+    report = distcheck.verify(
+        [f"{folder}/sync.py:right", f"{folder}/sync.py:wrong"],
+        world=2, workload="mlp", dtype="float32", batch=8, steps=2, separate=False, save=run,
+    )  # fmt: skip
+    assert [case.verdict for case in report.cases] == ["pass", "fail"]
+    make_bundle(run, folder / "run.zip", traces=False)
+    return Originals(run, folder / "run.zip", _parts(folder), folder / "matrix.toml")
+
+
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """A document with all that a report may hold, as part 1, and a short one that failed."""
+    found = []
+    everything = (PASSED, FAILED, CRASHED, UNKNOWN, passing(), mismatch(), crash())
+    for shard, cases in ((1, everything[::2]), (2, everything[1::2])):
+        part = document_of(*cases, shard=shard, shards=2, plan=everything)
+        part["since_green"] = document(passing())["since_green"]
+        path = folder / f"part-{shard}.json"
+        path.write_text(render(part))
+        found.append(path)
+    return found[0], found[1]
+
+
+def run_one(reader: str, number: int, originals: Originals, folder: Path) -> Answer:
+    """One mutation; raises whatever the reader raises that is not for a person."""
+    place = folder / f"{reader}-{number}"
+    place.mkdir()
+    try:
+        with readers.bounded():
+            answer = READERS[reader](originals, place, Random(f"{reader} {number}"))
+    finally:
+        shutil.rmtree(place)
+    if answer.code not in CODES or "\n" in answer.said.strip("\n"):
+        raise BrokenError(f"exit code {answer.code}: {answer.said}")
+    return answer
+
+
+def broken_of(reader: str, numbers: range, originals: Originals, folder: Path) -> list[str]:
+    found = []
+    refused = 0
+    for number in numbers:
+        try:
+            refused += run_one(reader, number, originals, folder).code == ExitCode.USAGE
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            found.append(f"{reader} {number}: {type(error).__name__}: {str(error)[:150]} ({where})")
+    if reader != "earlier":  # which leaves out what it cannot read
+        assert refused > len(numbers) // 4, "most damage is to be refused"
+    return found
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "run_job", readers.load_here)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_damage_ends_in_a_sentence(
+    reader: str, here: None, originals: Originals, tmp_path: Path
+) -> None:
+    broken = broken_of(reader, range(PER_READER), originals, tmp_path)
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("reader", READERS)
+def test_much_damage_ends_in_a_sentence(
+    reader: str, here: None, originals: Originals, tmp_path: Path
+) -> None:
+    broken = broken_of(reader, range(PER_READER, IN_SWEEP), originals, tmp_path)
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.sweep
+def test_edited_traces_are_judged_or_refused(
+    pool: Pool, originals: Originals, tmp_path: Path
+) -> None:
+    broken = []
+    for number in range(100):
+        place = tmp_path / str(number)
+        try:
+            answer = readers.rejudged(originals, place, Random(number), pool)
+            assert answer.code in CODES
+        except Exception as error:
+            broken.append(f"{number}: {type(error).__name__}: {error}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "damage"),
+    [
+        (("report", "part-1.json", "--html", "out.html"), "part-1.json", ('"checks"', '"Checks"')),
+        (("merge", "part-1.json", "part-2.json"), "part-2.json", ('"index": [', '"index": [[')),
+        (("replay", "run/cases/{case}.json"), "run/cases/{case}.json", ('d": 2,', 'd": 9e99,')),
+        (("replay", "run.zip"), "run.zip", ("PK", "QK")),
+        (("bundle", "run"), "run/cases/{case}.json", ('"id"', '"\\ud8')),
+        (("recheck", "run"), "run/traces/{case}/about.json", ("sync-right", "sync-wrong")),
+        (("recheck", "run"), "run/traces/{case}/checksums.json", ('"', "")),
+        (("compare", "run", "run"), "run/traces/{case}/run-1/index.bin", ("\x00\x00", "\x00\x01")),
+        (("verify", "--config", "matrix.toml"), "matrix.toml", ("[2, 4]", "[2, {}]")),
+        (("plan", "--config", "matrix.toml"), "matrix.toml", ("batch = 64", "b = " + "[" * 9999)),
+    ],
+)  # fmt: skip
+def test_commands_end_in_one_sentence(
+    words: tuple[str, ...], file: str, damage: tuple[str, str], originals: Originals, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(originals.run.parent, folder)
+    case = next((folder / "run" / "traces").iterdir()).name
+    path = folder / file.format(case=case)
+    content = path.read_bytes()
+    before, after = (text.encode("latin-1") for text in damage)
+    assert before in content
+    path.write_bytes(content.replace(before, after))
+    ran = warm.run(*(word.format(case=case) for word in words), cwd=folder)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr + ran.stdout
+    assert ran.stderr.startswith("distcheck: ")
+    assert ran.stderr.count("\n") == 1
