@@ -41,13 +41,11 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     with damage_said(*(part.file for part in parts)):
         whole = join(parts)
         lines = _lines(whole, len(parts), quiet=quiet)
-        differences = _differences(parts)
-    if "-" not in files.values():
-        for line in lines:
-            say(line)
-        for line in differences:
-            say(f"distcheck: {line}", err=True)
-    with damage_said(*(part.file for part in parts)):
+        if "-" not in files.values():
+            for line in lines:
+                say(line)
+            for line in _differences(parts):
+                say(f"distcheck: {line}", err=True)
         write_document(files, whole)
     return int(whole["exit_code"])
 

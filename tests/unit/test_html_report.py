@@ -290,8 +290,8 @@ def test_the_command_renders_a_file_or_a_run(tmp_path: Path) -> None:
         ({**ALL["pass"], "schema": "distcheck.report/2"}, "distcheck.report/2"),
         ({"a": 1}, "schema None"),
         ([1], "is no report"),
-        ({"schema": "distcheck.report/1"}, "is damaged: "),
-        ({**ALL["pass"], "cases": [{"strategy": 3}]}, "is damaged: "),
+        ({"schema": "distcheck.report/1"}, "is damaged: Object missing required field"),
+        ({**ALL["pass"], "cases": [{"strategy": 3}]}, "at `$.cases[0].strategy`"),
     ],
     ids=["version", "other", "list", "empty", "malformed"],
 )
