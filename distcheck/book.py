@@ -13,7 +13,7 @@ from distcheck.errors import DistcheckError
 from distcheck.followups import FollowUp
 from distcheck.greens import since_last_green
 from distcheck.provenance import Provenance
-from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen
+from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen, VerdictName
 from distcheck.store import SavedCase, Store
 from distcheck.worlds.pool import Pool
 
@@ -60,12 +60,16 @@ class Book:
                 self._reports[report.case.id] = report
                 self._note_finished(report)
 
-    def enter(self, run: CaseRun) -> None:
-        """Takes a finished case; afterwards its traces may go."""
+    def enter(self, run: CaseRun) -> VerdictName:
+        """Takes a finished case and returns its verdict; afterwards its traces may go."""
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
-        if self._keep is None or self._save_error or run.not_run:
-            return
+        if self._keep is not None and not self._save_error and not run.not_run:
+            self._save(run, report)
+        return report.verdict
+
+    def _save(self, run: CaseRun, report: CaseReport) -> None:
+        assert self._keep is not None
         fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
         size = sum(store.stored_bytes(fd) for fd in fds)
         try:
@@ -102,10 +106,7 @@ class Book:
 
     def report(self, *, interrupted: bool) -> Report:
         """The report over all cases; those that never finished are unknown."""
-        cases = tuple(
-            self._reports.get(run.case.id) or verdicts.report_of(run, replay=self._replay(run.case))
-            for run in self._runs
-        )
+        cases = tuple(self._reports.get(run.case.id) or self._unfinished(run) for run in self._runs)
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
         if self.settles and not interrupted:
@@ -122,6 +123,10 @@ class Book:
             interrupted=interrupted,
         )
         return self._written(report) if self._keep and not self._save_error else report
+
+    def _unfinished(self, run: CaseRun) -> CaseReport:
+        report = verdicts.report_of(run, replay=self._replay(run.case))
+        return msgspec.structs.replace(report, unfinished=True)
 
     def _since_green(self) -> SinceGreen | None:
         if self._keep is None:

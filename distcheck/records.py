@@ -270,6 +270,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     accepted: Allowance | None = None
     contents: Contents | None = None
+    unfinished: bool = False  # an interruption came before it was judged
     rounded_to: str = ""  # the short dtype whose numbers all wrong gradients are, if there is one
 
     @property

@@ -7,6 +7,7 @@ import click
 from rich.console import Console
 
 from distcheck.errors import DistcheckError, ExitCode
+from distcheck.gate.costs import rough_s
 from distcheck.hosting import dismiss, front_pool
 from distcheck.launchers.launch import Launch
 from distcheck.outputs import check_outputs, write_outputs
@@ -76,7 +77,7 @@ def _show(
     quiet: bool,
 ) -> int:
     try:
-        with LiveProgress(Console(stderr=True, quiet=quiet)) as listener:
+        with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
             report = run(pool, listener)
     except Interrupted as interruption:
         report = interruption.report
@@ -95,7 +96,7 @@ def _show(
         render(report, console_for(), verbose=verbose, quiet=quiet)
     write_outputs(files, report)
     if report.interrupted:
-        judged = sum(case.verdict != "unknown" for case in report.cases)
+        judged = sum(not case.unfinished for case in report.cases)
         click.echo(
             f"distcheck: interrupted after {judged} of {len(report.cases)} cases; "
             "nothing is left running",

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import msgspec
 
@@ -23,7 +22,8 @@ from distcheck.errors import CannotRunError, ExitCode
 from distcheck.jobs import RECORD, RecordJob
 from distcheck.judgings import Judging, start_judging, what_was_judged, what_was_seen
 from distcheck.process_state import state_lines
-from distcheck.records import Case, CheckResult, Outcome
+from distcheck.progress import Listener, step_in_words, steps_in_words
+from distcheck.records import CheckResult, Outcome, VerdictName
 from distcheck.remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.taking_apart import Separation, TakingApart
 from distcheck.traces.layout import steps_written
@@ -41,27 +41,8 @@ _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
+OnFinished = Callable[[CaseRun], VerdictName]  # takes a case that is done, and says what it is
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
-
-
-class Listener(Protocol):
-    """Whoever wants to see progress as it happens."""
-
-    def preparing(self, what: str) -> None:
-        """Before any case runs."""
-        ...
-
-    def planned(self, cases: Sequence[Case]) -> None:
-        """Every case that will run."""
-        ...
-
-    def progress(self, case: Case, what: str) -> None:
-        """A case moved on."""
-        ...
-
-    def finished(self, case: Case) -> None:
-        """A case has been judged."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,13 +73,13 @@ class Session:
         self._judgings: deque[Judging] = deque()
         self._world: tuple[World, _Asked] | None = None
         self._judges: list[tuple[World, Judging]] = []
-        self._on_finished: Callable[[CaseRun], None] = lambda run: None
+        self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
-    def run(self, runs: Sequence[CaseRun], *, on_finished: Callable[[CaseRun], None]) -> None:
+    def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
         """Blocks until every case is finished; ends everything it started if interrupted."""
         self._on_finished = on_finished
         for run in runs:
@@ -106,8 +87,9 @@ class Session:
             self._worlds.append(_Asked(run, "world"))
         self._until_finished(runs)
 
-    def rejudge(self, run: CaseRun) -> None:
+    def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
         """Judges a case whose traces are there already; starts no rank."""
+        self._on_finished = on_finished
         self._judges_only = True
         self._plan_step_judges(run)
         self._judge_whole_run_if_due(run)
@@ -181,7 +163,7 @@ class Session:
 
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
-                at = f"step {progress.step + 1}/{case.steps}, {progress.phase}"
+                at = step_in_words(progress.step, case.steps, progress.phase)
                 self._listener.progress(case, _SAID_OF[asked.what] + at)
 
         return start_world(
@@ -249,9 +231,7 @@ class Session:
             run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
             self._listener.progress(run.case, "not run, after a hang")
-            self._on_finished(run)
-            run.close()
-            self._listener.finished(run.case)
+            self._finish(run)
 
     def _plan_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
@@ -314,7 +294,7 @@ class Session:
         run = judging.run
         if judging.what == "world":
             run.results += results
-            self._listener.progress(run.case, f"judged {judging.steps or 'the whole run'}")
+            self._listener.progress(run.case, f"judged {steps_in_words(judging.steps)}")
         elif judging.what == "rerun":
             run.of_rerun = results
         else:
@@ -328,9 +308,12 @@ class Session:
         if self._takes_apart(run) or self._looks_closer(run):
             return
         run.finished = True
-        self._on_finished(run)
+        self._finish(run)
+
+    def _finish(self, run: CaseRun) -> None:
+        verdict = self._on_finished(run)
         run.close()
-        self._listener.finished(run.case)
+        self._listener.finished(run.case, verdict)
 
     def _takes_apart(self, run: CaseRun) -> bool:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:

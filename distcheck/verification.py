@@ -28,9 +28,10 @@ from distcheck.errors import DistcheckError, LeftOutError, MembershipError, Usag
 from distcheck.followups import FollowUp
 from distcheck.objects import names_of
 from distcheck.plan import Request
+from distcheck.progress import Listener, Silent
 from distcheck.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.records import Case, CaseReport, Report, RunPlan
-from distcheck.session import Listener, Session
+from distcheck.records import Case, CaseReport, Report, RunPlan, VerdictName
+from distcheck.session import Session
 from distcheck.store import Store
 from distcheck.worlds import turns
 from distcheck.worlds.pool import Pool
@@ -45,22 +46,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, report: Report) -> None:
         super().__init__("interrupted")
         self.report = report
-
-
-class Silent(Listener):
-    """A listener that shows nothing."""
-
-    def preparing(self, what: str) -> None:
-        """Nothing."""
-
-    def planned(self, cases: Sequence[Case]) -> None:
-        """Nothing."""
-
-    def progress(self, case: Case, what: str) -> None:
-        """Nothing."""
-
-    def finished(self, case: Case) -> None:
-        """Nothing."""
 
 
 def verify(
@@ -195,7 +180,7 @@ def run_cases(
         runs, out = preparation.plan_runs(pool, left, [about[case.id] for case in left], data)
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
-        listener.planned([run.case for run in runs])
+        listener.planned([run.case for run in runs], before=len(earlier))
         for run in runs:
             before = (made or {}).get(run.case.id)
             run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
@@ -227,11 +212,12 @@ def _follow_up(
         except LeftOutError:
             continue  # nothing of it could be judged
 
-        def enter(run: CaseRun, each: FollowUp = each) -> None:
+        def enter(run: CaseRun, each: FollowUp = each) -> VerdictName:
             report = verdicts.report_of(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
                 book.replace(run)
+            return report.verdict
 
         listener.progress(each.case, "once more, after a failure")
         try:
@@ -258,16 +244,21 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
         here = preparation.inspect(pool, [case], data).environment
         reports: list[CaseReport] = []
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        listener.planned([store.read_about(place).case for place in folders])
         for place in folders:
             saved, fds = store.read_trace(pool, place)
             run = run_of(saved, fds)
+            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
+
+            def enter(run: CaseRun, elsewhere: str = elsewhere) -> VerdictName:
+                replay = f"distcheck recheck {shlex.quote(str(folder))}"
+                reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
+                return reports[-1].verdict
+
             try:
-                session.rejudge(run)
+                session.rejudge(run, on_finished=enter)
             finally:
                 run.close()
-            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
-            replay = f"distcheck recheck {shlex.quote(str(folder))}"
-            reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
     shown = not_shown([report.contents for report in reports if report.contents])
     return Report(environment=here, cases=tuple(reports), not_shown=shown, saved_to=str(folder))
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from distcheck import store
 from distcheck.documents import read_report
 from distcheck.errors import CannotRunError, ExitCode, UsageError
+from distcheck.gate.costs import rough_s
 from distcheck.goldens.records import (
     COMPARE,
     CaseComparison,
@@ -106,7 +107,7 @@ def _check_cases(earlier: SavedRun) -> None:
 
 def _run_again(earlier: SavedRun, keep: Store, pool: Pool, *, quiet: bool) -> None:
     cases = [saved.case for saved in earlier.cases.values()]
-    with LiveProgress(Console(stderr=True, quiet=quiet)) as listener:
+    with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
         report = run_cases(cases, pool=pool, keep=keep, listener=listener)
     if report.save_error:
         raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")

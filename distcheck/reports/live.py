@@ -1,29 +1,41 @@
-"""Progress while a verification runs: one line that changes, on a terminal only."""
+"""Progress while a verification runs: a line that changes on a terminal, and elsewhere a line for
+every case that is judged, so that a log of CI shows where a run is.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from distcheck.records import Case
+from distcheck.records import Case, VerdictName
 from distcheck.reports.showing import shown
+
+_QUIET_S = 30.0  # elsewhere than on a terminal, a line is written at least this often
 
 
 class LiveProgress:
-    """Shows what is going on; a context manager. Elsewhere than on a terminal it is silent."""
+    """Shows what is going on; a context manager. A console that is `quiet` shows nothing.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    `cost` says how much work a case is, compared with the others.
+    """
+
+    def __init__(
+        self, console: Console, *, cost: Callable[[Case], float] = lambda case: 1.0
+    ) -> None:
+        self._console, self._cost = console, cost
         self._status: Status | None = None
-        self._cases: list[str] = []
-        self._done = 0
-        self._begun = time.monotonic()
+        self._begun = self._written = time.monotonic()
+        self._cases: list[Case] = []
+        self._done: set[str] = set()
+        self._before = 0  # cases that an earlier start of this run has judged
+        self._planned_at = self._begun
+        self._text = "starting"
 
     def __enter__(self) -> "LiveProgress":
         if self._console.is_terminal:
-            self._status = self._console.status("starting")
+            self._status = self._console.status(self)
             self._status.start()
         return self
 
@@ -31,24 +43,66 @@ class LiveProgress:
         if self._status is not None:
             self._status.stop()
 
+    def __rich__(self) -> Text:
+        """The line as it is now: its seconds go on while nothing else does."""
+        return Text(self._line(self._text), overflow="ellipsis", no_wrap=True)
+
     def preparing(self, what: str) -> None:
         """Before any case runs."""
         self._show(what)
 
-    def planned(self, cases: Sequence[Case]) -> None:
-        """Every case that will run."""
-        self._cases = [case.id for case in cases]
+    def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
+        """Every case that will run; `before` others were judged by an earlier start of the run."""
+        self._cases, self._before = list(cases), before
+        self._planned_at = time.monotonic()
+        judged = f"; {before} were judged before a restart" if before else ""
+        self._write(f"starting the first case{judged}")
 
     def progress(self, case: Case, what: str) -> None:
         """A case moved on."""
-        self._show(f"[{self._done}/{len(self._cases)} cases] {case.id}: {what}")
+        self._show(f"{case.id}: {what}")
 
-    def finished(self, case: Case) -> None:
-        """A case has been judged."""
-        self._done += 1
-        self._show(f"[{self._done}/{len(self._cases)} cases] {case.id}: judged")
+    def finished(self, case: Case, verdict: VerdictName) -> None:
+        """A case has been judged; one that is run once more is counted once."""
+        self._done.add(case.id)
+        text = f"{case.id}: {verdict}"
+        self._show(text, silently=True)
+        self._write(text)
 
-    def _show(self, text: str) -> None:
-        if self._status is not None:
-            spent = time.monotonic() - self._begun
-            self._status.update(Text(f"{shown(text)} ({spent:.0f} s)"))
+    def _line(self, text: str) -> str:
+        """A text, after how many cases are judged (where it is known of how many) and the times."""
+        count = ""
+        if self._cases:
+            planned = {case.id for case in self._cases}
+            judged = self._before + len(self._done & planned)
+            count = f"{judged} of {self._before + len(planned)} cases judged, "
+        return f"[{count}{self._times()}] {shown(text)}"
+
+    def _times(self) -> str:
+        """Seconds since the start and, once a case has shown how fast work is done, those left."""
+        now = time.monotonic()
+        text = f"{_duration(now - self._begun)}"
+        costs = {case.id: self._cost(case) for case in self._cases}
+        done = sum(cost for name, cost in costs.items() if name in self._done)
+        left = sum(costs.values()) - done
+        if not done or not left:
+            return text
+        return f"{text}, about {_duration((now - self._planned_at) * left / done)} left"
+
+    def _show(self, text: str, *, silently: bool = False) -> None:
+        self._text = text
+        if silently or time.monotonic() - self._written < _QUIET_S:
+            return
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        """A line for a log. On a terminal the changing line has it already."""
+        self._written = time.monotonic()
+        if self._status is None:
+            line = Text(f"progress: {self._line(text)}")
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60:02} s"

@@ -94,8 +94,9 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     verdict lines alone.
     """
     report = shown(report)
-    groups = [list(group) for _, group in groupby(report.cases, key=_group_key)]
-    if report.environment and not quiet:
+    judged = [case for case in report.cases if not case.unfinished]
+    groups = [list(group) for _, group in groupby(judged, key=_group_key)]
+    if report.environment and judged and not quiet:
         console.print(Text(_environment_line(report)), style="dim")
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
@@ -107,6 +108,8 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         else:
             for sentence in (_one_line(cases), *_remarks(cases)):
                 _print(Padding(Text(sentence, style="dim"), (0, 0, 0, 6)), console)
+    if len(judged) < len(report.cases):
+        console.print(_interruption(report), soft_wrap=True)
     if not quiet:
         _print_end(report, console)
 
@@ -123,6 +126,17 @@ def _print(what: RenderableType, console: Console) -> None:
 
 def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
     return case.case.siblings
+
+
+def _interruption(report: Report) -> Text:
+    """What an interruption left to be judged, in one line."""
+    left = [case.case for case in report.cases if case.unfinished]
+    names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
+    of = "; ".join(names[:_MOST_NAMED])
+    of += f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    text = Text(f"{'UNKNOWN':<8}", style=_STYLE["unknown"])
+    count_ = f"{len(left)} of {len(report.cases)} cases"
+    return text.append(f"interrupted: {count_} were not judged: {of}", style="default")
 
 
 def _environment_line(report: Report) -> str:
@@ -335,7 +349,9 @@ def _one_line(cases: Sequence[CaseReport]) -> str:
 
 
 def _print_end(report: Report, console: Console) -> None:
-    console.print()
+    judged = any(not case.unfinished for case in report.cases)
+    if judged:
+        console.print()
     if report.verdict == "pass" and report.not_shown:
         shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
         _print(Text(shown, style="dim"), console)
@@ -348,8 +364,9 @@ def _print_end(report: Report, console: Console) -> None:
         )
     if report.saved_to is not None:
         console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
-        again = f"again: distcheck replay {shlex.quote(report.saved_to)}"
-        console.print(Text(again), soft_wrap=True)
+        if judged:
+            again = f"again: distcheck replay {shlex.quote(report.saved_to)}"
+            console.print(Text(again), soft_wrap=True)
     if step := _next_step(report):
         # Not wrapped, so that it can be copied.
         console.print(Text(f"next:  {step}"), soft_wrap=True)

@@ -152,6 +152,24 @@ def crash() -> CaseReport:
     )  # fmt: skip
 
 
+def unfinished(cases: int) -> list[CaseReport]:
+    """Cases that an interruption came before."""
+    unknown = check("gradients", "R", "unknown", reason="not judged: interrupted")
+    return [
+        CaseReport(
+            case=case(workload=f"w{number}", strategy="mine.py:sync"),
+            strategy_file="/x/mine.py",
+            verdict="unknown",
+            outcomes=(),
+            checks=(unknown,),
+            replay="distcheck replay d.json",
+            notes=(f"w{number} is a cell",),
+            unfinished=True,
+        )
+        for number in range(cases)
+    ]
+
+
 REPORTS = {
     "pass": Report(
         environment=ENVIRONMENT,
@@ -162,13 +180,26 @@ REPORTS = {
     "several": Report(environment=ENVIRONMENT, cases=(*passed(), *passed("ddp"))),
     "mismatch": Report(environment=ENVIRONMENT, cases=(mismatch(),), saved_to="run"),
     "crash": Report(environment=ENVIRONMENT, cases=(*passed(), crash())),
-    "interrupted": Report(environment=ENVIRONMENT, cases=tuple(passed()), interrupted=True),
+    "interrupted": Report(
+        environment=ENVIRONMENT, cases=(*passed(), *unfinished(3)), interrupted=True
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_screens(name: str) -> None:
     compare(f"{name}.txt", render_text(REPORTS[name], width=100))
+
+
+def test_an_interruption_before_anything_was_judged_is_five_lines() -> None:
+    report = Report(
+        environment=ENVIRONMENT, cases=tuple(unfinished(28)), saved_to="run", interrupted=True
+    )
+    assert render_text(report, width=80).splitlines() == [
+        "UNKNOWN interrupted: 28 of 28 cases were not judged: mine.py:sync, world 4",
+        "saved: run",
+        "next:  distcheck verify --strategy mine.py:sync --world 4",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 60])

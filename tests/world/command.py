@@ -12,8 +12,15 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
+PROGRESS = "progress: "  # begins the lines that a run writes of itself where there is no terminal
 COMMAND = [sys.executable, str(Path(sysconfig.get_path("scripts"), "distcheck"))]
 QUICK = ("--workload", "mlp", "--dtype", "float32", "--world", "2")
+
+
+def complaints(stderr: str) -> list[str]:
+    """Lines of standard error that are not about progress."""
+    return [line for line in stderr.splitlines() if line and not line.startswith(PROGRESS)]
+
 
 BAD = """
 import os, time

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.sealing import rewrite_about
-from tests.world.command import COMMAND, MOODY, QUICK, ROOT, Run
+from tests.world.command import COMMAND, MOODY, PROGRESS, QUICK, ROOT, Run, complaints
 from tests.world.command import distcheck as console
 from tests.world.warm import distcheck
 
@@ -20,7 +20,7 @@ __all__ = ["console", "distcheck"]
 
 
 def sentences(ran: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in ran.stderr.splitlines() if line]
+    return complaints(ran.stderr)
 
 
 def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path: Path) -> None:
@@ -42,7 +42,13 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".distcheck", "bad.py"] or sorted(
         p.name for p in tmp_path.iterdir()
     ) == [".distcheck", "__pycache__", "bad.py"]
-    assert ran.stderr == ""
+    written = ran.stderr.splitlines()
+    assert all(line.startswith(PROGRESS) for line in written)
+    last = [line.rpartition(": ") for line in written[-4:]]
+    assert {verdict for _, _, verdict in last} == {"pass"}, "a line for each case, with its verdict"
+    assert [line.split(" cases judged")[0] for line, _, _ in last] == [
+        f"{PROGRESS}[{n} of 4" for n in (1, 2, 3, 4)
+    ]
 
 
 def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Path) -> None:
