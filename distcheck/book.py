@@ -13,7 +13,7 @@ from distcheck.errors import DistcheckError
 from distcheck.followups import FollowUp
 from distcheck.greens import since_last_green
 from distcheck.provenance import Provenance
-from distcheck.records import Case, CaseReport, Report, RunPlan, SinceGreen, VerdictName
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
 from distcheck.store import SavedCase, Store
 from distcheck.worlds.pool import Pool
 
@@ -41,6 +41,7 @@ class Book:
         self.plan: RunPlan | None = None
         self.left_out: dict[str, str] = {}
         self.settles = False
+        self.made: Origin | None = None
 
     @property
     def finished(self) -> list[CaseReport]:
@@ -114,6 +115,7 @@ class Book:
         report = Report(
             environment=self._environment,
             cases=tuple(counted),
+            made=self.made,
             not_shown=not_shown([case.contents for case in counted if case.contents]),
             plan=self.plan,
             left_out={**self.left_out, **out},

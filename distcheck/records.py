@@ -10,6 +10,7 @@ from distcheck.aggregates import Aggregates
 from distcheck.errors import ExitCode, VerdictError
 from distcheck.mistakes import Shown
 from distcheck.run_facts import Contents as Contents
+from distcheck.run_facts import Origin as Origin
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
@@ -335,6 +336,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     environment: dict[str, Any]
     cases: tuple[CaseReport, ...]
+    made: Origin | None = None
     plan: RunPlan | None = None
     left_out: dict[str, str] = {}
     not_shown: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What is known of a case's run besides its checks: what it had in it. No torch."""
+"""What is known of a run besides its checks: what a case had in it, and where it comes from."""
 
 import msgspec
 
@@ -25,3 +25,18 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     kinds: tuple[str, ...]
     features: tuple[str, ...]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a report comes from, for its reader.
+
+    date     when the run began, with the offset from UTC
+    command  the command line, "" where it is not known
+    commit   of the git repository that the run was started in, "" outside one
+    clean    whether nothing there differed from that commit or was not in it; None: not known
+    """
+
+    date: str
+    command: str = ""
+    commit: str = ""
+    clean: bool | None = None

@@ -27,10 +27,11 @@ from distcheck.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.errors import DistcheckError, LeftOutError, MembershipError, UsageError
 from distcheck.followups import FollowUp
 from distcheck.objects import names_of
+from distcheck.origin import origin_here
 from distcheck.plan import Request
 from distcheck.progress import Listener, Silent
 from distcheck.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.records import Case, CaseReport, Report, RunPlan, VerdictName
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, VerdictName
 from distcheck.session import Session
 from distcheck.store import Store
 from distcheck.worlds import turns
@@ -151,7 +152,7 @@ def run_cases(
     were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
     or does not count. Raises Interrupted, with what there is, on Ctrl-C.
     """
-    listener = listener or Silent()
+    listener, origin = listener or Silent(), origin_here()
     listener.preparing("importing torch")
     pool.open()
     if any(is_separate(case) for case in cases):
@@ -162,7 +163,7 @@ def run_cases(
     try:
         pool.wait_ready()
     except MembershipError as error:
-        return _nothing_verified(cases, str(error), whole)
+        return _nothing_verified(cases, str(error), whole, origin)
     data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
@@ -186,6 +187,7 @@ def run_cases(
             run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
+        book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         try:
             session.run(runs, on_finished=book.enter)
@@ -233,7 +235,7 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
     On another machine, or with another torch, recorded bits are not the bits that are computed
     now: what fails there only against those becomes unknown.
     """
-    listener = listener or Silent()
+    listener, origin = listener or Silent(), origin_here()
     folders = store.saved_cases(folder)
     pool.wait_ready()
     first, fds = store.read_trace(pool, folders[0])
@@ -260,7 +262,13 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
             finally:
                 run.close()
     shown = not_shown([report.contents for report in reports if report.contents])
-    return Report(environment=here, cases=tuple(reports), not_shown=shown, saved_to=str(folder))
+    return Report(
+        environment=here,
+        cases=tuple(reports),
+        made=origin,
+        not_shown=shown,
+        saved_to=str(folder),
+    )
 
 
 def _hash_seeds(cases: Sequence[Case]) -> list[int]:
@@ -273,7 +281,9 @@ def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
     return [f"since this case was saved: {'; '.join(map(str, found))}"] if found else []
 
 
-def _nothing_verified(cases: Sequence[Case], reason: str, whole: RunPlan | None) -> Report:
+def _nothing_verified(
+    cases: Sequence[Case], reason: str, whole: RunPlan | None, origin: Origin
+) -> Report:
     """The report of a run that was given up before any rank of it began."""
     unknown = [
         CaseReport(
@@ -281,7 +291,7 @@ def _nothing_verified(cases: Sequence[Case], reason: str, whole: RunPlan | None)
         )
         for case in cases
     ]
-    return Report(environment={}, cases=tuple(unknown), plan=whole)
+    return Report(environment={}, cases=tuple(unknown), plan=whole, made=origin)
 
 
 _pool: Pool | None = None

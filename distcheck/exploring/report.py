@@ -17,8 +17,9 @@ from distcheck.exploring.found import as_python
 from distcheck.exploring.search import Finding, Search
 from distcheck.exploring.words import PREFIX, parse
 from distcheck.records import Case
+from distcheck.reports.failures import describe_failure
 from distcheck.reports.showing import shown
-from distcheck.reports.terminal import console_for, describe_failure
+from distcheck.reports.terminal import console_for
 from distcheck.sensitivity import why_alone_unknown
 
 SCHEMA = "distcheck.explore/1"

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from distcheck.contents import not_shown, of_document
 from distcheck.documents import check_document
 from distcheck.errors import ExitCode, UsageError
+from distcheck.origin import origin_here
 from distcheck.outputs import check_outputs, damage_said, write_document
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.reports.findings import finding_of, name_of, ranks_failed
@@ -82,6 +85,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": verdict,
         "exit_code": int(_exit_code(found, verdict, parts)),
+        "made": _made(parts),
         "environment": parts[0].document["environment"],
         "cases": found,
         "plan": {**plan, "shard": 0},
@@ -93,10 +97,24 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
                 "shard": part.document["plan"]["shard"],
                 "exit_code": part.document["exit_code"],
                 "environment": part.document["environment"],
+                "made": part.document.get("made"),
             }
             for part in parts
         ],
     }
+
+
+def _made(parts: Sequence[Part]) -> dict[str, Any]:
+    """Where the whole comes from: put together here and now; the commit is that of all parts."""
+    commits = {
+        (made["commit"], made["clean"])
+        for part in parts
+        for made in [part.document.get("made") or {"commit": "", "clean": None}]
+    }
+    commit, clean = next(iter(commits)) if len(commits) == 1 else ("", None)
+    origin = msgspec.structs.replace(origin_here(), commit=commit, clean=clean)
+    made: dict[str, Any] = msgspec.to_builtins(origin)
+    return made
 
 
 def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:

@@ -59,6 +59,20 @@ def finding_of(case: Entry) -> Finding:
     )
 
 
+def describe_origin(document: Entry) -> str:
+    """Where a report comes from, in a line: its date, its commit and its command; "" where it was
+    made before these were recorded.
+    """
+    made = document.get("made")
+    if not made:
+        return ""
+    state = {True: "", False: " with changes", None: " (changes not known)"}[made["clean"]]
+    parts = [made["date"].replace("T", " ")]
+    parts += [f"commit {made['commit'][:12]}{state}"] if made["commit"] else []
+    parts += [made["command"]] if made["command"] else []
+    return " · ".join(parts)
+
+
 def spent_s(case: Entry) -> float:
     """Seconds of worlds and judges, one after the other."""
     return float(sum(case["timings_s"].values()))

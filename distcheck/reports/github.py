@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from distcheck.reports.findings import Entry, Finding, finding_of, name_of
+from distcheck.reports.findings import Entry, Finding, describe_origin, finding_of, name_of
 from distcheck.reports.showing import shown
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -44,19 +44,19 @@ def error(message: str) -> str:
 def _annotation(command: str, case: Entry, root: Path) -> str:
     found = finding_of(case)
     parts = [
-        found.first or found.headline,
         *(f"cause: {cause}" for cause in found.causes),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
+        found.headline if found.ranks else "",
+        found.first or found.headline,
         f"replay: {found.replay}" if found.replay else "",
     ]
-    if found.ranks:
-        parts.insert(0, found.headline)
-    title = f"distcheck: {case['verdict']}: {case['strategy']}, {name_of(case)}"
+    named = f" ({case['diagnosis'][0]['cause']})" if case["diagnosis"] else ""
+    title = f"distcheck: {case['verdict']}{named}: {case['strategy']}, {name_of(case)}"
     place = []
     if case["strategy_file"]:
         line = int(case.get("strategy_line") or 1)
         place = [f"file={_property(_place(case['strategy_file'], root))}", f"line={line}"]
-    message = "\n".join(part for part in parts if part)
+    message = "\n".join(dict.fromkeys(part for part in parts if part))
     words = ",".join([*place, f"title={_property(title)}"])
     return f"::{command} {words}::{_data(_cut(message, _MOST_MESSAGE))}"
 
@@ -88,11 +88,15 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     details = [_details(case) for case in cases if case["verdict"] != "pass"]
     rows = [_row(case) for case in cases]
     table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
-    return _fit([head, *table, "\n", *details], room_bytes)
+    made = describe_origin(document)
+    end = [f"\n{_markdown(made)}\n"] if made else []
+    return _fit([head, *table, "\n", *details, *end], room_bytes)
 
 
 def _row(case: Entry) -> str:
-    what = "" if case["verdict"] == "pass" else _cut(finding_of(case).headline, 200)
+    found = finding_of(case)
+    said = next(iter(found.causes), found.headline)
+    what = "" if case["verdict"] == "pass" else _cut(said, 200)
     words = (_MARKS[case["verdict"]], case["strategy"], name_of(case), what)
     return f"| {' | '.join(map(_markdown, words))} |\n"
 
@@ -108,9 +112,9 @@ def _details(case: Entry) -> str:
 
 def _told(found: Finding) -> list[tuple[str, str]]:
     told = [
-        ("first", found.first),
         ("cause", "\n".join(found.causes)),
         ("try", "\n".join(found.suggestions)),
+        ("first", found.first),
         ("ranks", "\n\n".join(f"{rank}\n{detail}".strip() for rank, detail in found.ranks)),
         ("replay", found.replay),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.showing import shown
 from distcheck.reports.wording import count
@@ -57,6 +58,7 @@ def render(document: Document) -> str:
         cases=worst_first,
         environment=_flat(document["environment"]),
         since_green=document.get("since_green"),
+        origin=describe_origin(document),
         style=Markup(style),
         style_digest=digest,
     )

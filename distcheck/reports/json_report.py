@@ -94,6 +94,7 @@ def as_document(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": report.verdict,
         "exit_code": int(report.exit_code),
+        "made": None if report.made is None else msgspec.to_builtins(report.made),
         "environment": report.environment,
         "since_green": None
         if report.since_green is None

@@ -40,10 +40,23 @@ def render(document: Mapping[str, Any]) -> str:
     for strategy, elements in suites.items():
         suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(strategy)})
         suite.attrib |= _counts(elements)
+        _note_origin(suite, document.get("made"))
         suite.extend(elements)
     root.attrib |= _counts([element for elements in suites.values() for element in elements])
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
+
+
+def _note_origin(suite: ElementTree.Element, made: Mapping[str, Any] | None) -> None:
+    """Date, command and commit: an attribute and properties, which a suite begins with."""
+    if not made:
+        return
+    suite.set("timestamp", _clean(made["date"][: len("2026-01-31T12:00:00")]))
+    properties = ElementTree.SubElement(suite, "properties")
+    for name, value in made.items():
+        if value not in ("", None):
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            ElementTree.SubElement(properties, "property", name=name, value=_clean(shown))
 
 
 def _left_out(document: Mapping[str, Any]) -> list[tuple[Entry, str]]:

@@ -15,6 +15,7 @@ from distcheck.records import (
     Allowance,
     Contents,
     Diagnosis,
+    Origin,
     OutcomeName,
     RunPlan,
     SinceGreen,
@@ -174,6 +175,7 @@ class DocumentRead(msgspec.Struct):
     left_out: dict[str, str] = {}
     not_shown: list[str] = []
     parts: list[_Part] = []
+    made: Origin | None = None
 
 
 def check_shape(document: dict[str, Any], path: Path | str) -> DocumentRead:

@@ -3,29 +3,27 @@
 import io
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import IO, cast
 
-import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
-from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from distcheck.checks.merging import earliest_failure, merge_results
-from distcheck.errors import ExitCode
 from distcheck.mistakes import SENSITIVITY
 from distcheck.records import (
     CaseReport,
     CheckResult,
     Compared,
-    Outcome,
     Report,
     VerdictName,
     merge_verdicts,
 )
+from distcheck.reports.failures import print_failure
+from distcheck.reports.next_step import next_step
 from distcheck.reports.showing import Filtered, shown, without_commands
 from distcheck.reports.wording import (
     count,
@@ -35,14 +33,14 @@ from distcheck.reports.wording import (
     describe_worst,
     most_telling_first,
 )
+from distcheck.reports.wrapping import hanging, print_trimmed
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
     "unknown": "bold yellow",
     "fail": "bold red",
 }
-_DETAIL_LINES = 14  # of a rank's traceback or stack
-_REPLAY = "replay"
+_VERDICT = 8  # columns
 _MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
     (94, ("tensors", "ranks", "steps", "elements")),
@@ -97,31 +95,21 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     judged = [case for case in report.cases if not case.unfinished]
     groups = [list(group) for _, group in groupby(judged, key=_group_key)]
     if report.environment and judged and not quiet:
-        console.print(Text(_environment_line(report)), style="dim")
+        print_trimmed(Text(_environment_line(report), style="dim"), console)
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
-        console.print(_headline(cases, verdict, report), soft_wrap=True)
+        _print_headline(cases, verdict, report, console)
         if quiet:
             continue
         if verdict != "pass" or verbose or len(groups) == 1:
             _print_group(cases, console)
         else:
             for sentence in (_one_line(cases), *_remarks(cases)):
-                _print(Padding(Text(sentence, style="dim"), (0, 0, 0, 6)), console)
+                _print_sentence(sentence, console, indent=6, style="dim")
     if len(judged) < len(report.cases):
         console.print(_interruption(report), soft_wrap=True)
     if not quiet:
         _print_end(report, console)
-
-
-def _print(what: RenderableType, console: Console) -> None:
-    """Prints, without the blanks that fill lines up to the console's width."""
-    for line in console.render_lines(what, pad=False):
-        while line and not line[-1].text.rstrip():
-            line.pop()
-        if line:
-            line[-1] = line[-1]._replace(text=line[-1].text.rstrip())
-        console.print(Segments([*line, Segment.line()]), end="")
 
 
 def _group_key(case: CaseReport) -> tuple[str, int, str, int]:
@@ -134,7 +122,7 @@ def _interruption(report: Report) -> Text:
     names = list(dict.fromkeys(f"{case.strategy}, world {case.world}" for case in left))
     of = "; ".join(names[:_MOST_NAMED])
     of += f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    text = Text(f"{'UNKNOWN':<8}", style=_STYLE["unknown"])
+    text = Text(f"{'UNKNOWN':<{_VERDICT}}", style=_STYLE["unknown"])
     count_ = f"{len(left)} of {len(report.cases)} cases"
     return text.append(f"interrupted: {count_} were not judged: {of}", style="default")
 
@@ -148,7 +136,15 @@ def _environment_line(report: Report) -> str:
     )
 
 
-def _headline(cases: Sequence[CaseReport], verdict: VerdictName, report: Report) -> Text:
+def _print_sentence(sentence: str, console: Console, *, indent: int, style: str = "") -> None:
+    for line in hanging(sentence, console.width, first="", indent=indent):
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _print_headline(
+    cases: Sequence[CaseReport], verdict: VerdictName, report: Report, console: Console
+) -> None:
+    """The verdict and what it is of: the first line can be searched for, at any width."""
     case = cases[0].case
     dtypes: dict[tuple[str, int], dict[str, None]] = {}
     for c in cases:
@@ -161,13 +157,16 @@ def _headline(cases: Sequence[CaseReport], verdict: VerdictName, report: Report)
     if len(dtypes) > _MOST_NAMED:
         names += f" and {len(dtypes) - _MOST_NAMED} more"
     steps = f"{case.steps} steps, " if alike else ""
-    text = Text()
-    text.append(f"{verdict.upper():<8}", style=_STYLE[verdict])
-    text.append(f"{case.strategy}, world {case.world}", style="bold")
+    of = f"{case.strategy}, world {case.world}"
     if report.environment.get("backend") not in (None, case.backend):
-        text.append(f" on {case.backend}", style="bold")
-    text.append(f": {names}; batch {case.batch}, {steps}seed {case.seed}")
-    return text
+        of += f" on {case.backend}"
+    sentence = f"{of}: {names}; batch {case.batch}, {steps}seed {case.seed}"
+    lines = hanging(sentence, console.width, first=verdict.upper(), indent=_VERDICT)
+    first = Text(lines[0])
+    first.stylize(_STYLE[verdict], 0, _VERDICT)
+    first.stylize("bold", _VERDICT, _VERDICT + len(of))
+    for text in (first, *map(Text, lines[1:])):
+        console.print(text, soft_wrap=True)
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
@@ -190,11 +189,11 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         )
         last = result.check
     if table.row_count:
-        _print(Padding(table, (0, 0, 0, 2)), console)
+        print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
-        _print(Padding(Text(sentence), (0, 0, 0, 2)), console)
+        _print_sentence(sentence, console, indent=2)
     for case in most_telling_first([case for case in cases if case.verdict != "pass"]):
-        _print_failure(case, console)
+        print_failure(case, console)
 
 
 def _columns(width: int) -> tuple[str, ...]:
@@ -256,82 +255,6 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     return list(dict.fromkeys([*notes, *said, *would_show]))
 
 
-def _print_failure(case: CaseReport, console: Console) -> None:
-    if not case.replay:
-        return  # given up before it began; a note says why
-    console.print()
-    console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
-    found = list(_failure_lines(case))
-    width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
-    lines = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
-    lines.add_column(no_wrap=True, style="bold", min_width=width)
-    lines.add_column(overflow="fold")
-    for label, text in found:
-        lines.add_row(label, Text(text))
-    _print(Padding(lines, (0, 0, 0, 4)), console)
-    # Not wrapped, so that it can be copied.
-    replay = Text.assemble(f"    {_REPLAY:<{width}}  ", case.replay)
-    replay.stylize("bold", 0, 4 + width)
-    console.print(replay, soft_wrap=True)
-
-
-def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
-    """What is to say of a case that failed, as (label, text): ranks, first place, causes."""
-    return list(_failure_lines(shown(case)))
-
-
-def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
-    yield from _outcome_lines(case.outcomes)
-    failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
-    first = earliest_failure(failed)
-    if first is not None and first.first is not None:
-        layer = f" ({first.layer})" if first.layer != "-" else ""
-        yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
-    for label, results in (
-        ("why", failed),
-        ("unknown", [r for r in case.checks if r.verdict == "unknown"]),
-    ):
-        by_reason: dict[str, list[str]] = {}
-        for result in results:
-            name = result.check + (f" {result.layer}" if result.layer != "-" else "")
-            by_reason.setdefault(result.reason, []).append(name)
-        for reason, names in by_reason.items():
-            if reason:
-                yield label, f"{', '.join(names)}: {reason}"
-    for diagnosis in case.diagnosis:
-        yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
-        yield "try", diagnosis.suggestion
-
-
-def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """Causes in full; whoever only lost a peer, together in one line."""
-    alike: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.outcome != "finished":
-            first, _, _ = outcome.detail.partition("\n")
-            victim = "its peer was gone" in first
-            key = (outcome.outcome, first if victim else outcome.detail)
-            alike.setdefault(key, []).append(outcome)
-    for (_, detail), ranks in alike.items():
-        names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
-        shown = msgspec.structs.replace(ranks[0], detail=detail)
-        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(shown)
-
-
-def _describe_outcome(outcome: Outcome) -> str:
-    lines = outcome.detail.splitlines()
-    if len(lines) > _DETAIL_LINES:
-        about = [line for line in lines[1:3] if line.startswith("last collective: ")]
-        left_out = len(lines) - _DETAIL_LINES
-        lines = [
-            lines[0],
-            *about,
-            f"  ... {left_out} lines more in the JSON report ...",
-            *lines[-_DETAIL_LINES + 1 + len(about) :],
-        ]
-    return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])
-
-
 def _one_line(cases: Sequence[CaseReport]) -> str:
     results = [result for case in cases for result in case.checks]
     elements = sum(result.compared.elements for result in results)
@@ -354,7 +277,7 @@ def _print_end(report: Report, console: Console) -> None:
         console.print()
     if report.verdict == "pass" and report.not_shown:
         shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
-        _print(Text(shown, style="dim"), console)
+        _print_sentence(shown, console, indent=0, style="dim")
     if report.plan is not None and report.plan.shard:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
@@ -367,27 +290,6 @@ def _print_end(report: Report, console: Console) -> None:
         if judged:
             again = f"again: distcheck replay {shlex.quote(report.saved_to)}"
             console.print(Text(again), soft_wrap=True)
-    if step := _next_step(report):
+    if step := next_step(report):
         # Not wrapped, so that it can be copied.
         console.print(Text(f"next:  {step}"), soft_wrap=True)
-
-
-def _next_step(report: Report) -> str:
-    failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
-    if failed and report.exit_code is not ExitCode.INTERRUPTED:
-        return failed[0].replay
-    case = report.cases[0].case
-    base = f"distcheck verify --strategy {shlex.quote(case.strategy)}"
-    if case.backend != "gloo":
-        base += f" --backend {case.backend}"
-    if case.device != "cpu":
-        base += f" --device {case.device}"
-    base = " ".join(filter(None, [base, shlex.join(case.adapter_words)]))
-    if report.exit_code is ExitCode.INTERRUPTED:
-        return f"{base} --world {case.world}"
-    worlds = {c.case.world for c in report.cases}
-    if not worlds & {3, 5}:
-        return f"{base} --world 3 --world 5    # unequal shards, and orders that 2 and 4 hide"
-    if all(c.case.workload != "vgg11" for c in report.cases):
-        return f"{base} --world {case.world} --workload vgg11    # BatchNorm, 37 MB of gradients"
-    return f"{base} --world {case.world} --seed {case.seed + 1}"

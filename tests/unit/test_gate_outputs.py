@@ -14,6 +14,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.reports import github, junit
+from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import as_document
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of, parsed
 
@@ -44,6 +45,32 @@ def test_junit_tells_mismatch_crash_and_unknown_apart() -> None:
     unknown = cells["sync.py:f", "world 4, gloo, mlp float32"]
     assert [child.tag for child in unknown] == ["error", "system-out"]
     assert unknown[0].get("type") == "unknown"
+
+
+def test_every_format_says_where_a_report_comes_from() -> None:
+    document = document_of(*ALL)
+    document["made"] = {
+        "date": "2026-01-31T12:00:00+01:00",
+        "command": "distcheck verify --strategy 'a|b.py:f'",
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "clean": False,
+    }
+    root = ElementTree.fromstring(junit.render(document).encode())
+    for suite in root.iter("testsuite"):
+        assert suite.get("timestamp") == "2026-01-31T12:00:00"
+        said = {p.get("name"): p.get("value") for p in suite[0].iter("property")}
+        assert said == {**document["made"], "clean": "false"}
+    line = (
+        "2026-01-31 12:00:00+01:00 · commit 0123456789ab with changes · "
+        "distcheck verify --strategy 'a|b.py:f'"
+    )
+    assert describe_origin(document) == line
+    assert github.step_summary(document).endswith(line.replace("|", "\\|") + "\n")
+    document["made"] |= {"clean": True, "command": ""}
+    assert describe_origin(document) == "2026-01-31 12:00:00+01:00 · commit 0123456789ab"
+    del document["made"]
+    assert describe_origin(document) == "", "of an earlier version"
+    assert "properties" not in junit.render(document)
 
 
 def test_junit_shows_what_was_left_out_as_skipped() -> None:
@@ -81,16 +108,18 @@ def test_annotations_are_at_the_file_and_line_of_the_strategy(tmp_path: Path) ->
     _, properties, data = found[0]
     assert properties == {
         "file": "sync.py", "line": "8",
-        "title": "distcheck: fail: sync.py:f, world 2, gloo, mlp float32",
+        "title": "distcheck: fail (missing-division): sync.py:f, world 2, gloo, mlp float32",
     }  # fmt: skip
-    first, cause, suggestion, replay = data.splitlines()
+    cause, suggestion, first, replay = data.splitlines()
     assert first.startswith("gradients (R): first divergence: step 2, fc.weight[0,3], rank 1")
     assert cause == "cause: missing-division: twice the mean"
     assert suggestion == "try: divide"
     assert replay.startswith("replay: distcheck verify --strategy sync.py:f --world 2 ")
     assert found[1][2].startswith("rank 1 raised\n")
     assert found[2][1]["file"] == "sub/odd,name.py"
-    assert found[2][1]["title"].startswith("distcheck: fail: 50%, a:b\nc, world 2")
+    assert found[2][1]["title"].startswith(
+        "distcheck: fail (missing-division): 50%, a:b\nc, world 2"
+    )
 
 
 def test_github_shows_ten_and_is_told_how_many_more() -> None:
@@ -108,6 +137,9 @@ def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
     row = next(line for line in text.splitlines() if line.startswith("| ") and "&lt;x&gt;" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 5
     assert "\n`````text\n" in text
+    assert "| missing-division: twice the mean |" in text, "the table leads with the cause"
+    _, _, details = text.partition("### fail: sync")
+    assert details.index("**cause**") < details.index("**try**") < details.index("**first**")
     assert text.index("sync.py:f") < text.index("| ddp |"), "what failed comes first"
     many = [case_report(f"s{n}", "fail", outcome="raised", detail="é" * 5000) for n in range(200)]
     document = document_of(*many)

@@ -2,23 +2,28 @@
 
 import io
 import json
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from distcheck.records import (
+    Adaptation,
     Case,
     CaseReport,
     CheckResult,
     Compared,
     Diagnosis,
     Difference,
+    Origin,
     Outcome,
     Report,
 )
 from distcheck.reports.json_report import render_json
+from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render, render_text, summarize
+from distcheck.reports.wrapping import wrap
 from tests.stored import compare
 
 ENVIRONMENT = {
@@ -205,7 +210,7 @@ def test_an_interruption_before_anything_was_judged_is_five_lines() -> None:
 @pytest.mark.parametrize("width", [80, 60])
 def test_narrow_terminals(width: int) -> None:
     text = render_text(REPORTS["mismatch"], width=width)
-    to_copy = ("next:", "saved:", "replay ", "FAIL ")  # to be copied, or searched for
+    to_copy = ("next:", "saved:", "replay ")
     lines = [line for line in text.splitlines() if not line.strip().startswith(to_copy)]
     assert max(map(len, lines)) <= width
     compare(f"mismatch-{width}.txt", text)
@@ -214,10 +219,90 @@ def test_narrow_terminals(width: int) -> None:
 @pytest.mark.parametrize("width", [120, 100, 80, 60])
 def test_the_verdict_of_every_check_is_there_at_any_width(width: int) -> None:
     text = render_text(REPORTS["mismatch"], width=width)
-    rows = [line.split() for line in text.splitlines() if line.startswith("  ")][1:5]
+    _, _, table = text.partition("  check ")
+    rows = [line.split() for line in table.splitlines()][1:5]
     assert [word for row in rows for word in row if word in ("ok", "fail", "unknown")] == [
         "ok", "fail", "fail", "unknown",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [100, 80, 60, 40])
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_line_ends_in_blanks_and_no_number_is_broken(name: str, width: int) -> None:
+    text = render_text(REPORTS[name], width=width)
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+    if name == "mismatch":
+        assert "actual 0.00243089534" in text
+        assert "7.weight[103,1332]" in text
+        assert "1 ULP" in text
+        assert "bound 3.4e-10" in text
+
+
+def test_words_that_are_longer_than_a_line_are_broken_beside_numbers() -> None:
+    name = "model.encoder.layers.11.attention.self.query.weight[103,1332]"
+    for width in range(20, 70):
+        lines = wrap(f"step 1, {name}, rank 2: error 1.25e-10, 1,330,408 elements", width)
+        assert max(map(len, lines)) <= width
+        for whole in ("step 1", "rank 2", "error 1.25e-10", "103,1332]", "1,330,408"):
+            assert any(whole in line for line in lines), (width, whole, lines)
+    assert wrap("x" * 25, 20) == ["x" * 20, "x" * 5]
+    assert wrap("  indented\n\nlast", 20) == ["  indented", "", "last"]
+
+
+COMMAND = (
+    "distcheck verify --strategy 'my dir/m.py:f' --world 4 --arg lr=0.1 --data mnist "
+    "--data-dir d --steps 5 --save run --json=r.json"
+)
+
+
+def with_command(command: str, *, worlds: tuple[int, ...] = (4,), **more: Any) -> Report:
+    made = Origin(date="2026-01-31T12:00:00+00:00", command=command)
+    cases = [
+        CaseReport(
+            case=msgspec.structs.replace(case(workload="mlp"), world=world, seed=6, **more),
+            strategy_file="",
+            verdict="pass",
+            outcomes=(),
+            checks=(),
+        )
+        for world in worlds
+    ]
+    return Report(environment=ENVIRONMENT, cases=tuple(cases), made=made)
+
+
+KEPT = (
+    "distcheck verify --strategy 'my dir/m.py:f' --arg lr=0.1 --data mnist --data-dir d --steps 5"
+)
+
+
+def test_next_keeps_the_options_that_were_given() -> None:
+    assert next_step(with_command(COMMAND)).startswith(f"{KEPT} --world 3 --world 5 ")
+    typed = KEPT.replace(" --arg", " --world 4 --arg")
+    larger = next_step(with_command(f"{COMMAND} --workload mlp --thorough", worlds=(3,)))
+    assert larger.startswith(f"{typed.removesuffix(' --steps 5')} --workload vgg11 ")
+    recorded = COMMAND.replace("verify", "record golden").replace(" --save run", "")
+    assert next_step(with_command(recorded)).startswith(f"{KEPT} --world 3 --world 5 ")
+    interrupted = msgspec.structs.replace(with_command(COMMAND), interrupted=True)
+    assert next_step(interrupted) == typed
+    again = next_step(with_command(f"{COMMAND} --seed 6", worlds=(3,), workload="vgg11"))
+    assert again == f"{typed} --seed 7"
+
+
+def test_next_of_a_run_that_was_no_command_has_the_options_of_its_cases() -> None:
+    report = with_command("pytest tests", batch=64, backend="mpi", accept="quantised:8")
+    assert next_step(report).startswith(
+        "distcheck verify --strategy allreduce --backend mpi --batch 64 --accept quantised:8 "
+        "--world 3 --world 5 "
+    )
+    assert next_step(with_command("", separate=False)).startswith(
+        "distcheck verify --strategy allreduce --no-separate --world 3 --world 5 "
+    )
+
+
+def test_next_names_no_world_that_lacks_a_rank_without_data() -> None:
+    server = Adaptation(without_data=(3,))
+    line = next_step(with_command("", adaptation=server))
+    assert "--without-data 3 --world 4 --workload vgg11" in line
 
 
 def test_a_failure_in_one_line() -> None:

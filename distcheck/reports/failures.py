@@ -1,0 +1,94 @@
+"""What a screen says of a case that did not pass: ranks, first place, causes, and its replay."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from distcheck.checks.merging import earliest_failure
+from distcheck.records import CaseReport, Outcome
+from distcheck.reports.showing import shown
+from distcheck.reports.wording import describe_place
+from distcheck.reports.wrapping import hanging
+
+_DETAIL_LINES = 14  # of a rank's traceback or stack
+_REPLAY = "replay"
+_INDENT = 4
+
+
+def print_failure(case: CaseReport, console: Console) -> None:
+    """Prints a case in full; nothing of one that was given up before it began: a note says why."""
+    if not case.replay:
+        return
+    console.print()
+    console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
+    found = describe_failure(case)
+    width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
+    for label, text in found:
+        indent = _INDENT + width + 2
+        for line in hanging(text, console.width, first=f"{'':<{_INDENT}}{label}", indent=indent):
+            whole = Text(line)
+            whole.stylize("bold", 0, _INDENT + width)
+            console.print(whole, soft_wrap=True)
+    # Not wrapped, so that it can be copied.
+    replay = Text.assemble(f"{'':<{_INDENT}}{_REPLAY:<{width}}  ", case.replay)
+    replay.stylize("bold", 0, _INDENT + width)
+    console.print(replay, soft_wrap=True)
+
+
+def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
+    """What is to say of a case that failed, as (label, text): ranks, first place, causes."""
+    return list(_failure_lines(shown(case)))
+
+
+def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
+    yield from _outcome_lines(case.outcomes)
+    failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
+    first = earliest_failure(failed)
+    if first is not None and first.first is not None:
+        layer = f" ({first.layer})" if first.layer != "-" else ""
+        yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
+    for label, results in (
+        ("why", failed),
+        ("unknown", [r for r in case.checks if r.verdict == "unknown"]),
+    ):
+        by_reason: dict[str, list[str]] = {}
+        for result in results:
+            name = result.check + (f" {result.layer}" if result.layer != "-" else "")
+            by_reason.setdefault(result.reason, []).append(name)
+        for reason, names in by_reason.items():
+            if reason:
+                yield label, f"{', '.join(names)}: {reason}"
+    for diagnosis in case.diagnosis:
+        yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
+        yield "try", diagnosis.suggestion
+
+
+def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """Causes in full; whoever only lost a peer, together in one line."""
+    alike: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.outcome != "finished":
+            first, _, _ = outcome.detail.partition("\n")
+            victim = "its peer was gone" in first
+            key = (outcome.outcome, first if victim else outcome.detail)
+            alike.setdefault(key, []).append(outcome)
+    for (_, detail), ranks in alike.items():
+        names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
+        first_of = msgspec.structs.replace(ranks[0], detail=detail)
+        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(first_of)
+
+
+def _describe_outcome(outcome: Outcome) -> str:
+    lines = outcome.detail.splitlines()
+    if len(lines) > _DETAIL_LINES:
+        about = [line for line in lines[1:3] if line.startswith("last collective: ")]
+        left_out = len(lines) - _DETAIL_LINES
+        lines = [
+            lines[0],
+            *about,
+            f"  ... {left_out} lines more in the JSON report ...",
+            *lines[-_DETAIL_LINES + 1 + len(about) :],
+        ]
+    return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])

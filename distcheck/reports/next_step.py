@@ -1,0 +1,78 @@
+"""The line `next:` of a screen: what to run after this, with the options that were given."""
+
+import shlex
+from collections.abc import Sequence
+
+from distcheck.errors import ExitCode
+from distcheck.records import Case, Report
+from distcheck.reports.wording import most_telling_first
+
+_FILES = ("--json", "--junit", "--html", "--save")  # of the run that was; they exist now
+_USUAL = Case(id="", strategy="", world=1)
+_LARGER_WORLDS = (3, 5)
+
+
+def next_step(report: Report) -> str:
+    """The command: a replay of what failed; of a run that was interrupted, the same command; else a
+    run that shows what this one has not.
+    """
+    failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
+    if failed and report.exit_code is not ExitCode.INTERRUPTED:
+        return failed[0].replay
+    case = report.cases[0].case
+    words = _typed(report)
+    if report.exit_code is ExitCode.INTERRUPTED:
+        if words is None:
+            words = [*_words_of(case), "--world", str(case.world)]
+        return shlex.join(_without(words, _FILES))
+    words = _without(_words_of(case) if words is None else words, (*_FILES, "--shard"))
+    worlds = {c.case.world for c in report.cases}
+    if not worlds & set(_LARGER_WORLDS) and max(case.adaptation.without_data, default=0) < 3:
+        asked = [word for world in _LARGER_WORLDS for word in ("--world", str(world))]
+        line = shlex.join([*_without(words, ("--world",)), *asked])
+        return f"{line}    # unequal shards, and orders that 2 and 4 hide"
+    if "--world" not in words:
+        words = [*words, "--world", str(case.world)]
+    if all(c.case.workload != "vgg11" for c in report.cases):
+        words = _without(words, ("--workload", "--thorough", "--without", "--steps"))
+        return f"{shlex.join([*words, '--workload', 'vgg11'])}    # BatchNorm, 37 MB of gradients"
+    return shlex.join([*_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
+
+
+def _typed(report: Report) -> list[str] | None:
+    """The words of `distcheck verify` as they were typed; None where the run was another one."""
+    words = shlex.split(report.made.command) if report.made is not None else []
+    if words[:2] == ["distcheck", "verify"]:
+        return words
+    if words[:2] == ["distcheck", "record"] and len(words) > 2:
+        return ["distcheck", "verify", *words[3:]]
+    return None
+
+
+def _words_of(case: Case) -> list[str]:
+    """The options that a case was planned with, as far as it can tell."""
+    words = ["distcheck", "verify", "--strategy", case.strategy]
+    for name in ("backend", "device", "data", "data_dir", "batch", "deadline_s"):
+        value = getattr(case, name)
+        if value != getattr(_USUAL, name) and (name, value) != ("data", "lattice"):
+            shown = f"{value:g}" if name == "deadline_s" else str(value)
+            words += [f"--{name.replace('_', '-')}", shown]
+    words += [] if case.separate else ["--no-separate"]
+    return words + case.adapter_words
+
+
+_FLAGS = ("--thorough",)  # among the options that are left out, those without a value
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Words of a command line without some options and their values."""
+    kept: list[str] = []
+    value_follows = False
+    for word in words:
+        if value_follows:
+            value_follows = False
+        elif word in options:
+            value_follows = word not in _FLAGS
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return kept

@@ -1,0 +1,67 @@
+"""Text for a screen of a given width: no number is broken or parted from its unit, and no line ends
+in blanks.
+"""
+
+import re
+import textwrap
+
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+
+_GLUE = "\u00a0"  # a blank that `textwrap` does not break at; shown as an ordinary one
+_NAMED = re.compile(
+    r"\b(steps?|ranks?|error|bound|actual|expected|norm|world|batch|seed|of|over) (?=-?[\d.])"
+)
+_COUNTED = re.compile(r"(?<=\d) (?=(?:ULP|[MG]|m?s|%|[KMG]i?B|steps|ranks|cases|of)\b)")
+# Where a word that is longer than a line may be broken: after these, and never within a number.
+_BREAK = re.compile(r"[/\\_.,;:=|)\]}\[(](?!(?<=\d.)\d)|(?<=[^\W\d])-(?=[^\W\d])")
+_LEAST = 20  # columns of text, however narrow the screen
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """The lines of a text, each at most `width` characters long and without blanks at its end."""
+    lines: list[str] = []
+    for line in text.splitlines() or [""]:
+        glued = _COUNTED.sub(_GLUE, _NAMED.sub(rf"\1{_GLUE}", line))
+        words = " ".join(_folded(word, width) for word in glued.split(" "))
+        wrapped = textwrap.wrap(
+            words,
+            width,
+            break_long_words=True,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines += [part.replace(_GLUE, " ").rstrip() for part in wrapped or [""]]
+    return lines
+
+
+def _folded(word: str, width: int) -> str:
+    """A word with blanks where it has to be broken to fit."""
+    if len(word) <= width:
+        return word
+    if _GLUE in word:  # too long together
+        return " ".join(_folded(part, width) for part in word.split(_GLUE))
+    parts = []
+    while len(word) > width:
+        ends = [found.end() for found in _BREAK.finditer(word) if found.end() <= width]
+        end = ends[-1] if ends else width
+        parts.append(word[:end])
+        word = word[end:]
+    return " ".join(filter(None, [*parts, word]))
+
+
+def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
+    """The same, in lines of which the first begins with `first` and all are indented alike."""
+    head, *rest = wrap(text, max(width - indent, _LEAST))
+    lines = [f"{first:<{indent}}{head}", *(f"{'':<{indent}}{line}" for line in rest)]
+    return [line.rstrip() for line in lines]
+
+
+def print_trimmed(what: RenderableType, console: Console) -> None:
+    """Prints, without the blanks that fill lines up to the console's width."""
+    for line in console.render_lines(what, pad=False):
+        while line and not line[-1].text.rstrip():
+            line.pop()
+        if line:
+            line[-1] = line[-1]._replace(text=line[-1].text.rstrip())
+        console.print(Segments([*line, Segment.line()]), end="")
