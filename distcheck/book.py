@@ -14,6 +14,7 @@ from distcheck.followups import FollowUp
 from distcheck.greens import since_last_green
 from distcheck.provenance import Provenance
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
+from distcheck.searches import Explored
 from distcheck.store import SavedCase, Store
 from distcheck.worlds.pool import Pool
 
@@ -42,6 +43,8 @@ class Book:
         self.left_out: dict[str, str] = {}
         self.settles = False
         self.made: Origin | None = None
+        self.explored: list[Explored] = []
+        self._found: list[CaseReport] = []
 
     @property
     def finished(self) -> list[CaseReport]:
@@ -60,6 +63,16 @@ class Book:
             if report != self._reports[report.case.id]:
                 self._reports[report.case.id] = report
                 self._note_finished(report)
+
+    @property
+    def not_counted(self) -> dict[str, str]:
+        """The ids of cases that ran and do not count, each with the reason."""
+        return followups.leave_out(self.finished)[1] if self.settles else {}
+
+    def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
+        """Takes how far a search went, and the cases that it adds."""
+        self.explored.append(explored)
+        self._found += found
 
     def enter(self, run: CaseRun) -> VerdictName:
         """Takes a finished case and returns its verdict; afterwards its traces may go."""
@@ -114,7 +127,8 @@ class Book:
             counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,
-            cases=tuple(counted),
+            cases=(*counted, *self._found),
+            explored=tuple(self.explored),
             made=self.made,
             not_shown=not_shown([case.contents for case in counted if case.contents]),
             plan=self.plan,

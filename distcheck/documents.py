@@ -8,7 +8,7 @@ no reader can see; keep reports where only your runs can write.)
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,19 @@ def check_document(document: dict[str, Any], name: str) -> DocumentRead:
     return found
 
 
-def code_of(cases: Sequence[CaseRead]) -> ExitCode:
-    """The exit code that the verdicts of the cases stand for, as `Report.exit_code` has it."""
-    failed = [case for case in cases if case.verdict == "fail"]
+def code_of(document: DocumentRead) -> ExitCode:
+    """The exit code that the verdicts stand for, as `Report.exit_code` has it."""
+    failed = [case for case in document.cases if case.verdict == "fail"]
     if any(not ranks_failed(case) for case in failed):
         return ExitCode.MISMATCH
     if failed:
         return ExitCode.RANK_FAILED
-    passed = merge_verdicts([case.verdict for case in cases]) == "pass"
-    return ExitCode.PASS if passed else ExitCode.UNKNOWN
+    return ExitCode.PASS if _verdict_of(document) == "pass" else ExitCode.UNKNOWN
+
+
+def _verdict_of(document: DocumentRead) -> VerdictName:
+    searched = [one.verdict for one in document.explored if one.verdict != "not run"]
+    return merge_verdicts([*(case.verdict for case in document.cases), *searched])
 
 
 def ranks_failed(case: CaseRead) -> bool:
@@ -64,10 +68,14 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     for case in document.cases:
         for problem in _of_case(case):
             yield f"case {case.id!r} {problem}"
-    verdict = merge_verdicts([case.verdict for case in document.cases])
+    failed = {case.id for case in document.cases if case.verdict == "fail"}
+    for one in document.explored:
+        if (one.verdict == "fail") != bool(failed & set(one.found)):
+            yield f"the search of {one.strategy!r} has the verdict {one.verdict}, and its cases differ"
+    verdict = _verdict_of(document)
     if document.verdict != verdict:
         yield f"its verdict is {document.verdict}, and its cases give {verdict}"
-    code = code_of(document.cases)
+    code = code_of(document)
     allowed = {code, ExitCode.INTERRUPTED}
     if code in (ExitCode.PASS, ExitCode.UNKNOWN):  # what was to be saved could not be
         allowed.add(ExitCode.CANNOT_RUN)

@@ -46,6 +46,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ranks_here: int | None = None  # of a launcher's world, on this machine
     thorough: bool = False
     without: tuple[str, ...] = ()  # cells
+    cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
+    explore_s: float = 60.0  # of a search, with `thorough`; 0: none
     delays: tuple[Delay, ...] = ()
     separate: bool = True
 
@@ -212,7 +214,7 @@ def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str
     """The cells of `--thorough`: float32, with batches and steps of their own, whatever number of
     steps was asked for: fewer would not show what a cell is for.
     """
-    if not request.thorough:
+    if not request.thorough or world not in (request.cell_worlds or request.worlds):
         return []
     cases = []
     for name, cell in CELLS.items():

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -84,14 +84,18 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
 
 
 def plan_runs(
-    pool: Pool, cases: Sequence[Case], facts: Sequence[CaseFacts], data: Data
+    pool: Pool,
+    cases: Sequence[Case],
+    facts: Sequence[CaseFacts],
+    data: Data,
+    spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
     """Layouts and planned checks of every case, and the cases that are left out, with the reason;
     calibrates what X relies on, once per world.
 
     Leaves a case out, with a note beside its siblings as well, where its strategy's wire could not
-    carry its numbers. Raises CannotRunError for a case that does not fit on this machine, or on
-    its backend.
+    carry its numbers, or where it does not fit on this machine and its world is `spare`. Raises
+    CannotRunError for any other case that does not fit on this machine, or on its backend.
     """
     for case, about in zip(cases, facts, strict=True):
         if about.contract.backend not in (None, case.backend):
@@ -120,7 +124,13 @@ def plan_runs(
             max_shard=max(map(max, sizes)),
             model=about.model,
         )
-        limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
+        try:
+            limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
+        except CannotRunError as error:
+            if case.world not in spare:
+                raise
+            left_out.append((case, str(error)))
+            continue
         key = (case.backend, case.world)
         if key not in calibrations:
             calibrations[key] = _calibrate_for(pool, case, cases, facts)
@@ -131,23 +141,38 @@ def plan_runs(
             calibration_failure=calibrations[key].failure(about.contract),
         )
         run = CaseRun(case, about, about.contract, planned, layout)
-        run.notes += [data.note] if data.note and case.data in FILE_DATASETS else []
-        run.notes += [about.note] if about.note else []
-        run.notes += remarks.notes_on(case, sizes, about.contract)
-        if why := remarks.why_no_full_batch(case, about, sizes):
-            run.notes.append(why)
-        if about.makes_groups and about.contract.one_group:
-            run.notes.append(remarks.ONE_GROUP)
-        if not about.updates_again:
-            run.notes.append(remarks.NOT_REPEATED)
+        run.notes += _notes(case, about, sizes, data)
         runs.append(run)
     for case, reason in left_out:
-        _note_left_out(case, reason, runs)
+        _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
 
 
-def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun]) -> None:
+def _notes(
+    case: Case, about: CaseFacts, sizes: Sequence[Sequence[int]], data: Data
+) -> Iterator[str]:
+    """What a person should know about a case before reading its verdict."""
+    if data.note and case.data in FILE_DATASETS:
+        yield data.note
+    if about.note:
+        yield about.note
+    yield from remarks.notes_on(case, sizes, about.contract)
+    if why := remarks.why_no_full_batch(case, about, sizes):
+        yield why
+    if about.makes_groups and about.contract.one_group:
+        yield remarks.ONE_GROUP
+    if not about.updates_again:
+        yield remarks.NOT_REPEATED
+
+
+def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
+    """Notes it on the cases of its strategy and world; where there is none, and it may be noted
+    `elsewhere`, on those of other worlds.
+    """
     siblings = [run for run in runs if run.case.siblings == case.siblings]
+    if not siblings and elsewhere:
+        reason = f"world {case.world}: {reason}"
+        siblings = [run for run in runs if run.case.strategy == case.strategy]
     if not siblings:
         raise LeftOutError(
             f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "

@@ -11,6 +11,7 @@ from distcheck.errors import ExitCode, VerdictError
 from distcheck.mistakes import Shown
 from distcheck.run_facts import Contents as Contents
 from distcheck.run_facts import Origin as Origin
+from distcheck.searches import Explored, PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
@@ -304,6 +305,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     shard: int
     shards: int
     cases: tuple[PlannedCase, ...]
+    searches: tuple[PlannedSearch, ...] = ()
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,7 +333,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over all cases. `distcheck.reports` turns it into text or JSON.
 
     `left_out` holds the cases that have nothing to show for their strategy, each with the reason;
-    `not_shown` what a pass of the others does not show.
+    `not_shown` what a pass of the others does not show; `explored` how far searches went.
     """
 
     environment: dict[str, Any]
@@ -340,6 +342,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     plan: RunPlan | None = None
     left_out: dict[str, str] = {}
     not_shown: tuple[str, ...] = ()
+    explored: tuple[Explored, ...] = ()
     since_green: SinceGreen | None = None
     saved_to: str | None = None
     save_error: str = ""
@@ -347,8 +350,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> VerdictName:
-        """The worst verdict of any case: pass < unknown < fail."""
-        return merge_verdicts([case.verdict for case in self.cases])
+        """The worst verdict of any case or search: pass < unknown < fail."""
+        searched = [one.verdict for one in self.explored if one.verdict != "not run"]
+        return merge_verdicts([*(case.verdict for case in self.cases), *searched])
 
     @property
     def exit_code(self) -> ExitCode:

@@ -17,6 +17,7 @@ from distcheck.reports.live import LiveProgress
 from distcheck.reports.showing import say
 from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store import Store
+from distcheck.thorough import NOTHING_BESIDE, Beside
 from distcheck.verification import Interrupted, recheck, run_cases
 from distcheck.worlds.pool import Pool
 
@@ -32,8 +33,11 @@ def verify_command(
     launch: Launch | None = None,
     made: Mapping[str, Provenance] | None = None,
     whole: RunPlan | None = None,
+    beside: Beside = NOTHING_BESIDE,
 ) -> int:
-    """Runs cases, `whole` or a part of it, and shows the report; returns the exit code."""
+    """Runs cases, `whole` or a part of it, and searches `beside` them, and shows the report;
+    returns the exit code.
+    """
     check_outputs(files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch)
 
@@ -47,6 +51,7 @@ def verify_command(
             made=made,
             whole=whole,
             follow_up=True,
+            beside=beside,
         )
 
     try:

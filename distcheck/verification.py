@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from distcheck import followups, limits, plan, preparation, store, verdicts
+from distcheck import thorough as thorough_run
 from distcheck.adapters.asked import adaptation_of
 from distcheck.book import Book, run_of
 from distcheck.case_runs import CaseRun, is_separate
@@ -34,6 +35,7 @@ from distcheck.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, VerdictName
 from distcheck.session import Session
 from distcheck.store import Store
+from distcheck.thorough import NOTHING_BESIDE, Beside, Search
 from distcheck.worlds import turns
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
@@ -52,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
 def verify(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
     *,
-    world: int | Sequence[int] = 4,
+    world: int | Sequence[int] | None = None,
     workload: str | Sequence[str] = (),
     data: str = SYNTHETIC,
     data_dir: str | os.PathLike[str] | None = None,
@@ -71,6 +73,7 @@ def verify(
     accept: str | None = None,
     thorough: bool = False,
     without: Sequence[str] = (),
+    explore_s: float = 60.0,
     delays: Sequence[tuple[int, int, int]] = (),
     separate: bool = True,
     save: str | os.PathLike[str] | None = None,
@@ -79,13 +82,14 @@ def verify(
 
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that
                 can be imported by its module and name, as it stands there
-    world       number of ranks, or several to try
+    world       number of ranks, or several to try; by default 4
     workload    names of workloads; by default lattice, cnn and composite
     batch       samples per step, over all ranks; `steps`: by default each workload's own number
     form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
     without_data  ranks without a shard of the batch, such as a parameter server
     accept      as --accept: what differs by design, such as "low-precision:bf16"
-    thorough    all cells as well, but for those named in `without`
+    thorough    all cells as well, but for those named in `without`; worlds 2 to 6, where no `world`
+                is given; and a search of `explore_s` seconds for each strategy (0: none)
     delays      (rank, collective, ms): ranks to slow down in the first of the two worlds, before
                 their n-th collective of every step, or before backward (0)
     separate    whether the second world's ranks come from separate interpreters
@@ -97,7 +101,7 @@ def verify(
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
     asked = {
         "strategies": names_of(strategy),
-        "worlds": (world,) if isinstance(world, int) else world,
+        "worlds": (4,) if world is None else (world,) if isinstance(world, int) else world,
         "workloads": (workload,) if isinstance(workload, str) else workload,
         "data": data,
         "data_dir": None if data_dir is None else os.fspath(data_dir),
@@ -111,6 +115,7 @@ def verify(
         "accept": accept,
         "thorough": thorough,
         "without": (without,) if isinstance(without, str) else tuple(without),
+        "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, delay, strict=False)) for delay in delays],
         "separate": separate,
     }
@@ -118,18 +123,22 @@ def verify(
         request = msgspec.convert(asked, Request)
     except msgspec.ValidationError as error:
         raise UsageError(f"verify() was given something else than it takes: {error}") from None
-    cases = plan.plan_cases(request)
-    return verify_cases(cases, keep=None if save is None else Store.at(Path(save)))
+    request = thorough_run.widened(request, world_given=world is not None)
+    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
+    keep = None if save is None else Store.at(Path(save))
+    return verify_cases(cases, keep=keep, beside=beside)
 
 
-def verify_cases(cases: Sequence[Case], *, keep: Store | None = None) -> Report:
+def verify_cases(
+    cases: Sequence[Case], *, keep: Store | None = None, beside: Beside = NOTHING_BESIDE
+) -> Report:
     """Runs and judges cases on this process's own pool, as `verify` does; in a turn of its own
     where many processes run tests.
     """
     with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
-            return run_cases(cases, pool=pool, keep=keep, follow_up=True)
+            return run_cases(cases, pool=pool, keep=keep, follow_up=True, beside=beside)
         except DistcheckError:
             raise
         except BaseException:
@@ -147,10 +156,12 @@ def run_cases(
     made: Mapping[str, Provenance] | None = None,
     whole: RunPlan | None = None,
     follow_up: bool = False,
+    beside: Beside = NOTHING_BESIDE,
 ) -> Report:
     """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
     were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
-    or does not count. Raises Interrupted, with what there is, on Ctrl-C.
+    or does not count. The searches of `beside` come last. Raises Interrupted, with what there is,
+    on Ctrl-C.
     """
     listener, origin = listener or Silent(), origin_here()
     listener.preparing("importing torch")
@@ -178,7 +189,8 @@ def run_cases(
         about = dict(zip([case.id for case in cases], facts.cases, strict=True))
         left = [case for case in cases if case.id not in earlier]
         listener.preparing("calibrating reduction orders")
-        runs, out = preparation.plan_runs(pool, left, [about[case.id] for case in left], data)
+        known = [about[case.id] for case in left]
+        runs, out = preparation.plan_runs(pool, left, known, data, beside.spare)
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned([run.case for run in runs], before=len(earlier))
@@ -193,6 +205,7 @@ def run_cases(
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
+            _search_beside(pool, book, beside.searches, keep is not None, listener)
         except KeyboardInterrupt:
             raise Interrupted(book.report(interrupted=True)) from None
         finally:
@@ -227,6 +240,25 @@ def _follow_up(
         finally:
             run.close()
     book.take_in(done)
+
+
+def _search_beside(
+    pool: Pool, book: "Book", searches: Sequence[Search], keep: bool, listener: Listener
+) -> None:
+    """Searches for failures that no case has shown."""
+    if not searches:
+        return
+    from distcheck.exploring.beside import explore_beside
+
+    explore_beside(
+        pool,
+        searches,
+        book.finished,
+        book.not_counted,
+        keep=keep,
+        show=listener.preparing,
+        enter=book.enter_search,
+    )
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:

@@ -40,13 +40,21 @@ from distcheck.outputs import errors_told, output_options, taken_from
 @click.option(
     "--thorough",
     is_flag=True,
-    help="The cells as well: tied weights, frozen layers, odd sizes, resume, ...",
+    help="The cells as well (tied weights, frozen layers, odd sizes, resume, ...), worlds 2 to 6 "
+    "unless --world is given, and a search for a minute. The cost is printed first.",
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="CELL",
     help="Leave a cell out; may be given several times.",
+)
+@click.option(
+    "--explore-s",
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="With --thorough: seconds to search for a failure of each strategy; 0: no search.",
 )
 @click.option(
     "--steps",
@@ -100,13 +108,17 @@ def command(
         from distcheck.hosting import lend
 
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
+    from distcheck.gate.forecast import say_cost
     from distcheck.runs import verify_command
 
     with errors_told(files):
         planned = plan()
+        if asked["thorough"] or planned.beside.searches:
+            say_cost(planned, quiet=quiet)
         return verify_command(
             planned.cases,
             whole=planned.whole,
+            beside=planned.beside,
             save=save,
             files=files,
             verbose=verbose,

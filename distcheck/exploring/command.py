@@ -49,7 +49,7 @@ def explore_command(asked: dict[str, Any]) -> int:
     """Searches and shows what was found; returns the exit code. Raises DistcheckError."""
     strategy, budget_s, vary = _checked(asked)
     check_writable(asked["json_file"])
-    _settle_hypothesis()
+    settle_hypothesis()
     from distcheck.exploring import report, strategies
     from distcheck.exploring.running import Runner
     from distcheck.exploring.search import Search
@@ -125,7 +125,7 @@ def _space(
     )
 
 
-def _settle_hypothesis() -> None:
+def settle_hypothesis() -> None:
     """Raises CannotRunError without it; with it, it leaves no folder of its own where one is."""
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(

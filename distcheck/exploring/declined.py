@@ -3,11 +3,12 @@
 A strategy declines a cell of `--thorough`; the words here are what generated models have of it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from distcheck.cells import CELLS, why_declined
 from distcheck.contract import Contract, Training
-from distcheck.exploring.words import PREFIX, parse
+from distcheck.exploring.words import PREFIX, SCHEDULE, parse
+from distcheck.records import Case
 
 ACCUMULATE, ABSENT = "accumulate", "absent"
 # The cells that have what a word stands for. A cell of another version of distcheck may be named.
@@ -15,7 +16,8 @@ CELLS_OF: Mapping[str, Collection[str]] = {
     "strided": ("transposed", "channels_last"),
     "frozen": ("frozen_parameters",),
     "tied": ("tied_weights",),
-    ABSENT: ("unused_later", "unused_on_some_ranks"),
+    ABSENT: ("unused_later", "absent_on_some"),
+    SCHEDULE: ("schedule",),
 }
 
 
@@ -38,7 +40,33 @@ def words_in(workload: str) -> set[str]:
         return set()
     model = parse(workload.removeprefix(PREFIX))
     marks = {mark for layer in model.layers for mark in layer.marks}
-    return (marks & {*CELLS_OF}) | ({ACCUMULATE} if model.accumulate > 1 else set())
+    loop = {ACCUMULATE: model.accumulate > 1, SCHEDULE: model.schedule}
+    return (marks & {*CELLS_OF}) | {word for word, there in loop.items() if there}
+
+
+def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The words that have what these cells have, each with the cell."""
+    for word, names in {**CELLS_OF, ACCUMULATE: ("accumulation",)}.items():
+        yield from ((word, name) for name in cells if name in names)
+
+
+def notes_on(case: Case) -> list[str]:
+    """Which words to leave out of the next search, where a case has what some code never has."""
+    if not case.workload.startswith(PREFIX):
+        return []
+    notes = []
+    passes = parse(case.workload.removeprefix(PREFIX)).accumulate
+    if passes > 1:
+        notes.append(
+            f"every step has {passes} backward passes; if your code never has more than one, "
+            "search with --without accumulate"
+        )
+    if ABSENT in words_in(case.workload):
+        notes.append(
+            "in some steps a parameter has no gradient (None) on some ranks; if that never happens "
+            "in your models, search with --without absent"
+        )
+    return notes
 
 
 def why_words_declined(

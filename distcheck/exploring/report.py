@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distcheck.errors import ExitCode
-from distcheck.exploring.declined import ABSENT, words_in
+from distcheck.exploring.declined import notes_on
 from distcheck.exploring.found import as_python
 from distcheck.exploring.search import Finding, Search
 from distcheck.exploring.words import PREFIX, parse
@@ -205,19 +205,8 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
             "flaky",
             f"failed in {finding.failed} of {finding.replays} replays in fresh ranks: a race",
         )
-    passes = parse(case.workload.removeprefix(PREFIX)).accumulate
-    if passes > 1:
-        yield (
-            "note",
-            f"every step has {passes} backward passes; if your code never has more than one, "
-            "search with --without accumulate",
-        )
-    if ABSENT in words_in(case.workload):
-        yield (
-            "note",
-            "in some steps a parameter has no gradient (None) on some ranks; if that never happens "
-            "in your models, search with --without absent",
-        )
+    for note in notes_on(case):
+        yield "note", note
     if finding.unshrunk:
         yield "note", f"it may not be the smallest: {finding.unshrunk}"
 

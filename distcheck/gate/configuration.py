@@ -37,6 +37,7 @@ Seeds = Annotated[list[Annotated[int, Meta(ge=0, le=2**63 - 1)]], Meta(min_lengt
 Count = Annotated[int, Meta(ge=1)]
 Ranks = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+SecondsOrNone = Annotated[float, Meta(ge=0)]
 
 # What each key takes, for the sentence that says so.
 TAKES = {
@@ -63,6 +64,7 @@ TAKES = {
     "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
     "thorough": "true or false",
     "without": "names of cells that --thorough would run",
+    "explore_s": "seconds to search with --thorough, from 0, which is no search",
     "separate": "true or false",
 }
 # Keys, by the parameter that the option of the same purpose has in `distcheck.commands.verify`.
@@ -72,7 +74,7 @@ PARAMETERS = {
     "deadline_s": "deadline_s", "data": "data", "data_dir": "data_dir", "device": "device",
     "as": "form", "arg": "arguments", "set": "variables", "finish": "finish", "reset": "reset",
     "without_data": "without_data", "loss": "loss", "accept": "accept", "thorough": "thorough",
-    "without": "without", "separate": "separate",
+    "without": "without", "explore_s": "explore_s", "separate": "separate",
 }  # fmt: skip
 
 
@@ -97,6 +99,7 @@ class OfStrategy(msgspec.Struct, forbid_unknown_fields=True, rename={"form": "as
     accept: str | UnsetType = UNSET
     thorough: bool | UnsetType = UNSET
     without: Words | UnsetType = UNSET
+    explore_s: SecondsOrNone | UnsetType = UNSET
     separate: bool | UnsetType = UNSET
 
 

@@ -8,11 +8,13 @@ import click
 import msgspec
 
 from distcheck.case_runs import is_separate
+from distcheck.cells import CELLS
 from distcheck.gate.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.gate.matrix import Planned
 from distcheck.outputs import check_writable, write_text
 from distcheck.records import Case
 from distcheck.store import DEFAULT_FOLDER
+from distcheck.thorough import Search
 
 SCHEMA = "distcheck.plan/1"
 # Owed by every case, whatever its strategy turns out to promise.
@@ -26,6 +28,31 @@ class Estimate:
     case: Case
     seconds: float
     recorded: bool
+
+
+def say_cost(planned: Planned, *, quiet: bool) -> None:
+    """Says on standard error what a run is about to cost, before ranks start."""
+    if quiet:
+        return
+    recorded = recorded_s(DEFAULT_FOLDER)
+    estimates = [_estimate(case, recorded) for case in planned.cases]
+    worlds = sorted({case.world for case in planned.cases})
+    cells = [case for case in planned.cases if case.workload in CELLS]
+    several = f"worlds {', '.join(map(str, worlds))}" if len(worlds) > 1 else f"world {worlds[0]}"
+    within = ", ".join(map(str, sorted({case.world for case in cells})))
+    click.echo(
+        f"distcheck: {len(estimates)} cases in {several}"
+        + (f", {len(cells)} of them cells in world {within}" if cells else "")
+        + "".join(f"; {_of_search(search)}" for search in planned.beside.searches)
+        + f"; about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}",
+        err=True,
+    )
+
+
+def _of_search(search: Search) -> str:
+    if search.why_not:
+        return f"{search.strategy} {search.why_not}"
+    return f"explore {search.strategy} for {search.budget_s:g} s"
 
 
 def plan_command(planned: Planned, *, json_file: str | None) -> int:
@@ -48,11 +75,13 @@ def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
     return Estimate(case, rough_s(case) if seconds is None else seconds, seconds is not None)
 
 
-def _total_s(estimates: Sequence[Estimate]) -> float:
+def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
+    """Seconds in all. A failure that a search finds takes up to a minute more to shrink."""
+    searches_s = sum(each.budget_s for each in planned.beside.searches if not each.why_not)
     start_s = START_S
     if any(is_separate(estimate.case) for estimate in estimates):
         start_s += INTERPRETERS_S
-    return start_s + sum(estimate.seconds for estimate in estimates)
+    return start_s + sum(estimate.seconds for estimate in estimates) + searches_s
 
 
 def _basis(estimates: Sequence[Estimate]) -> str:
@@ -79,7 +108,8 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
         lines.append(
             f"  {case.id:<{width}}  {case.batch:>7,}  {case.steps:>5,}  {seconds:>8}  {judged}"
         )
-    lines.append(f"  about {_total_s(estimates):,.0f} s here, {_basis(estimates)}")
+    lines += [f"  {_of_search(search)}" for search in planned.beside.searches]
+    lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any("X" in estimate.case.layers for estimate in estimates):
         lines.append("  X is owed where a strategy promises its order of summation; R stands in")
     return lines
@@ -94,7 +124,11 @@ def _document(planned: Planned, estimates: Sequence[Estimate]) -> dict[str, Any]
         "shard": whole.shard,
         "shards": whole.shards,
         "planned": len(planned.every),
-        "seconds": round(_total_s(estimates), 1),
+        "seconds": round(_total_s(estimates, planned), 1),
+        "searches": [
+            {"strategy": each.strategy, "seconds": each.budget_s, "why_not": each.why_not}
+            for each in planned.beside.searches
+        ],
         "cases": [
             {
                 **{name: getattr(estimate.case, name) for name in _NAMES},

@@ -6,13 +6,14 @@ then what it says of all.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import xxhash
 
+from distcheck import thorough
 from distcheck.adapters.asked import adaptation_of
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.gate.configuration import PARAMETERS, Configuration, read_configuration
@@ -22,6 +23,8 @@ from distcheck.launchers.launch import Launch
 from distcheck.naming import name_apart
 from distcheck.plan import Request, plan_cases
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
+from distcheck.searches import PlannedSearch
+from distcheck.thorough import NOTHING_BESIDE, Beside
 
 _ADAPTER = ("form", "arguments", "variables", "finish", "reset", "without_data")
 # A request has one of these; a matrix may have several.
@@ -30,12 +33,15 @@ _SEVERAL = ("backend", "seed", "dtype")
 
 @dataclass(frozen=True)
 class Planned:
-    """`cases` run here; `whole` is the plan that they are all of, or a part; `file` has it."""
+    """`cases` run here, and searches `beside` them; `whole` is the plan that they are all of, or a
+    part; `file` has it.
+    """
 
     cases: list[Case]
     every: list[Case]
     whole: RunPlan
     file: str
+    beside: Beside = NOTHING_BESIDE
 
 
 def plan_run(
@@ -51,7 +57,8 @@ def plan_run(
     """
     part, parts = part_of(shard)
     matrix = read_configuration(config)
-    requests = _requests(dict(asked), given, matrix, launch)
+    requests = list(_requests(dict(asked), given, matrix, launch))
+    beside = thorough.beside(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
     # Siblings one after the other, wherever they were asked for: they are shown together.
     first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
@@ -63,17 +70,22 @@ def plan_run(
             f"{len(set(assigned.values()))} parts, as those of one strategy and world stay "
             f"together; use --shard {part}/N with N at most that"
         )
+    part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
+    searches = thorough.planned(beside.searches, part_of_strategy)
     whole = RunPlan(
-        digest=digest_of(every),
+        digest=digest_of(every, searches),
         shard=part if parts > 1 else 0,
         shards=parts,
         cases=tuple(_planned(case, assigned[case.id]) for case in every),
+        searches=searches,
     )
+    here = tuple(s for s in beside.searches if part_of_strategy[s.strategy] == part)
     return Planned(
         cases=[case for case in every if assigned[case.id] == part],
         every=every,
         whole=whole,
         file=matrix.file,
+        beside=msgspec.structs.replace(beside, searches=here),
     )
 
 
@@ -108,9 +120,12 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
     return assigned
 
 
-def digest_of(cases: list[Case]) -> str:
-    """A digest of the cases in any order, of the files that they name, and of the versions."""
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(sorted(identity_of(cases).items())))
+def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
+    """A digest of the cases in any order, of the files that they name, of the versions, and of the
+    searches beside them.
+    """
+    found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
 
 
 def _cases(request: Request, matrix: Configuration) -> list[Case]:
@@ -143,7 +158,9 @@ def _requests(
             left_out.append(strategy)  # a launcher has made one world, and it is none of its own
             continue
         for fields in _fields(asked, given, {**matrix.keys, **own}):
-            yield msgspec.convert({**fields, "strategies": (strategy,)}, Request)
+            request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)
+            world_given = "worlds" in given or worlds is not None or "worlds" in matrix.keys
+            yield thorough.widened(request, world_given=world_given)
     if left_out and len(left_out) == len(strategies) and launch is not None:
         raise UsageError(
             f"{launch.launcher} has started {launch.world} ranks, and {matrix.file} gives no "

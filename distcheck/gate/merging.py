@@ -4,6 +4,7 @@ It works on documents, as they were written, and adds nothing to them but what i
 that was planned, and that no report holds, is unknown.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from distcheck.records import VerdictName, merge_verdicts
 from distcheck.reports.findings import finding_of, name_of, ranks_failed
 from distcheck.reports.json_report import SCHEMA, read_document
 from distcheck.reports.showing import say
+from distcheck.searches import Explored, describe
 
 _OF_THE_MOMENT = (
     "timings_s",
@@ -65,9 +67,15 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
     planned = {entry["id"]: entry for entry in plan["cases"]}
     holders: dict[str, Part] = {}
     cases: dict[str, dict[str, Any]] = {}
+    explored = _explored(plan, parts)
+    added = {name for one in explored for name in one["found"]}
+    found_by_search: list[dict[str, Any]] = []
     for part in parts:
         for case in part.document["cases"]:
             name = case["id"]
+            if name in added:
+                found_by_search.append(case)
+                continue
             if name not in planned:
                 raise UsageError(f"{part.file} holds case {name}, which its own plan does not have")
             if name in cases:
@@ -80,7 +88,10 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         for name, entry in planned.items()
         if name in cases or name not in left_out
     ]
-    verdict = merge_verdicts([cast("VerdictName", case["verdict"]) for case in found])
+    found += found_by_search
+    searched = [one["verdict"] for one in explored if one["verdict"] != "not run"]
+    verdicts = [*(case["verdict"] for case in found), *searched]
+    verdict = merge_verdicts([cast("VerdictName", each) for each in verdicts])
     return {
         "schema": SCHEMA,
         "verdict": verdict,
@@ -91,6 +102,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         "plan": {**plan, "shard": 0},
         "left_out": left_out,
         "not_shown": list(not_shown(of_document(found))),
+        "explored": explored,
         "parts": [
             {
                 "file": part.file,
@@ -115,6 +127,24 @@ def _made(parts: Sequence[Part]) -> dict[str, Any]:
     origin = msgspec.structs.replace(origin_here(), commit=commit, clean=clean)
     made: dict[str, Any] = msgspec.to_builtins(origin)
     return made
+
+
+def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """How far every planned search went; one that no report holds is unknown."""
+    found = [one for part in parts for one in part.document.get("explored") or []]
+    there = Counter(one["strategy"] for one in found)
+    for search in plan.get("searches") or []:
+        if there[search["strategy"]]:
+            there[search["strategy"]] -= 1
+            continue
+        missing = Explored(
+            strategy=search["strategy"],
+            verdict="unknown",
+            budget_s=search["budget_s"],
+            reason=f"planned in part {search['shard']}, and no report holds it",
+        )
+        found.append(msgspec.to_builtins(missing))
+    return found
 
 
 def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
@@ -197,6 +227,9 @@ def _lines(whole: Mapping[str, Any], parts: int, *, quiet: bool) -> list[str]:
     reports = f"{parts} report{'' if parts == 1 else 's'}"
     planned = len(whole["plan"]["cases"])
     lines = [f"{whole['verdict'].upper():<8}{planned} planned cells, {reports}: {', '.join(told)}"]
+    lines += [
+        f"  {describe(msgspec.convert(one, Explored))}" for one in whole["explored"] if not quiet
+    ]
     for case in () if quiet else cases:
         if case["verdict"] == "pass":
             continue

@@ -103,6 +103,7 @@ def as_document(report: Report) -> dict[str, Any]:
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan),
         "left_out": report.left_out,
         "not_shown": list(report.not_shown),
+        "explored": [msgspec.to_builtins(explored) for explored in report.explored],
     }
 
 

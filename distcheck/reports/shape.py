@@ -21,6 +21,7 @@ from distcheck.records import (
     SinceGreen,
     VerdictName,
 )
+from distcheck.searches import Explored
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -176,6 +177,7 @@ class DocumentRead(msgspec.Struct):
     not_shown: list[str] = []
     parts: list[_Part] = []
     made: Origin | None = None
+    explored: list[Explored] = []
 
 
 def check_shape(document: dict[str, Any], path: Path | str) -> DocumentRead:

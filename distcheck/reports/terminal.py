@@ -34,6 +34,7 @@ from distcheck.reports.wording import (
     most_telling_first,
 )
 from distcheck.reports.wrapping import hanging, print_trimmed
+from distcheck.searches import describe
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
@@ -275,6 +276,8 @@ def _print_end(report: Report, console: Console) -> None:
     judged = any(not case.unfinished for case in report.cases)
     if judged:
         console.print()
+    for explored in report.explored:
+        _print_sentence(describe(explored), console, indent=0)
     if report.verdict == "pass" and report.not_shown:
         shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
         _print_sentence(shown, console, indent=0, style="dim")

@@ -1,0 +1,60 @@
+"""What a search beside a verification is asked for, and what it comes to. No torch.
+
+`distcheck verify --thorough` searches for the smallest failure of each strategy when its cases have
+run (`distcheck/exploring/beside.py`). A case that is found is one of the report's cases, like any
+other; what is here says how far the search went.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """A search of the whole plan, and the part of it that is to run it."""
+
+    strategy: str
+    budget_s: float
+    shard: int = 1
+
+
+class Explored(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a search went. One that was not run plays no part in the report's verdict.
+
+    cases, passed, insensitive  cases that ran; that passed; in which nothing differed, but not
+                                every simple mistake could have shown
+    found      ids of the report's cases that the search added: the least case that fails, or those
+               that could not be judged
+    left_out   words that were not drawn, each with the reason
+    reason     why it was not run, or is unknown
+    """
+
+    strategy: str
+    verdict: Literal["pass", "unknown", "fail", "not run"]
+    budget_s: float
+    spent_s: float = 0.0
+    seed: int = 0
+    most_world: int = 0
+    most_steps: int = 0
+    cases: int = 0
+    passed: int = 0
+    insensitive: int = 0
+    found: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    reason: str = ""
+
+
+def describe(explored: Explored) -> str:
+    """How far a search went, in a line."""
+    if not explored.cases:
+        return f"explore: {explored.strategy}: {explored.reason}"
+    found = "a failure found" if explored.verdict == "fail" else "nothing found"
+    text = (
+        f"explore: {explored.strategy}: {found} in {explored.cases} cases, worlds 1 to "
+        f"{explored.most_world}, up to {explored.most_steps} steps; {explored.spent_s:.0f} s of "
+        f"{explored.budget_s:g} s, seed {explored.seed}"
+    )
+    if explored.insensitive:
+        text += f"; {explored.insensitive} cases could not show every simple mistake"
+    text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
+    return "; ".join(filter(None, [text, explored.reason]))
