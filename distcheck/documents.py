@@ -15,10 +15,7 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records import (
-    RunPlan,
-    merge_verdicts,
-)
+from distcheck.records import RunPlan, VerdictName, merge_verdicts
 from distcheck.reports.json_report import read_document
 from distcheck.reports.shape import CaseRead, DocumentRead, check_shape
 
@@ -71,7 +68,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     failed = {case.id for case in document.cases if case.verdict == "fail"}
     for one in document.explored:
         if (one.verdict == "fail") != bool(failed & set(one.found)):
-            yield f"the search of {one.strategy!r} has the verdict {one.verdict}, and its cases differ"
+            yield f"a search of {one.strategy!r} has the verdict {one.verdict}, its cases another"
     verdict = _verdict_of(document)
     if document.verdict != verdict:
         yield f"its verdict is {document.verdict}, and its cases give {verdict}"

@@ -7,6 +7,8 @@
     kept_rank   their own side
     messages    what they are told
     found       what is kept of a failure, and how it is shown
+    declined    what a strategy is not made for, as words
+    beside      the search of `--thorough`
 
 For property tests of one's own: `cases`, `models`, `layers` and `delays` are hypothesis strategies,
 and `verify_case` runs one case. They are imported when they are asked for.
