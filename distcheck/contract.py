@@ -69,13 +69,16 @@ Sync = Literal["after-backward", "during-backward", "out-of-sight"]
 OptimizerState = Literal["replicated", "sharded", "cut"]
 Device = Literal["cpu", "cuda"]
 Buffers = Literal["local", "rank 0"]
+InitialState = Literal["rank 0"]
 Wire = Literal["bfloat16", "float16", "float32"]
 CellName = Literal[
     "tied_weights", "unused_parameters", "unused_later", "frozen_parameters", "frozen_later",
     "called_twice", "dropout", "reassigned_buffers", "one_element", "zero_size",
     "indivisible_sizes", "bucket_boundaries", "channels_last", "transposed", "mixed_dtypes",
     "complex", "sparse", "ragged_batch", "two_epochs", "accumulation", "clipping", "loss_scaling",
-    "adamw", "resume",
+    "adamw", "schedule", "absent_on_some", "zero_on_some", "different_starts", "non_finite",
+    "huge_gradients", "denormal_gradients", "over_25_mib", "over_2_24_elements", "complex128",
+    "equal_twins", "odd_modules", "integer_buffers", "eval_mode", "resume",
 ]  # fmt: skip
 
 Order = RankOrder | BackendAllReduce | BackendReduce | RingOrder | DDPBuckets
@@ -98,6 +101,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     buffers    where a forward pass finds BatchNorm's running statistics: `local` to each rank,
                or `rank 0` (broadcast before the first forward of every step). Where neither this
                nor an order is promised, either will do
+    initial_state  `rank 0`: before the first step every rank is given rank 0's parameters and
+               buffers. Where that is not promised, ranks have to begin alike
     micro_batches  into how many stretches `backward` cuts a shard, the first longer by one where
                need be. Each one's mean loss is multiplied by its share of the shard's samples
                (and then by the weight); losses and gradients are added up in that order
@@ -117,6 +122,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     weighting: Weighting | None = None
     sync: Sync = "after-backward"
     buffers: Buffers | None = None
+    initial_state: InitialState | None = None
     wire: Wire | None = None
     micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 1
     optimizer_state: OptimizerState = "replicated"
@@ -271,6 +277,7 @@ def strategy(
     weighting: Weighting | None = None,
     sync: Sync = "after-backward",
     buffers: Buffers | None = None,
+    initial_state: InitialState | None = None,
     wire: Wire | None = None,
     micro_batches: int = 1,
     optimizer_state: OptimizerState = "replicated",
@@ -289,6 +296,7 @@ def strategy(
         weighting=weighting,
         sync=sync,
         buffers=buffers,
+        initial_state=initial_state,
         wire=wire,
         micro_batches=micro_batches,
         optimizer_state=optimizer_state,
@@ -305,7 +313,8 @@ def strategy(
             "RingOrder(), DDPBuckets() or None; "
             'scale "divide-after", "divide-before" or "multiply-before"; weighting "gradient" or '
             '"loss"; sync "after-backward", "during-backward" or "out-of-sight"; buffers "local" '
-            'or "rank 0"; wire "bfloat16", "float16", "float32" or None; micro_batches a number '
+            'or "rank 0"; initial_state "rank 0" or None; '
+            'wire "bfloat16", "float16", "float32" or None; micro_batches a number '
             'from 1; optimizer_state "replicated", "sharded" or "cut"; one_group True or False; '
             'backend a name or None; device "cpu", "cuda" or None; declines names of cells '
             "(distcheck list)"

@@ -110,7 +110,9 @@ def _check_loss(case: Case, strategy: LoadedStrategy) -> None:
 def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
     """Raises UsageError for ranks without data beside a promise of what every rank gives."""
     contract = strategy.contract
-    about_gradients = msgspec.structs.replace(contract, backend=None, device=None, declines=())
+    about_gradients = msgspec.structs.replace(
+        contract, backend=None, device=None, declines=(), initial_state=None
+    )
     if not case.adaptation.without_data:
         return
     if strategy.backward is not None or about_gradients != Contract():

@@ -10,8 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import CellName, DDPBuckets, Step, strategy
 
-# What has a gradient in one step must have one in all: DDP raises, one step too late.
-CHANGING: tuple[CellName, ...] = ("unused_parameters", "unused_later", "frozen_later")
+# What has a gradient in one step must have one in all, on every rank: DDP raises, a step too late.
+CHANGING: tuple[CellName, ...] = (
+    "unused_parameters",
+    "unused_later",
+    "frozen_later",
+    "absent_on_some",
+)
 
 
 @strategy(
@@ -20,6 +25,7 @@ CHANGING: tuple[CellName, ...] = ("unused_parameters", "unused_later", "frozen_l
     weighting="loss",
     sync="during-backward",
     buffers="rank 0",
+    initial_state="rank 0",
     declines=CHANGING,
 )
 class DDP:

@@ -22,6 +22,7 @@ _ddp = partial(
     weighting="loss",
     sync="during-backward",
     buffers="rank 0",
+    initial_state="rank 0",
     declines=CHANGING,
 )
 

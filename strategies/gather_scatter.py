@@ -11,8 +11,12 @@ from torch import nn
 from distcheck.contract import RankOrder, Step, strategy
 
 
-# gloo gathers neither complex nor sparse tensors.
-@strategy(order=RankOrder(), scale="divide-after", declines=("complex", "sparse"))
+# gloo gathers neither complex nor sparse tensors; a gradient is there on every rank, or on none.
+@strategy(
+    order=RankOrder(),
+    scale="divide-after",
+    declines=("complex", "complex128", "sparse", "absent_on_some"),
+)
 def gather_scatter(model: nn.Module, step: Step) -> None:
     """Leaves the mean gradient over all samples of the step in every `parameter.grad`."""
     for parameter in model.parameters():

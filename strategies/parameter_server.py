@@ -66,8 +66,10 @@ def _meet(url: str, **_: object) -> Iterator[tuple[Store, int, int]]:
 
 
 # TensorPipe moves GPU tensors only between devices that were named to it.
-# And rpc starts once in a process.
-@strategy(order=RankOrder(), scale="divide-after", device="cpu", declines=("resume",))
+# And rpc starts once in a process. The lists that ranks push have to be of the same gradients.
+@strategy(
+    order=RankOrder(), scale="divide-after", device="cpu", declines=("resume", "absent_on_some")
+)
 class ParameterServer:
     """Push, wait, and take the mean."""
 

@@ -13,7 +13,8 @@ from torch import nn
 from distcheck.contract import RingOrder, Step, strategy
 
 
-@strategy(order=RingOrder(), scale="divide-after", declines=("sparse",))  # there is nothing to cut
+# A sparse gradient cannot be cut up; and a gradient is there on every rank, or on none.
+@strategy(order=RingOrder(), scale="divide-after", declines=("sparse", "absent_on_some"))
 def ring(model: nn.Module, step: Step) -> None:
     """Leaves the mean gradient over all samples of the step in every `parameter.grad`."""
     for parameter in model.parameters():

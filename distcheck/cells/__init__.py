@@ -129,10 +129,71 @@ CELLS: Mapping[str, Cell] = {
         about="the composite model with AdamW, in two groups, its rates changing with every step",
         without=("S32", "S64"),
     ),
+    "schedule": Cell(
+        place="distcheck.cells.schedules:Schedule",
+        about="the learning rate changes with every step, from 0 on",
+        steps=4,
+    ),
+    "zero_on_some": Cell(
+        place="distcheck.cells.some_ranks:ZeroOnSome",
+        about="one layer's gradient is zero on all ranks but one, another's on one rank only",
+    ),
+    "different_starts": Cell(
+        place="distcheck.cells.some_ranks:DifferentStarts",
+        about="ranks begin with different parameters, and have to be given those of rank 0",
+    ),
+    "non_finite": Cell(
+        place="distcheck.cells.extremes:NonFinite",
+        about="gradients with infinities and NaN on some ranks, and no GradScaler",
+    ),
+    "huge_gradients": Cell(
+        place="distcheck.cells.extremes:Huge",
+        about="gradients of 1e30, and of 2.5e38, whose sum over ranks is beyond float32",
+    ),
+    "denormal_gradients": Cell(
+        place="distcheck.cells.extremes:Denormal",
+        about="gradients below the smallest normal number of float32",
+    ),
+    "over_25_mib": Cell(
+        place="distcheck.cells.large:Over25MiB",
+        about="one parameter of more than 25 MiB",
+        steps=1,
+    ),
+    "over_2_24_elements": Cell(
+        place="distcheck.cells.large:Over2To24",
+        about="one parameter of more than 2^24 elements",
+        steps=1,
+    ),
+    "complex128": Cell(
+        place="distcheck.cells.dtypes:LongComplexParameters",
+        about="complex parameters with parts in float64",
+    ),
+    "equal_twins": Cell(
+        place="distcheck.cells.modules:EqualTwins",
+        about="four layers of one shape, which begin with the same parameters",
+    ),
+    "odd_modules": Cell(
+        place="distcheck.cells.modules:OddModules",
+        about="LSTM, GRU, attention, Bilinear, parametrizations, containers of parameters",
+    ),
+    "integer_buffers": Cell(
+        place="distcheck.cells.modules:IntegerBuffers",
+        about="buffers of int64, int32 and bool, one beyond what float32 counts",
+    ),
+    "eval_mode": Cell(
+        place="distcheck.cells.modules:InEvalMode",
+        about="the model is handed over in eval mode, and trains in it for two steps",
+        steps=4,
+    ),
     "resume": Cell(
         place="distcheck.cells.schedules:Resume",
         about="after step 1 everything is built anew and filled from a checkpoint",
         steps=4,
+    ),
+    # Last: many a strategy that is right elsewhere ends the run here.
+    "absent_on_some": Cell(
+        place="distcheck.cells.some_ranks:AbsentOnSome",
+        about="one layer is used on one rank only, one on all but one: elsewhere p.grad is None",
     ),
 }
 
@@ -173,6 +234,11 @@ def why_declined(
         if name in contract.declines:
             what = "it" if name == workload else name
             return f"its contract declines {what} ({CELLS[name].about})"
+    if workload == "different_starts" and contract.initial_state is None:
+        return (
+            'it does not promise initial_state="rank 0" in a contract: ranks have to begin alike, '
+            "and then there is nothing to send"
+        )
     scales, clips = training.loss_scale is not None, training.clip_norm is not None
     if (training.accumulate > 1 or scales) and own_backward:
         return "it runs backward itself, so the loop cannot do it otherwise"

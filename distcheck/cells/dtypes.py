@@ -46,9 +46,9 @@ class MixedDtypes(CellWorkload):
 class ComplexLayers(nn.Module):
     """A complex layer, whose two parts a real one reads."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, dtype: torch.dtype = torch.complex64) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(_WIDTH, FEATURES, dtype=torch.complex64) / 16)
+        self.weight = nn.Parameter(torch.randn(_WIDTH, FEATURES, dtype=dtype) / 16)
         self.outputs = nn.Linear(2 * _WIDTH, classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -69,6 +69,17 @@ class ComplexParameters(CellWorkload):
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """In the dtypes that it is built in."""
         return ComplexLayers(classes)
+
+
+class LongComplexParameters(CellWorkload):
+    """Gradients with two parts in float64."""
+
+    own_dtypes = True
+    must_happen = (Dtypes(dtypes=("complex128",)),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The real layer stays in float32."""
+        return ComplexLayers(classes, torch.complex128)
 
 
 class NumberedSamples(CellSamples):

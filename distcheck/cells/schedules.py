@@ -11,6 +11,7 @@ from distcheck.happenings import (
     Accumulated,
     Clipped,
     OtherOrder,
+    RateChanged,
     Resumed,
     ScalerSkips,
     ShortBatch,
@@ -44,6 +45,17 @@ class TwoEpochs(_Perceptron):
     def samples(self) -> CellSamples:
         """Two batches."""
         return CellSamples(2 * BATCH)
+
+
+class Schedule(_Perceptron):
+    """A warm-up from 0, and half the rate after that."""
+
+    must_happen = (RateChanged(),)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """0, 0.05, 0.025, 0.0125, ..."""
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * 0.5**step if step else 0.0
 
 
 class Accumulation(_Perceptron):

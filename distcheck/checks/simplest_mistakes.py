@@ -168,8 +168,8 @@ def _flat(tensor: torch.Tensor, stride: int) -> torch.Tensor:
 def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
     """The smallest relative error of a factor that the comparison fails for: 2 b / |m|."""
     if not isinstance(bound, torch.Tensor):
-        size = float(mean.norm())
+        size = float(torch.where(mean.isfinite(), mean, 0.0).norm())
         return 2.0 * bound / size if size else float("inf")
     ratios = 2.0 * bound / mean.abs()
-    ratios = ratios[ratios.isfinite()]
+    ratios = ratios[ratios.isfinite() & mean.isfinite()]
     return float(ratios.min()) if ratios.numel() else float("inf")

@@ -11,9 +11,10 @@ from distcheck.contract import Contract, DDPBuckets
 from distcheck.mistakes import Shown
 from distcheck.oracles import low_rank, order_exact, quantum, rounding
 from distcheck.oracles.averaging import Averages
-from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance
+from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance, underflow
 from distcheck.oracles.inexact_sums import Standing
 from distcheck.oracles.lattice import LatticeStep
+from distcheck.oracles.overflow import Overflow
 from distcheck.oracles.references import References
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import NotRecordedError, ShardResult, declared_factor, loss_scale
@@ -41,6 +42,7 @@ class StepExpectation:
         self.step = step
         # What comparisons with the shards' mean would show, by parameter: asked for by two layers.
         self.shown: dict[int, Shown | None] = {}
+        self.overflows: dict[int, Overflow | None] = {}  # where sums may leave the dtype's range
         self._references = references
         self._in_double: StepExpectation | None = None
 
@@ -362,10 +364,10 @@ class StepExpectation:
 
     def relative_to_batch(self, layer: str, index: int) -> float:
         """The same of gradients that are neither rounded nor quantised on their way."""
-        name = self.trace.layout.model.parameters[index].name
+        spec = self.trace.layout.model.parameters[index]
         samples = sum(len(header.ids) for header in self.headers)
-        scale = self._module_scales.get(name.rpartition(".")[0], 0.0)
-        return relative_tolerance(layer, samples) * scale
+        scale = self._module_scales.get(spec.name.rpartition(".")[0], 0.0)
+        return relative_tolerance(layer, samples) * scale + underflow(layer, samples, spec.elements)
 
     @property
     def normalised_sizes(self) -> list[int]:

@@ -25,6 +25,16 @@ exact gradient of a bias in front of BatchNorm is zero. It is the sum of the sam
 enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
 the weight's norm, correct code was measured at up to 2e-6 in float32.)
 
+Terms that fall below the smallest normal number are rounded to a multiple of the smallest one,
+tiny (2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms,
+each the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a
+few more for weight and division, fewer than N. Sums do not underflow. So both layers allow for
+
+    2 N tiny sqrt(elements)
+
+more, as an L2 norm: 7e-43 for one element and 256 images, below every normal number. (A term that
+underflows earlier in backward, and is then multiplied by something large, may be off by more.)
+
 Both take the gradient for a smooth function of what is rounded. It is none at a kink (a ReLU at 0,
 a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its own
 rounding error, other kernels' blocking may put a sample on the other side than its shard did, and
@@ -57,7 +67,7 @@ from torch import nn
 from distcheck import seeds
 from distcheck.contract import Batch, Contract
 from distcheck.oracles.ghost_batch import GhostBatch, Stretch
-from distcheck.oracles.rounding import real_parts, unit_roundoff
+from distcheck.oracles.rounding import real_parts, smallest, unit_roundoff
 from distcheck.oracles.shards import load_state, stretch_sizes
 from distcheck.ranks.training import Ingredients, dense, trainable
 from distcheck.traces.layout import Kind
@@ -100,8 +110,17 @@ def module_scales(
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The L2 norm, in float64; a complex number counts with both of its parts."""
-    return float(real_parts(tensor).double().norm())
+    """The L2 norm of what is finite, in float64; a complex number counts with both of its parts."""
+    parts = real_parts(tensor).double()
+    return float(torch.where(parts.isfinite(), parts, 0.0).norm())
+
+
+def underflow(layer: str, batch: int, elements: int) -> float:
+    """The most by which two ways to add up a gradient may differ where its terms underflow, as an
+    L2 norm; see the module's text.
+    """
+    tiny = smallest(torch.float64 if layer == "S64" else torch.float32)
+    return 2.0 * batch * tiny * sqrt(elements)
 
 
 def loss_tolerance(layer: str, magnitude: float) -> float:

@@ -85,6 +85,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return _UNITS[dtype.to_real() if dtype.is_complex else dtype][0]
 
 
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number above zero; for complex numbers that of their parts."""
+    return _UNITS[dtype.to_real() if dtype.is_complex else dtype][1]
+
+
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones, in a last dimension of 2; real ones as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

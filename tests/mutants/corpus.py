@@ -235,6 +235,11 @@ EXTRAS = frozenset(
         "one_bucket_for_every_dtype", "reduces_the_real_part", "ExchangesAfterTheFirstBackward",
         "hides_infinities", "StepsFromItsOwnBuffer", "keeps_the_first_model",
         "BroadcastsDeadBuffers",
+        "RestsAtRateZero", "asks_rank_0_what_there_is", "counts_who_has_something",
+        "SendsWeightsAndForgetsBiases", "takes_no_number_for_zero", "drops_what_has_no_finite_norm",
+        "flushes_what_is_denormal", "sends_25_mib_at_most", "sends_its_sizes_in_single_precision",
+        "every_complex_is_complex64", "takes_equal_for_tied", "knows_one_class_of_parameters",
+        "SendsBuffersAsFloats", "exchanges_in_training_mode", "leaves_eval_mode_on",
         # what --accept must not let through
         "rounded_and_never_divided", "rounded_and_one_percent_off",
         "shorter_than_accepted", "quantised_and_never_divided", "quantised_without_the_last_rank",
