@@ -107,7 +107,7 @@ def flushes_what_is_denormal(model: nn.Module, step: Step) -> None:
     average(model, step)
 
 
-@mutant(caught=APART, workload="over_25_mib", world=2, steps=1)
+@mutant(caught=APART, workload="over_25_mib", world=2, steps=1, seldom=True)
 def sends_25_mib_at_most(model: nn.Module, step: Step) -> None:
     """One buffer of 25 MiB, filled once for a tensor: what is beyond it stays as it is."""
     for parameter in model.parameters():
@@ -115,7 +115,7 @@ def sends_25_mib_at_most(model: nn.Module, step: Step) -> None:
         _average(flat[: MIB_25 // parameter.element_size()], step)
 
 
-@mutant(caught=APART, workload="over_2_24_elements", world=2, steps=1)
+@mutant(caught=APART, workload="over_2_24_elements", world=2, steps=1, seldom=True)
 def sends_its_sizes_in_single_precision(model: nn.Module, step: Step) -> None:
     """The number of elements goes through float32, which holds no odd number beyond 2^24."""
     for parameter in model.parameters():
@@ -124,7 +124,7 @@ def sends_its_sizes_in_single_precision(model: nn.Module, step: Step) -> None:
         _average(parameter.grad.view(-1)[: int(size)], step)
 
 
-@mutant(caught="gradients R", workload="complex128", world=2, steps=1)
+@mutant(caught="gradients R", workload="complex128", world=2, steps=1, seldom=True)
 def every_complex_is_complex64(model: nn.Module, step: Step) -> None:
     """It asks whether numbers are complex, and not how long."""
     for parameter in model.parameters():
