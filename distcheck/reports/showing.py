@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
-import click
 import msgspec
 
 T = TypeVar("T")
 
 MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
+MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
 # Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
 _OLD_COMMAND = "##["
@@ -73,14 +73,21 @@ def _text(text: str) -> str:
     return text if text.isprintable() else text.translate(_ESCAPES)
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+def shortened(
+    text: str, most: int = MOST_CHARACTERS, *, why: str = "; the JSON report has them"
+) -> str:
     """The beginning and the end of a text of more than `most` characters."""
     if len(text) <= most:
         return text
     head = most // 4
     left_out = len(text) - most
-    said = f"\n... {left_out:,} characters are left out here; the JSON report has them ...\n"
+    said = f"\n... {left_out:,} characters are left out here{why} ...\n"
     return text[:head] + said + text[len(text) - (most - head) :]
+
+
+def reported(text: str) -> str:
+    """A text as its rank sends it."""
+    return shortened(text, MOST_REPORTED, why=f"; a rank reports {MOST_REPORTED:,} of a text")
 
 
 def without_commands(text: str, *, form: str = "") -> str:
@@ -114,4 +121,6 @@ class Filtered:
 
 def say(text: str, *, err: bool = False) -> None:
     """Prints a line that may quote other people's text."""
+    import click  # not in ranks, which cut their texts by this module
+
     click.echo(without_commands(shown(text)), err=err)

@@ -4,6 +4,7 @@ import logging
 import random
 import sys
 import time
+import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from distcheck import devices
 from distcheck.errors import CannotRunError
+from distcheck.reports.showing import shortened
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import End, RankReport, Seen, encoded
@@ -27,6 +29,8 @@ from distcheck.worlds.rendezvous import Rendezvous, join
 # What ranks import as they go and cannot do without for long: the first optimizer imports
 # torch._dynamo, for most of a second, in every rank.
 _PRELOADS = ("torch._dynamo",)
+_MOST_MESSAGE = 200_000  # characters of an exception that pytest is given
+_CUT = "; pytest is given 200,000 of a text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +168,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     left = leaks.left_behind(before) if goes_on else leaks.Left()
     report = RankReport(
         end=end,
-        reason="" if error is None else text_of(error),
+        reason="" if error is None else _cut(text_of(error)),
         warnings=tuple(_as_seen(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
@@ -179,6 +183,20 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         assert error is not None
         report = _with_failure(report, item, error)
     return report, error
+
+
+def _is_short(error: BaseException) -> bool:
+    return len(text_of(error)) <= _MOST_MESSAGE
+
+
+def _cut(text: str) -> str:
+    return shortened(text, _MOST_MESSAGE, why=_CUT)
+
+
+def _short_repr(error: BaseException) -> str:
+    """What pytest would take minutes for: it wraps and copies a text many times."""
+    stack = "".join(traceback.format_tb(error.__traceback__))
+    return f"{stack}{type(error).__name__}: {_cut(text_of(error))}"
 
 
 def _refuse_a_result(item: pytest.Function, result: object) -> None:
@@ -209,7 +227,7 @@ def _with_failure(report: RankReport, item: pytest.Function, error: BaseExceptio
     if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
         error.__traceback__ = frame.tb_next  # our own, which --tb=native would show
     excinfo = pytest.ExceptionInfo.from_exception(error)
-    longrepr = item.repr_failure(excinfo)
+    longrepr: Any = item.repr_failure(excinfo) if _is_short(error) else _short_repr(error)
     crash = getattr(longrepr, "reprcrash", None)
     as_test_report = pytest.TestReport(
         nodeid=item.nodeid,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from distcheck.errors import DistcheckError
+from distcheck.reports.showing import reported
 from distcheck.worlds import flight, linux, messages
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
@@ -160,8 +161,8 @@ def _as_event(error: BaseException) -> messages.Raised:
     exit_code = int(error.exit_code) if isinstance(error, DistcheckError) else None
     return messages.Raised(
         kind=type(error).__qualname__,
-        message=messages.printable(messages.text_of(error)),
-        traceback=messages.printable(text),
+        message=messages.printable(reported(messages.text_of(error))),
+        traceback=messages.printable(reported(text)),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),

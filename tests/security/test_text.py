@@ -4,6 +4,8 @@ command, and takes no time.
 
 import io
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from distcheck.outputs import write_document
 from distcheck.records import Report
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.json_report import as_document, render_json
-from distcheck.reports.showing import MOST_CHARACTERS, say, shown, without_commands
+from distcheck.reports.showing import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
 from distcheck.reports.terminal import console_for, render, render_text, summarize
+from distcheck.worlds import child
 from tests.documents import ENVIRONMENT, HOSTILE, crash, hostile, mismatch
+from tests.world.command import COMMAND, QUICK
 
 # Erases the screen, writes the clipboard, turns the order of what follows around, ends a line for
 # some readers, has no width, and cannot be encoded.
@@ -145,3 +149,41 @@ def test_what_is_left_out_is_counted() -> None:
     assert "... 10 characters are left out here; the JSON report has them ..." in text
     assert text.endswith("b" * 10)
     assert shown("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
+
+
+def test_a_rank_sends_the_ends_of_a_text_that_is_too_long() -> None:
+    for text in ("the beginning" + "x" * (MOST_REPORTED + 1) + "the reason", "x" * MOST_REPORTED):
+        event = child._as_event(RuntimeError(text))
+        assert len(event.message) < MOST_REPORTED + 200
+        assert event.message.startswith(text[:10])
+        assert event.message.endswith(text[-10:])
+        assert ("characters are left out here; a rank reports" in event.message) == (
+            len(text) > MOST_REPORTED
+        )
+
+
+FLOODS = """
+import pytest
+
+@pytest.mark.world(2)
+def test_floods(world):
+    raise RuntimeError("the beginning " + "word " * (60 << 20) + " the reason")
+"""
+
+
+@pytest.mark.sweep
+def test_an_exception_of_300_mb_has_its_cause_in_pytest_and_in_verify(tmp_path: Path) -> None:
+    (tmp_path / "test_floods.py").write_text(FLOODS)
+    (tmp_path / "floods.py").write_text(
+        "def f(model, step):\n    raise RuntimeError('the beginning ' + 'w ' * (150 << 20) + "
+        "' the reason')\n"
+    )
+    for words in (
+        [sys.executable, "-m", "pytest", "-q", "test_floods.py"],
+        [*COMMAND, "verify", "--strategy", "floods.py:f", *QUICK, "--html", "floods.html"],
+    ):
+        ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        assert ran.returncode in (1, 4), ran.stderr[-1000:]
+        assert "the beginning" in ran.stdout
+        assert "the reason" in ran.stdout
+        assert len(ran.stdout) < 1 << 20
