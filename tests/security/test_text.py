@@ -35,7 +35,7 @@ DANGEROUS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-COMMAND = re.compile(r"^\s*::|##\[", re.MULTILINE)
+GITHUB_COMMAND = re.compile(r"^\s*::|##\[", re.MULTILINE)
 
 
 def report_of(text: str) -> Report:
@@ -75,7 +75,7 @@ def test_any_text_is_shown_so_that_it_prints(text: str) -> None:
     found = shown(text)
     assert all(line.replace("\t", "").isprintable() for line in found.split("\n"))
     assert shown(found) == found
-    assert not COMMAND.search(without_commands(found))
+    assert not GITHUB_COMMAND.search(without_commands(found))
 
 
 def test_names_in_records_are_shown_as_well() -> None:
@@ -98,10 +98,10 @@ def test_nothing_that_is_printed_is_a_command_of_githubs(
     for width in (40, 60, 80, 100):
         stream = io.StringIO()
         render(report, console_for(stream, width=width), verbose=True)
-        assert not COMMAND.search(stream.getvalue())
-        assert not COMMAND.search(render_text(report, width=width))
+        assert not GITHUB_COMMAND.search(stream.getvalue())
+        assert not GITHUB_COMMAND.search(render_text(report, width=width))
     say(COMMANDS)
-    assert not COMMAND.search(capsys.readouterr().out)
+    assert not GITHUB_COMMAND.search(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("form", ["json", "junit", "html"])
@@ -111,7 +111,7 @@ def test_formats_on_standard_output_are_no_commands_and_mean_the_same(
     document = as_document(report_of(COMMANDS))
     write_document({form: "-"}, document)
     said = capsys.readouterr().out
-    assert not COMMAND.search(said)
+    assert not GITHUB_COMMAND.search(said)
     write_document({form: str(tmp_path / "file")}, document)
     written = (tmp_path / "file").read_text()
     assert meaning(form, said) == meaning(form, written)
