@@ -118,12 +118,16 @@ class Book:
             digests=self._made[run.case.id].digests,
         )
 
-    def report(self, *, interrupted: bool) -> Report:
-        """The report over all cases; those that never finished are unknown."""
+    def report(
+        self, *, interrupted: bool = False, given_up: DistcheckError | None = None
+    ) -> Report:
+        """The report over all cases; those that never finished are unknown. `given_up` is what
+        ended the run before they did.
+        """
         cases = tuple(self._reports.get(run.case.id) or self._unfinished(run) for run in self._runs)
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
-        if self.settles and not interrupted:
+        if self.settles and not interrupted and given_up is None:
             counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,
@@ -138,6 +142,8 @@ class Book:
             save_error=self._save_error,
             interrupted=interrupted,
         )
+        if given_up is not None:
+            report = given_up_on(report, given_up)
         return self._written(report) if self._keep and not self._save_error else report
 
     def _unfinished(self, run: CaseRun) -> CaseReport:
@@ -158,7 +164,7 @@ class Book:
             self._keep.write_report(render_json(report))
         except OSError as error:
             self._note_failure(error)
-            return self.report(interrupted=report.interrupted)
+            return msgspec.structs.replace(report, saved_to=None, save_error=self._save_error)
         return report
 
     def _note_failure(self, error: Exception) -> None:
@@ -174,6 +180,11 @@ class Book:
         if self._keep is not None:
             return f"distcheck replay {shlex.quote(str(self._keep.case_file(case)))}"
         return case.command_line
+
+
+def given_up_on(report: Report, error: DistcheckError) -> Report:
+    """A report that says why the run ended before every case was judged."""
+    return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
 def run_of(saved: SavedCase, fds: list[int]) -> CaseRun:

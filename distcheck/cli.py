@@ -7,13 +7,14 @@ from typing import NoReturn
 
 import click
 
-from distcheck import __version__
+from distcheck import __version__, interrupts
 from distcheck.commands import COMMANDS
 from distcheck.errors import DistcheckError, ExitCode
 
 
 def main() -> NoReturn:
     """The console script. Every way out is one of `ExitCode`."""
+    interrupts.listen()
     try:
         code = _group.main(standalone_mode=False, prog_name="distcheck")
     except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
@@ -31,6 +32,7 @@ def main() -> NoReturn:
         traceback.print_exc()
         _complain("this is a defect of distcheck itself; no verdict was reached")
         code = ExitCode.UNKNOWN
+    interrupts.ignore()
     sys.exit(int(code or 0))
 
 

@@ -76,6 +76,8 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     allowed = {code, ExitCode.INTERRUPTED}
     if code in (ExitCode.PASS, ExitCode.UNKNOWN):  # what was to be saved could not be
         allowed.add(ExitCode.CANNOT_RUN)
+    if code == ExitCode.UNKNOWN:  # a process with ranks was lost before a case was judged
+        allowed.add(ExitCode.RANK_FAILED)
     if document.exit_code not in allowed:
         yield f"its exit code is {document.exit_code}, and its cases give {int(code)}"
     if document.plan is not None:

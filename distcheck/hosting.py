@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -27,8 +26,8 @@ def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
     """The pool of the process that judges: a fleet where a launcher has started others."""
     if launch is None:
         return Pool()
-    signal.signal(signal.SIGTERM, _interrupt)  # how launchers end what they have started
     pool = Fleet(launch, deadline_s=cases[0].deadline_s, identity=identity_of(cases))
+    signal.signal(signal.SIGTERM, pool.on_sigterm)  # how launchers end what they have started
     _end_with_launcher(pool, launch)
     return pool
 
@@ -47,6 +46,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
         except DistcheckError as error:
             host.decline(error)
             raise
+        signal.signal(signal.SIGTERM, host.on_sigterm)
         over = host.serve(identity_of(cases))
         # A launcher that sees another process leave may end this one, which is leaving.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -115,8 +115,4 @@ def _end_with_launcher(pool: Pool, launch: Launch) -> None:
 
 
 def _launcher_has_ended() -> None:
-    raise KeyboardInterrupt
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt

@@ -347,6 +347,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     saved_to: str | None = None
     save_error: str = ""
     interrupted: bool = False
+    given_up: str = ""  # why the run ended before every case was judged
+    given_up_as: ExitCode = ExitCode.CANNOT_RUN
 
     @property
     def verdict(self) -> VerdictName:
@@ -368,6 +370,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             return ExitCode.MISMATCH
         if failed:
             return ExitCode.RANK_FAILED
+        if self.given_up:
+            return self.given_up_as
         if self.save_error:
             return ExitCode.CANNOT_RUN
         return ExitCode.PASS if self.verdict == "pass" else ExitCode.UNKNOWN
@@ -375,7 +379,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def raise_for_verdict(self) -> "Report":
         """Returns itself on a pass; raises `VerdictError` (an AssertionError) otherwise."""
         __tracebackhide__ = True
-        if self.verdict == "pass" and not self.interrupted:
+        if self.verdict == "pass" and not self.interrupted and not self.given_up:
             return self
         from distcheck.reports.terminal import render_text, summarize
 

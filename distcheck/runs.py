@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from distcheck.errors import DistcheckError, ExitCode
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.gate.costs import rough_s
 from distcheck.hosting import dismiss, front_pool
 from distcheck.launchers.launch import Launch
@@ -18,7 +18,7 @@ from distcheck.reports.showing import say
 from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store import Store
 from distcheck.thorough import NOTHING_BESIDE, Beside
-from distcheck.verification import Interrupted, recheck, run_cases
+from distcheck.verification import GivenUpError, Interrupted, recheck, run_cases
 from distcheck.worlds.pool import Pool
 
 
@@ -87,6 +87,9 @@ def _show(
     except Interrupted as interruption:
         report = interruption.report
         dismiss(pool, int(report.exit_code), "interrupted")
+    except GivenUpError as loss:
+        report = loss.report
+        dismiss(pool, int(report.exit_code), report.given_up)
     except DistcheckError as error:
         dismiss(pool, int(error.exit_code), str(error))
         raise
@@ -97,14 +100,18 @@ def _show(
         dismiss(pool, int(report.exit_code), summarize(report))
     finally:
         pool.close()
-    if "-" not in files.values():
-        render(report, console_for(), verbose=verbose, quiet=quiet)
-    write_outputs(files, report)
+    unwritten = _written(report, files, verbose=verbose, quiet=quiet)
     if report.interrupted:
         judged = sum(not case.unfinished for case in report.cases)
         click.echo(
             f"distcheck: interrupted after {judged} of {len(report.cases)} cases; "
             "nothing is left running",
+            err=True,
+        )
+    elif report.given_up:
+        judged = sum(not case.unfinished for case in report.cases)
+        say(
+            f"distcheck: {report.given_up}; {judged} of {len(report.cases)} cases were judged",
             err=True,
         )
     elif report.save_error:
@@ -113,4 +120,29 @@ def _show(
             "elsewhere",
             err=True,
         )
+    for problem in unwritten:
+        say(f"distcheck: warning: {problem}; the verdict stands", err=True)
+    if unwritten and report.exit_code == ExitCode.PASS:
+        return int(ExitCode.CANNOT_RUN)
     return int(report.exit_code)
+
+
+def _written(report: Report, files: Mapping[str, str], *, verbose: bool, quiet: bool) -> list[str]:
+    """Shows the report and writes its files; returns what could not be written. A verdict does not
+    change by that: a failure stays a failure on a full disk.
+    """
+    problems = []
+    ended_early = bool(report.interrupted or report.given_up) and not report.environment
+    try:
+        if "-" not in files.values() and not ended_early:
+            render(report, console_for(), verbose=verbose, quiet=quiet)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        problems.append(f"the report could not be shown: {error.strerror}")
+    for name, path in files.items():
+        try:
+            write_outputs({name: path}, report)
+        except CannotRunError as error:
+            problems.append(str(error))
+    return problems

@@ -9,10 +9,11 @@
 """
 
 import atexit
+import contextlib
 import os
 import shlex
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ import msgspec
 from distcheck import followups, limits, plan, preparation, store, verdicts
 from distcheck import thorough as thorough_run
 from distcheck.adapters.asked import adaptation_of
-from distcheck.book import Book, run_of
+from distcheck.book import Book, given_up_on, run_of
 from distcheck.case_runs import CaseRun, is_separate
 from distcheck.contents import not_shown
 from distcheck.datasets import FILE_DATASETS, SYNTHETIC
-from distcheck.errors import DistcheckError, LeftOutError, MembershipError, UsageError
+from distcheck.errors import (
+    CannotRunError,
+    DistcheckError,
+    HelperError,
+    LeftOutError,
+    MembershipError,
+    RankLostError,
+    UsageError,
+)
 from distcheck.followups import FollowUp
 from distcheck.objects import names_of
 from distcheck.origin import origin_here
@@ -49,6 +58,15 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, report: Report) -> None:
         super().__init__("interrupted")
         self.report = report
+
+
+class GivenUpError(HelperError):
+    """The run lost what it needs; carries the report on what had been judged by then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.given_up)
+        self.report = report
+        self.exit_code = report.given_up_as
 
 
 def verify(
@@ -161,16 +179,50 @@ def run_cases(
     """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
     were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
     or does not count. The searches of `beside` come last. Raises Interrupted, with what there is,
-    on Ctrl-C.
+    on Ctrl-C and SIGTERM; GivenUpError where the helper or another process with ranks is gone.
     """
-    listener, origin = listener or Silent(), origin_here()
+    origin = origin_here()
+    try:
+        return _run_cases(
+            cases,
+            pool=pool,
+            keep=keep,
+            listener=listener or Silent(),
+            download=download,
+            made=made or {},
+            whole=whole,
+            follow_up=follow_up,
+            beside=beside,
+            origin=origin,
+        )
+    except (Interrupted, GivenUpError):
+        raise
+    except KeyboardInterrupt:
+        early = _nothing_verified(cases, "not judged: interrupted", whole, origin, unfinished=True)
+        raise Interrupted(msgspec.structs.replace(early, interrupted=True)) from None
+    except (HelperError, RankLostError) as error:
+        lost = _nothing_verified(cases, str(error), whole, origin, unfinished=True)
+        raise GivenUpError(given_up_on(lost, error)) from error
+
+
+def _run_cases(
+    cases: Sequence[Case],
+    *,
+    pool: Pool,
+    keep: Store | None,
+    listener: Listener,
+    download: bool,
+    made: Mapping[str, Provenance],
+    whole: RunPlan | None,
+    follow_up: bool,
+    beside: Beside,
+    origin: Origin,
+) -> Report:
     listener.preparing("importing torch")
     pool.open()
     if any(is_separate(case) for case in cases):
         pool.open_interpreters()
-    if keep is not None:
-        for case in cases:
-            keep.write_case(case)
+    _write_cases(keep, cases, {})
     try:
         pool.wait_ready()
     except MembershipError as error:
@@ -182,9 +234,7 @@ def run_cases(
         facts = preparation.inspect(pool, cases, data)
         environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
-        if keep is not None:
-            for case in cases:
-                keep.write_case(case, here[case.id])
+        _write_cases(keep, cases, here)
         earlier = {} if keep is None else keep.finished(cases)
         about = dict(zip([case.id for case in cases], facts.cases, strict=True))
         left = [case for case in cases if case.id not in earlier]
@@ -195,23 +245,46 @@ def run_cases(
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned([run.case for run in runs], before=len(earlier))
         for run in runs:
-            before = (made or {}).get(run.case.id)
+            before = made.get(run.case.id)
             run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        try:
+        with _reported(book, runs):
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
             _search_beside(pool, book, beside.searches, keep is not None, listener)
-        except KeyboardInterrupt:
-            raise Interrupted(book.report(interrupted=True)) from None
-        finally:
-            for run in runs:
-                run.close()
-    return book.report(interrupted=False)
+    return book.report()
+
+
+def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:
+    """Raises CannotRunError where a person asked to keep the run, and it cannot be written."""
+    try:
+        for case in cases if keep is not None else ():
+            assert keep is not None
+            keep.write_case(case, made.get(case.id))
+    except OSError as error:
+        assert keep is not None
+        if keep.keep_everything:
+            raise CannotRunError(f"{keep.folder} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _reported(book: Book, runs: Sequence[CaseRun]) -> Iterator[None]:
+    """Around the running of cases: whatever ends it takes along the report on what there is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(book.report(interrupted=True)) from None
+    except (HelperError, RankLostError) as error:
+        for run in runs:
+            run.notes += [] if run.finished else [str(error)]
+        raise GivenUpError(book.report(given_up=error)) from error
+    finally:
+        for run in runs:
+            run.close()
 
 
 def _follow_up(
@@ -314,12 +387,23 @@ def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
 
 
 def _nothing_verified(
-    cases: Sequence[Case], reason: str, whole: RunPlan | None, origin: Origin
+    cases: Sequence[Case],
+    reason: str,
+    whole: RunPlan | None,
+    origin: Origin,
+    *,
+    unfinished: bool = False,
 ) -> Report:
     """The report of a run that was given up before any rank of it began."""
     unknown = [
         CaseReport(
-            case=case, strategy_file="", verdict="unknown", outcomes=(), checks=(), notes=(reason,)
+            case=case,
+            strategy_file="",
+            verdict="unknown",
+            outcomes=(),
+            checks=(),
+            notes=(reason,),
+            unfinished=unfinished,
         )
         for case in cases
     ]

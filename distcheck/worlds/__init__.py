@@ -6,6 +6,7 @@ child.py        what a forked process does before and after its job
 scratch.py      folders that go even where whoever made them is killed
 messages.py     what the three kinds of process say to each other
 pool.py         the front's side of the helper: start, kill, pump events
+helper_watch.py noticing a helper that was stopped
 interpreters.py further helpers, for ranks that are to share no process state
 surroundings.py what differs between such ranks: interpreters, machines, environment, delays ...
 noise.py        ... and what they allocate first

@@ -126,7 +126,7 @@ def is_own(module: str) -> bool:
 
 def _settle(request: messages.Spawn, fds: list[int]) -> None:
     """Gives the process its own environment, folder, streams, signals and randomness."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 LEAST_SILENCE_S = 5.0
 _IMPORT_S = 300.0  # torch, from a cold network disk
 _GREETING_S = 5.0  # from a connection to its first words
+_FAREWELL_S = 0.5  # from a launcher's SIGTERM to what it is about: the end of another process
 _BYE_S = 2.0  # for hosts to leave, before the front does
 
 
@@ -44,6 +46,7 @@ class Fleet(Pool):
         self._worlds = 0
         self._gathered = self._all_alike = False
         self._beats = Looks(0.0)
+        self._asked_to_end = False
 
     @property
     def address(self) -> str:
@@ -144,6 +147,8 @@ class Fleet(Pool):
     def pump(self, timeout_s: float) -> None:
         """As any pool; shows signs of life, and looks for those of the others."""
         super().pump(min(timeout_s, wire.SIGN_EVERY_S) if self._links else timeout_s)
+        if self._asked_to_end:
+            self._end_as_asked()
         now = time.monotonic()
         if now - self._beats.last < wire.SIGN_EVERY_S:
             return
@@ -155,6 +160,25 @@ class Fleet(Pool):
             if not link.lost and link.silent_s > allowed_s:
                 link.lose(f"nothing was heard of it for {allowed_s:g} s")
             link.send(wire.Beat())
+            if link.lost:
+                self.unwatch(link.line)
+                self._complain_early(link)
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Notes that the launcher ends its processes; `pump` finds out why."""
+        self._asked_to_end = True
+
+    def _end_as_asked(self) -> None:
+        """A launcher ends all processes when one of them has died: then the world goes on to say
+        which. Raises KeyboardInterrupt where none has.
+        """
+        self._asked_to_end = False
+        deadline = time.monotonic() + _FAREWELL_S
+        while not any(link.lost for link in self._links):
+            if time.monotonic() > deadline:
+                raise KeyboardInterrupt
+            super().pump(0.05)
+        for link in self._links:
             if link.lost:
                 self.unwatch(link.line)
                 self._complain_early(link)

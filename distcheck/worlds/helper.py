@@ -28,6 +28,12 @@ _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
 _HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
 
 
+# A cluster's SIGTERM reaches every process of a job at once.
+_FRONTS_TO_DECIDE = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+)  # fmt: skip
+
+
 class Helper:
     """Forks on request, reaps, and reports."""
 
@@ -201,7 +207,7 @@ def _ignore_signals() -> None:
     """
     # Where the front had registered it, a rank's own `register` would change no more than a file.
     faulthandler.unregister(signal.SIGUSR1)
-    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+    for name in _FRONTS_TO_DECIDE:
         signal.signal(name, signal.SIG_IGN)
 
 

@@ -53,6 +53,11 @@ class HelperProcess(Protocol):
         ...
 
     @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was started."""
+        ...
+
+    @property
     def running(self) -> bool:
         """Whether it has been started and has not ended."""
         ...
@@ -109,6 +114,11 @@ class CleanHelper:
         )
 
     @property
+    def pid(self) -> int:
+        """That of the interpreter."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the interpreter is there."""
         return self._process is not None and self._process.poll() is None
@@ -126,6 +136,8 @@ class CleanHelper:
 
     def last_words(self) -> str:
         """The last line that the interpreter printed, as a rule an exception."""
+        if self._output.closed:
+            return ""
         self._output.seek(0)
         said = self._output.read().decode(errors="replace").strip()
         return said.splitlines()[-1] if said else ""
@@ -166,6 +178,11 @@ class ForkedHelper:
             helper.serve_forked(control, front)
         finally:
             os._exit(70)
+
+    @property
+    def pid(self) -> int:
+        """That of the fork; 0 as well when it is gone."""
+        return self._pid
 
     @property
     def running(self) -> bool:

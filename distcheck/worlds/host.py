@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 
 import msgspec
 
@@ -30,6 +31,7 @@ _CHUNK_BYTES = 1 << 20
 _TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
 _ERROR_PATIENCE_S = 15.0
 _ASK_AGAIN_S = 2.0
+_FAREWELL_S = 10.0  # from a launcher's SIGTERM to what the front says of it; torchrun waits 30
 _FRONT_ENDED = "rank 0 has ended without a verdict"
 _READ_DEADLINE_S = 600.0  # idle seconds; downloads take their time
 
@@ -80,6 +82,7 @@ class Host:
         self._over: wire.Over | None = None
         self._preparing: World | None = None
         self._silent_s, self._last_signs = 0.0, time.monotonic()
+        self._asked_to_end_at: float | None = None
 
     def serve(self, identity: Mapping[str, str]) -> wire.Over:
         """Until the front says that it is over. Raises CannotRunError, or RankLostError."""
@@ -96,9 +99,18 @@ class Host:
             self._pool.pump(0.1)
             self._pass_on()
             self._tick_preparing()
+            asked_at = self._asked_to_end_at
+            if asked_at is not None and time.monotonic() - asked_at > _FAREWELL_S:
+                raise KeyboardInterrupt
             if self._silent_s > self._silence_s:
                 raise RankLostError(f"nothing was heard of rank 0 for {self._silence_s:g} s")
         return self._over
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Notes that the launcher ends its processes. The front has heard of it too, and says with
+        which code; to leave before it does would look as if this process had been lost.
+        """
+        self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
 
     def decline(self, error: DistcheckError) -> None:
         """Tells the front why this process cannot take part. Raises CannotRunError if it is not

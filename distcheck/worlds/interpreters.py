@@ -90,6 +90,11 @@ class Interpreters:
         if self.error:
             self.close()
 
+    def look(self) -> None:
+        """Raises HelperError where one of them is stopped."""
+        for one in self._made[: self._started]:
+            one.look_at_helper()
+
     def let_go(self) -> None:
         """Tells them to end."""
         for one in self._made:

@@ -87,6 +87,13 @@ def is_awake(pid: int) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as SIGSTOP does (state T); not by a debugger (state t)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"T"]
+    return False
+
+
 def busy_seconds(pid: int) -> float:
     """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
 

@@ -7,14 +7,13 @@ many at a time, and calls `pump` until they are done.
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distcheck import interrupts
 from distcheck.errors import CannotRunError, HelperError
 from distcheck.worlds import messages
 from distcheck.worlds.children import Child
@@ -24,6 +23,7 @@ from distcheck.worlds.helper_process import (
     child_environment,
     in_order,
 )
+from distcheck.worlds.helper_watch import HelperWatch
 from distcheck.worlds.local_share import LocalShare
 from distcheck.worlds.shares import RankStart, Share, Shared
 
@@ -32,23 +32,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
-
-
-@contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Notes Ctrl-C and tells of it afterwards. A mask would be this thread's alone."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if heard:
-        handler(signal.SIGINT, None)
 
 
 class Readable(Protocol):
@@ -84,6 +67,7 @@ class Pool:
         self._connection: socket.socket | None = None
         self._notices = messages.Frames(messages.Notice)
         self._ready: messages.Ready | None = None
+        self._watch = HelperWatch(self._helper)
 
     @property
     def usable(self) -> bool:
@@ -259,10 +243,12 @@ class Pool:
         )
         assert self._connection is not None
         try:
-            self._connection.setblocking(True)
+            self._connection.settimeout(_PATIENCE_S)
             given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds]
             given += (named_fds or {}).values()
             messages.send_with_fds(self._connection, spawn, given)
+        except TimeoutError:
+            self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
         except (BrokenPipeError, ConnectionError):
             self._helper_died()
         finally:
@@ -276,8 +262,10 @@ class Pool:
         if child.gone or self._connection is None:
             return
         try:
-            self._connection.setblocking(True)
+            self._connection.settimeout(_PATIENCE_S)
             self._connection.sendall(messages.frame(messages.Signal(child.key, number)))
+        except TimeoutError:
+            self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
         except (BrokenPipeError, ConnectionError):
             pass  # the helper is gone, and the child died with it
         finally:
@@ -287,8 +275,17 @@ class Pool:
         """Waits at most `timeout_s` for something to happen, and takes note of all of it."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
+        self.look_at_helper()
         if self._interpreters is not None:
             self._interpreters.advance(others_importing=int(self.importing))
+
+    def look_at_helper(self) -> None:
+        """Raises HelperError where the helper, or that of a further interpreter, is stopped."""
+        if self._closed:
+            return
+        self._watch.look()
+        if self._interpreters is not None:
+            self._interpreters.look()
 
     def forget(self, child: Child) -> None:
         """Closes a child's descriptors, once; it must be gone."""
@@ -302,7 +299,7 @@ class Pool:
         """
         self.let_go()
         if self._opened and os.getpid() == self._owner:
-            with _interrupts_wait():
+            with interrupts.waiting():
                 if self._interpreters is not None:
                     self._interpreters.close()
                 self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
