@@ -11,7 +11,8 @@ from distcheck.errors import ExitCode, VerdictError
 from distcheck.mistakes import Shown
 from distcheck.run_facts import Contents as Contents
 from distcheck.run_facts import Origin as Origin
-from distcheck.searches import Explored, PlannedSearch
+from distcheck.searches import Explored as Explored
+from distcheck.searches import PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
 OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]

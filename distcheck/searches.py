@@ -42,19 +42,3 @@ class Explored(msgspec.Struct, frozen=True, kw_only=True):
     found: tuple[str, ...] = ()
     left_out: dict[str, str] = {}
     reason: str = ""
-
-
-def describe(explored: Explored) -> str:
-    """How far a search went, in a line."""
-    if not explored.cases:
-        return f"explore: {explored.strategy}: {explored.reason}"
-    found = "a failure found" if explored.verdict == "fail" else "nothing found"
-    text = (
-        f"explore: {explored.strategy}: {found} in {explored.cases} cases, worlds 1 to "
-        f"{explored.most_world}, up to {explored.most_steps} steps; {explored.spent_s:.0f} s of "
-        f"{explored.budget_s:g} s, seed {explored.seed}"
-    )
-    if explored.insensitive:
-        text += f"; {explored.insensitive} cases could not show every simple mistake"
-    text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
-    return "; ".join(filter(None, [text, explored.reason]))

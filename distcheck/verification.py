@@ -98,23 +98,23 @@ def verify(
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
 
-    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that
-                can be imported by its module and name, as it stands there
+    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
+                be imported by its module and name, as it stands there
     world       number of ranks, or several to try; by default 4
     workload    names of workloads; by default lattice, cnn and composite
-    batch       samples per step, over all ranks; `steps`: by default each workload's own number
+    batch       samples per step, over all ranks; `steps`: by default each workload's own
     form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
     without_data  ranks without a shard of the batch, such as a parameter server
     accept      as --accept: what differs by design, such as "low-precision:bf16"
-    thorough    all cells as well, but for those named in `without`; worlds 2 to 6, where no `world`
-                is given; and a search of `explore_s` seconds for each strategy (0: none)
-    delays      (rank, collective, ms): ranks to slow down in the first of the two worlds, before
-                their n-th collective of every step, or before backward (0)
+    thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
+                a search of `explore_s` seconds for each strategy (0: none)
+    delays      (rank, collective, ms): ranks that are late in the first world, before their n-th
+                collective of every step, or before backward (0)
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
-    Returns the report; `report.raise_for_verdict()` raises AssertionError for all but a pass. Ranks
-    are fresh in every call; the interpreters that they are forked from are kept. Raises UsageError
-    for what makes no sense, CannotRunError for what this machine cannot run.
+    Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
+    fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
+    sense, CannotRunError for what this machine cannot run.
     """
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
     asked = {
@@ -134,17 +134,19 @@ def verify(
         "thorough": thorough,
         "without": (without,) if isinstance(without, str) else tuple(without),
         "explore_s": explore_s,
-        "delays": [dict(zip(_DELAY, delay, strict=False)) for delay in delays],
+        "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
         "separate": separate,
     }
+    request = _request(asked, world_given=world is not None)
+    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
+    return verify_cases(cases, keep=None if save is None else Store.at(Path(save)), beside=beside)
+
+
+def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
     try:
-        request = msgspec.convert(asked, Request)
+        return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
     except msgspec.ValidationError as error:
         raise UsageError(f"verify() was given something else than it takes: {error}") from None
-    request = thorough_run.widened(request, world_given=world is not None)
-    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    keep = None if save is None else Store.at(Path(save))
-    return verify_cases(cases, keep=keep, beside=beside)
 
 
 def verify_cases(
@@ -255,7 +257,7 @@ def _run_cases(
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
-            _search_beside(pool, book, beside.searches, keep is not None, listener)
+            _search_beside(pool, book, beside.searches, listener, keep=keep is not None)
     return book.report()
 
 
@@ -316,7 +318,7 @@ def _follow_up(
 
 
 def _search_beside(
-    pool: Pool, book: "Book", searches: Sequence[Search], keep: bool, listener: Listener
+    pool: Pool, book: "Book", searches: Sequence[Search], listener: Listener, *, keep: bool
 ) -> None:
     """Searches for failures that no case has shown."""
     if not searches:

@@ -21,7 +21,8 @@ from distcheck.records import VerdictName, merge_verdicts
 from distcheck.reports.findings import finding_of, name_of, ranks_failed
 from distcheck.reports.json_report import SCHEMA, read_document
 from distcheck.reports.showing import say
-from distcheck.searches import Explored, describe
+from distcheck.reports.wording import searches_of
+from distcheck.searches import Explored
 
 _OF_THE_MOMENT = (
     "timings_s",
@@ -227,9 +228,7 @@ def _lines(whole: Mapping[str, Any], parts: int, *, quiet: bool) -> list[str]:
     reports = f"{parts} report{'' if parts == 1 else 's'}"
     planned = len(whole["plan"]["cases"])
     lines = [f"{whole['verdict'].upper():<8}{planned} planned cells, {reports}: {', '.join(told)}"]
-    lines += [
-        f"  {describe(msgspec.convert(one, Explored))}" for one in whole["explored"] if not quiet
-    ]
+    lines += [] if quiet else [f"  {line}" for line in searches_of(whole)]
     for case in () if quiet else cases:
         if case["verdict"] == "pass":
             continue

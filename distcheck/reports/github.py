@@ -11,6 +11,7 @@ from typing import Any
 
 from distcheck.reports.findings import Entry, Finding, describe_origin, finding_of, name_of
 from distcheck.reports.showing import shown
+from distcheck.reports.wording import searches_of
 
 MOST_SUMMARY_BYTES = 1 << 20
 _MOST_ANNOTATIONS = 10  # of each kind
@@ -85,6 +86,7 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     left_out = document.get("left_out") or {}
     told += f", {len(left_out)} left out" if left_out else ""
     head = f"## distcheck: {_MARKS[document['verdict']]}\n\n{told or 'nothing was verified'}\n\n"
+    head += "".join(f"{_markdown(line)}\n\n" for line in searches_of(document))
     details = [_details(case) for case in cases if case["verdict"] != "pass"]
     rows = [_row(case) for case in cases]
     table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.showing import shown
-from distcheck.reports.wording import count
+from distcheck.reports.wording import count, searches_of
 
 Document = dict[str, Any]
 
@@ -59,6 +59,7 @@ def render(document: Document) -> str:
         environment=_flat(document["environment"]),
         since_green=document.get("since_green"),
         origin=describe_origin(document),
+        searches=searches_of(document),
         style=Markup(style),
         style_digest=digest,
     )

@@ -37,6 +37,8 @@ def render(document: Mapping[str, Any]) -> str:
         element.set("name", _clean(planned["id"]))
         ElementTree.SubElement(element, "skipped", message=_clean(reason))
         suites[planned["strategy"]].append(element)
+    for explored in document.get("explored") or []:
+        suites[explored["strategy"]].append(_search(explored))
     for strategy, elements in suites.items():
         suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(strategy)})
         suite.attrib |= _counts(elements)
@@ -57,6 +59,18 @@ def _note_origin(suite: ElementTree.Element, made: Mapping[str, Any] | None) -> 
         if value not in ("", None):
             shown = str(value).lower() if isinstance(value, bool) else str(value)
             ElementTree.SubElement(properties, "property", name=name, value=_clean(shown))
+
+
+def _search(explored: Entry) -> ElementTree.Element:
+    """A search beside the cases. What it has found is a test case of its own as well."""
+    about = {"classname": _clean(explored["strategy"]), "name": "explore"}
+    element = ElementTree.Element("testcase", about)
+    element.set("time", f"{explored.get('spent_s', 0.0):.3f}")
+    kind = {"fail": "failure", "unknown": "error", "not run": "skipped"}.get(explored["verdict"])
+    if kind is not None:
+        found = ", ".join(explored.get("found") or ())
+        ElementTree.SubElement(element, kind, message=_clean(explored.get("reason") or found))
+    return element
 
 
 def _left_out(document: Mapping[str, Any]) -> list[tuple[Entry, str]]:

@@ -29,12 +29,12 @@ from distcheck.reports.wording import (
     count,
     describe_accepted,
     describe_place,
+    describe_search,
     describe_sensitivity,
     describe_worst,
     most_telling_first,
 )
 from distcheck.reports.wrapping import hanging, print_trimmed
-from distcheck.searches import describe
 
 _STYLE: dict[VerdictName, str] = {
     "pass": "bold green",
@@ -277,7 +277,7 @@ def _print_end(report: Report, console: Console) -> None:
     if judged:
         console.print()
     for explored in report.explored:
-        _print_sentence(describe(explored), console, indent=0)
+        _print_sentence(describe_search(explored), console, indent=0)
     if report.verdict == "pass" and report.not_shown:
         shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
         _print_sentence(shown, console, indent=0, style="dim")

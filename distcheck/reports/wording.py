@@ -1,9 +1,12 @@
 """Phrases that every format uses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from distcheck.mistakes import SENSITIVITY, Shown, describe, scales
-from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Number
+from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Explored, Number
 
 
 def describe_place(difference: Difference) -> str:
@@ -99,3 +102,25 @@ def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
 
 def _little(case: CaseReport) -> list[int]:
     return [_TELLS_LITTLE.get(found.cause, 0) for found in case.diagnosis]
+
+
+def describe_search(explored: Explored) -> str:
+    """How far a search went, in a line."""
+    if not explored.cases:
+        return f"explore: {explored.strategy}: {explored.reason}"
+    found = "a failure found" if explored.verdict == "fail" else "nothing found"
+    text = (
+        f"explore: {explored.strategy}: {found} in {explored.cases} cases, worlds 1 to "
+        f"{explored.most_world}, up to {explored.most_steps} steps; {explored.spent_s:.0f} s of "
+        f"{explored.budget_s:g} s, seed {explored.seed}"
+    )
+    if explored.insensitive:
+        text += f"; {explored.insensitive} cases could not show every simple mistake"
+    text += "".join(f"; {word} was left out: {why}" for word, why in explored.left_out.items())
+    return "; ".join(filter(None, [text, explored.reason]))
+
+
+def searches_of(document: Mapping[str, Any]) -> list[str]:
+    """How far each search of a document went, a line each."""
+    found = msgspec.convert(document.get("explored") or [], list[Explored])
+    return [describe_search(explored) for explored in found]

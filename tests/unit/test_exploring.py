@@ -202,7 +202,7 @@ def test_every_dimension_is_drawn_alone(word: str) -> None:
         "norm": ["norm"], "nested1": ["linear1.nested1"],
         "groups": ["norm;groups", "linear1.bias;groups", "linear1-linear1;groups"],
         "schedule": ["linear1;schedule"],
-        "absent": ["linear1.absent-linear1"],
+        "absent": ["linear1.absent-linear1", "linear1-linear1.absent"],
     }  # fmt: skip
     assert drawn.workload.removeprefix(PREFIX) in least[word]
     assert (drawn.world, drawn.steps, drawn.dtype, drawn.delays) == (1, 1, "float32", ())

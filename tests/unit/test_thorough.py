@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -19,7 +20,9 @@ from distcheck.gate.matrix import Planned, plan_run
 from distcheck.gate.merging import Part, join
 from distcheck.plan import Request, plan_cases
 from distcheck.records import Report
-from distcheck.searches import Explored, describe
+from distcheck.reports import github, html_report, junit
+from distcheck.reports.wording import describe_search, searches_of
+from distcheck.searches import Explored
 from distcheck.thorough import Search, beside, widened
 from distcheck.workloads import DEFAULT_RUN
 from distcheck.worlds.pool import Pool
@@ -259,9 +262,28 @@ def test_how_far_a_search_went_is_one_line() -> None:
         strategy="ddp", verdict="pass", budget_s=60.0, spent_s=61.2, seed=3, most_world=6,
         most_steps=6, cases=40, passed=38, insensitive=2, left_out={"absent": "declined"},
     )  # fmt: skip
-    assert describe(about) == (
+    assert describe_search(about) == (
         "explore: ddp: nothing found in 40 cases, worlds 1 to 6, up to 6 steps; 61 s of 60 s, seed "
         "3; 2 cases could not show every simple mistake; absent was left out: declined"
     )
     not_run = Explored(strategy="ddp", verdict="not run", budget_s=60.0, reason="not searched: x")
-    assert describe(not_run) == "explore: ddp: not searched: x"
+    assert describe_search(not_run) == "explore: ddp: not searched: x"
+
+
+@pytest.mark.parametrize(
+    ("document", "kind"),
+    [
+        (searched("pass", cases=3, passed=3), None),
+        (searched("not run", reason="not searched: x"), "skipped"),
+        (searched("unknown", reason="no case was run within the budget"), "error"),
+        (searched("fail", "found-w2", cases=9), "failure"),
+    ],
+)
+def test_services_and_pages_say_how_far_it_went(document: dict[str, Any], kind: str | None) -> None:
+    root = ElementTree.fromstring(junit.render(document).encode())
+    (case,) = (case for case in root.iter("testcase") if case.get("name") == "explore")
+    assert [child.tag for child in case] == ([kind] if kind else [])
+    (line,) = searches_of(document)
+    assert line.startswith("explore: ddp: ")
+    assert line in html_report.render(document)
+    assert "explore: ddp: " in github.step_summary(document)
