@@ -25,6 +25,8 @@ OBSERVE = "distcheck.diagnosis.observation:observe_job"
 SAVE = "distcheck.traces.files:save_job"
 LOAD = "distcheck.traces.files:load_job"
 
+LOADING = "load"  # the phase in which a rank imports strategy and workload
+
 
 class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
     """Read a data set into the descriptor that comes along."""

@@ -18,7 +18,7 @@ import msgspec
 from distcheck import diagnosis, limits
 from distcheck.case_runs import CaseRun, WorldName, is_separate, new_trace
 from distcheck.cores import cores
-from distcheck.errors import CannotRunError, ExitCode
+from distcheck.errors import CannotRunError
 from distcheck.jobs import RECORD, RecordJob
 from distcheck.judgings import Judging, start_judging, what_was_judged, what_was_seen
 from distcheck.process_state import state_lines
@@ -28,7 +28,7 @@ from distcheck.remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.taking_apart import Separation, TakingApart
 from distcheck.traces.layout import steps_written
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now, error_of, start_world
+from distcheck.worlds.launch import end_now, refusal_of, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -198,9 +198,9 @@ class Session:
                 f"{len(unstarted)} of {run.case.world} ranks could not be started "
                 f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
             )
-        refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
-        if refused:  # what cannot be adapted may show only when it is called
-            raise error_of(refused[0])
+        refused = refusal_of(world)
+        if refused is not None:  # what cannot be adapted may show only when it is called
+            raise refused
         if asked.what == "further":
             self._further_world_over(run, succeeded=world.succeeded)
             return

@@ -8,6 +8,7 @@ from distcheck.records import Diagnosis, Outcome
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
 _NO_ANSWER = "did not answer when it was asked"
+_STOPPED = "stopped (state T)"
 
 _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
@@ -59,8 +60,11 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     calls: dict[str, list[int]] = {}
     elsewhere = []
     silent = []
+    stopped = [outcome.rank for outcome in hung if _STOPPED in outcome.detail]
     for outcome in hung:
         match = _LAST_COLLECTIVE.search(outcome.detail)
+        if outcome.rank in stopped:
+            continue
         if _NO_ANSWER in outcome.detail:
             silent.append(outcome.rank)
         elif match is None:
@@ -73,6 +77,14 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     parts += [f"{ranks_text(silent)} did not answer"] if silent else []
     parts += [f"{ranks_text(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
+    if stopped:
+        evidence = "; ".join(filter(None, [f"{ranks_text(stopped)} was stopped", evidence]))
+        return Diagnosis(
+            cause="hang",
+            evidence=evidence,
+            suggestion=f"see what sends {ranks_text(stopped)} SIGSTOP: the code itself, a person, "
+            "or a scheduler",
+        )
     if len(calls) > 1 or (calls and finished):
         return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
     where = elsewhere or ([] if silent else next(iter(calls.values())))

@@ -9,7 +9,7 @@ import torch
 
 from distcheck import devices, seeds
 from distcheck.contract import Contract
-from distcheck.jobs import EpochFigures, RecordJob, RunningLoss, TrainJob
+from distcheck.jobs import LOADING, EpochFigures, RecordJob, RunningLoss, TrainJob
 from distcheck.loading import LoadedStrategy, load_strategy
 from distcheck.positions import steps_per_epoch
 from distcheck.ranks.delays import Lateness
@@ -18,7 +18,7 @@ from distcheck.ranks.recorder import Observer, TraceRecorder
 from distcheck.ranks.training import Ingredients, is_distributed, open_ingredients
 from distcheck.traces.writer import TraceWriter
 from distcheck.worlds import noise
-from distcheck.worlds.child import Reporter
+from distcheck.worlds.child import Reporter, keep_folder
 from distcheck.worlds.rendezvous import join
 
 
@@ -32,11 +32,12 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         noise.allocate(job.memory_seed)
+    keep_folder()
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
     join(job.rendezvous, listen_fd)
-    reporter.progress(0, "load")
+    reporter.progress(0, LOADING)
     ingredients = open_ingredients(job.case, job.description, data_fd, device)
     seeds.pin_default_dtype(job.case.dtype)
     late = Lateness()

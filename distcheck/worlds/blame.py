@@ -24,6 +24,7 @@ _COLLECTIVES_ERRORS = {
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
+_STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
 # Below it, in faulthandler's order, is the life of whoever forked the process.
@@ -75,13 +76,16 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
         return (2 if is_victim(child) else 0, at, outcome.rank)
     place = {"lost": -1, "killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
     waits = child.stacks is not None and "not finished" in child.stacks.collective
-    return (place[outcome.outcome], float(waits), outcome.rank)
+    first = -1.0 if child.stopped else float(waits and not child.woken)
+    return (place[outcome.outcome], first, outcome.rank)
 
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     name, detail = _classify(child, hung=hung)
     said = child.stacks if _outlived_its_peers(child) else None
     told = said or child.raised or child.stacks
+    if hung and child.woken:
+        told = None  # what it entered once it was woken is not what it hung in
     return Outcome(
         rank=rank,
         outcome=name,
@@ -98,7 +102,7 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         at = "" if child.progress is None else "at "
         return "lost", f"last heard of {at}{where}\n{child.lost}{_output(child)}"
     outlived = _outlived_its_peers(child)
-    if child.raised is not None and not outlived:
+    if child.raised is not None and not outlived and not (hung and child.woken):
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
         victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
@@ -110,15 +114,17 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         name = _signal_name(child.exit_signal)
         stack = _without_plumbing(child.low_level_stacks)
         return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
+    if child.stopped and child.exit_signal == signal.SIGKILL:
+        return ("hung" if hung else "ended"), f"{where}\n{_STOPPED}{_output(child)}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
-    woken = hung and child.late
+    woken = hung and (child.late or child.woken)
     killed = outlived or child.exit_signal == signal.SIGKILL
     if woken or (asked and (killed or (died and child.shaken))):
         # Where it hung is what was written first: once woken, it is somewhere else.
         told = None if woken and child.shaken else child.stacks
         stacks = told.text if told else _without_plumbing(child.low_level_stacks)
         last = f"\nlast collective: {told.collective}" if told and told.collective else ""
-        went_on = "\nwent on when it was asked, after the deadline" if woken else ""
+        went_on = f"\n{_went_on(child)}" if woken else ""
         text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
         return ("hung" if hung else "ended"), text
     if child.ended and killed:
@@ -134,6 +140,17 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     stack = f"\n{told.text.rstrip()}" if told else ""
     left = f"left with exit code {child.exit_code}{after}{last}{stack}"
     return "exited", f"{where}\n{left}{_output(child)}"
+
+
+def _went_on(child: Child) -> str:
+    if child.raised is not None:
+        return (
+            "went on when it was asked, after the deadline, and raised "
+            f"{child.raised.kind}: {child.raised.message}"
+        )
+    if child.late:
+        return "went on when it was asked, after the deadline"
+    return "answered only after a signal, which can wake a rank; it was here before"
 
 
 def _lost_at(raised: messages.Raised) -> str:

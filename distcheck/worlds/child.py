@@ -148,6 +148,31 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
     random.seed(0)  # inherited from the helper, where it came from the system
 
 
+def keep_folder() -> None:
+    """Has Python refuse to remove the folder that all ranks and the front work in: the rank that
+    tries it says where it does.
+    """
+    here = os.stat(".")
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event != "os.rmdir":
+            return
+        path, dir_fd = given
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            found = os.stat(path, dir_fd=None if dir_fd == -1 else dir_fd)
+            if os.path.samestat(found, here):
+                raise _FolderError(
+                    "this is the working directory of the run, which other ranks need; remove "
+                    "folders of your own only"
+                )
+
+    sys.addaudithook(hear)
+
+
+class _FolderError(RuntimeError):
+    """A rank removes the working directory."""
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -158,7 +183,9 @@ def _as_event(error: BaseException) -> messages.Raised:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
-    exit_code = int(error.exit_code) if isinstance(error, DistcheckError) else None
+    exit_code = None
+    if isinstance(error, DistcheckError):  # it is for a person, and the frames are distcheck's own
+        exit_code, text = int(error.exit_code), str(error)
     return messages.Raised(
         kind=type(error).__qualname__,
         message=messages.printable(reported(messages.text_of(error))),

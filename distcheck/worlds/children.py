@@ -27,6 +27,8 @@ class Child:
     cut_short: bool = False  # killed by distcheck before it had reported
     ended: bool = False  # by distcheck, since it did not answer
     released: bool = False  # told that it may leave, while it was there
+    stopped: bool = False  # found to be stopped (state T), so that it could answer nothing
+    woken: bool = False  # said nothing before it was asked by a signal, which can wake a rank
     late: bool = False  # done only after it had been asked what keeps it, which can wake a rank
     done: messages.Done | None = None
     raised: messages.Raised | None = None
@@ -42,6 +44,15 @@ class Child:
     _events_fd: int = -1
     _output_fd: int = -1
     _stacks_fd: int = -1
+
+    def open_pipes(self) -> tuple[int, int]:
+        """Makes what the child will say and print through; returns its ends, events and output."""
+        self._events_fd, events = os.pipe()
+        self._output_fd, output = os.pipe()
+        self._stacks_fd = os.memfd_create("distcheck-stacks")
+        for fd in (self._events_fd, self._output_fd):
+            os.set_blocking(fd, False)
+        return events, output
 
     @property
     def starting(self) -> bool:
@@ -62,6 +73,11 @@ class Child:
     def is_awake(self) -> bool:
         """Whether it runs, waits for a core, or for what the kernel is fetching for it."""
         return bool(self.pid) and linux.is_awake(self.pid)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped (state T), as SIGSTOP does."""
+        return bool(self.pid) and not self.gone and linux.is_stopped(self.pid)
 
     @property
     def output(self) -> str:
@@ -90,8 +106,10 @@ class Child:
             self.late = self.shaken or self.stacks is not None
         elif isinstance(event, messages.Raised):
             self.raised = event
+            self.woken = self.shaken and self.stacks is None
         else:
             self.stacks = event
+            self.woken = self.shaken
 
     def forget_output(self) -> None:
         """Begins anew, with nothing kept."""

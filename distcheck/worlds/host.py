@@ -316,7 +316,8 @@ class Host:
             there = {r: c for r, c in hosted.share.children.items() if not c.gone}
             busy_s = {rank: child.busy_seconds for rank, child in there.items()}
             awake = tuple(rank for rank, child in there.items() if child.is_awake)
-            self.send(wire.Signs(world, busy_s, awake))
+            stopped = tuple(rank for rank, child in there.items() if child.is_stopped)
+            self.send(wire.Signs(world, busy_s, awake, stopped))
 
     def _send_trace(self, world: int, rank: int, hosted: HostedShare) -> None:
         for begin, end in written_parts(hosted.trace_fd, hosted.regions[rank]):

@@ -10,6 +10,7 @@ from distcheck.errors import (
     HelperError,
     UsageError,
 )
+from distcheck.jobs import LOADING
 from distcheck.worlds import messages
 from distcheck.worlds.children import Child
 from distcheck.worlds.local_share import LocalShare
@@ -153,3 +154,16 @@ def error_of(child: Child) -> DistcheckError:
     lines = [line.strip() for line in raised.traceback.splitlines() if line.strip()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return UsageError(f"{raised.kind}: {raised.message} ({where})" if where else raised.message)
+
+
+def refusal_of(world: World) -> DistcheckError | None:
+    """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
+    ranks have loaded and others could not is no such reason: those ranks failed.
+    """
+    refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
+    if not refused:
+        return None
+    loading = all(c.progress is not None and c.progress.phase == LOADING for c in refused)
+    if loading and len(refused) < len(world.children):
+        return None
+    return error_of(refused[0])

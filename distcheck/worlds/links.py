@@ -21,6 +21,7 @@ class RemoteChild(Child):
     heard_at: float = 0.0
     heard_busy_s: float = 0.0
     heard_awake: bool = False
+    heard_stopped: bool = False
     heard_stacks: str = ""
 
     @property
@@ -37,6 +38,11 @@ class RemoteChild(Child):
     def is_awake(self) -> bool:
         """As its own machine says."""
         return self.heard_awake
+
+    @property
+    def is_stopped(self) -> bool:
+        """As its own machine says."""
+        return self.heard_stopped and not self.gone
 
     @property
     def low_level_stacks(self) -> str:
@@ -184,6 +190,7 @@ class RemoteShare(Share):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
                 child.heard_busy_s, child.heard_awake = busy_s, rank in message.awake
+                child.heard_stopped = rank in message.stopped
                 child.heard_at = time.monotonic()
             return
         child = self._child(message.rank)

@@ -8,6 +8,7 @@ child -> front     Progress, Said, Done, Raised, Stacks, over a pipe of the chil
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from distcheck.records import Collective
 
 _LENGTH = struct.Struct("<I")
 _MOST_FDS = 32
+_MOST_BYTES = 1 << 28  # of a message; what claims to be longer is none
 
 
 class Spawn(msgspec.Struct, tag=True):
@@ -117,6 +119,15 @@ Event = Progress | Said | Done | Raised | Stacks
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def garbled() -> Raised:
+    """What stands for the end of a child that can no longer be understood."""
+    text = (
+        "what came through distcheck's own pipe is none of its messages: the code wrote to a "
+        "descriptor that it had not opened"
+    )
+    return Raised("ProtocolError", text, text, time.monotonic())
+
+
 def text_of(error: BaseException) -> str:
     """What an exception says, or that it cannot."""
     try:
@@ -144,15 +155,20 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes."""
+        """The messages that `data` completes. Raises msgspec.DecodeError for anything else."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > _MOST_BYTES:
+                raise msgspec.DecodeError(f"a message of {length} bytes")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(self._decode(bytes(self._buffer[_LENGTH.size : end])))
+            try:
+                messages.append(self._decode(bytes(self._buffer[_LENGTH.size : end])))
+            except (UnicodeDecodeError, RecursionError) as error:
+                raise msgspec.DecodeError(str(error)) from error
             del self._buffer[:end]
         return messages
 

@@ -1,17 +1,20 @@
 """The front's side of the helper: starts children, moves their events, ends them.
 
-One pool serves one front process. It is not a scheduler: whoever starts children decides how
-many at a time, and calls `pump` until they are done.
+One pool serves one front process. It is no scheduler: its users decide how many children to start
+at a time, and call `pump` until they are done.
 """
 
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from distcheck import interrupts
 from distcheck.errors import CannotRunError, HelperError
@@ -21,25 +24,18 @@ from distcheck.worlds.helper_process import (
     CleanHelper,
     HelperProcess,
     child_environment,
+    folder_and_path,
     in_order,
 )
 from distcheck.worlds.helper_watch import HelperWatch
 from distcheck.worlds.local_share import LocalShare
-from distcheck.worlds.shares import RankStart, Share, Shared
+from distcheck.worlds.shares import RankStart, Readable, Share, Shared
 
 if TYPE_CHECKING:
     from distcheck.worlds.interpreters import Interpreters
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
-
-
-class Readable(Protocol):
-    """What a selector takes."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
 
 
 class Pool:
@@ -215,15 +211,12 @@ class Pool:
         the usual one. `child` is what to note it in, if not a new one.
         """
         self.wait_ready()
+        folder, path = folder_and_path(self._helper)
         child = child or Child()
         child.key = self._next_key
         self._next_key += 1
         self._children[child.key] = child
-        child._events_fd, events = os.pipe()
-        child._output_fd, output = os.pipe()
-        child._stacks_fd = os.memfd_create("distcheck-stacks")
-        for fd in (child._events_fd, child._output_fd):
-            os.set_blocking(fd, False)
+        events, output = child.open_pipes()
         frames = messages.Frames(messages.Event)
         self._selector.register(
             child._events_fd, selectors.EVENT_READ, lambda: self._on_events(child, frames)
@@ -235,8 +228,8 @@ class Pool:
             key=child.key,
             target=target,
             payload=payload,
-            cwd=os.getcwd(),
-            path=self._helper.import_path(),
+            cwd=folder,
+            path=path,
             env=in_order({**child_environment(), **self._helper.variables(), **env}, order_seed),
             fd_names=list(named_fds or {}),
             imports=list(self._imports),
@@ -356,10 +349,22 @@ class Pool:
 
     def _on_events(self, child: Child, frames: messages.Frames) -> None:
         for data in self._read(child, "_events_fd"):
-            for event in frames.feed(data):
+            try:
+                events = frames.feed(data)
+            except msgspec.DecodeError:
+                self._end_garbled(child)
+                return
+            for event in events:
                 child.take(event)
                 if isinstance(event, messages.Done):
                     self._imports.update(dict.fromkeys(event.imported))
+
+    def _end_garbled(self, child: Child) -> None:
+        """Ends a child that can no longer be understood."""
+        self._close(child, "_events_fd")
+        if child.raised is None:
+            child.take(messages.garbled())
+        self.signal(child, signal.SIGKILL)
 
     def _on_output(self, child: Child) -> None:
         for data in self._read(child, "_output_fd"):

@@ -13,6 +13,14 @@ from distcheck.worlds.children import Child
 Region = tuple[int, int]  # offset and length, in bytes
 
 
+class Readable(Protocol):
+    """What a selector takes."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """A descriptor that every rank is given, and what stands for it on another machine.

@@ -13,7 +13,7 @@ import msgspec
 
 from distcheck.worlds import messages
 
-PROTOCOL = 2  # counts up with every change of a message below
+PROTOCOL = 3  # counts up with every change of a message below
 SIGN_EVERY_S = 0.25
 _RECEIVE_BYTES = 1 << 20
 
@@ -81,11 +81,12 @@ class Gone(msgspec.Struct, tag=True):
 
 
 class Signs(msgspec.Struct, tag=True):
-    """A sign of life, with that of the ranks: busy seconds, and which are awake."""
+    """A sign of life, with that of the ranks: busy seconds, which are awake, which stopped."""
 
     world: int
     busy_s: dict[int, float]
     awake: tuple[int, ...]
+    stopped: tuple[int, ...] = ()
 
 
 class Prepared(msgspec.Struct, tag=True):

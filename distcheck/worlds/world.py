@@ -25,6 +25,8 @@ _ASK_S = 4.0  # for stacks to arrive, also on a crowded machine; most come withi
 _SHAKE_S = 0.3  # for faulthandler to write, once it has begun
 _MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
 _LOOK_EVERY_S = 0.1
+_MOST_LEAVING_S = 30.0  # for ranks that may leave, until they are killed
+_STOPPED_S = 1.0  # for which a rank may be stopped, as with everything else on its machine
 
 
 class Phase(Enum):
@@ -52,7 +54,7 @@ class World:
         self._phase = Phase.RUNNING
         self._failed_at: float | None = None
         self._busy_grace_s = 0.0  # of the time since then
-        self._last_look = 0.0
+        self._last_look = self._stopped_s = 0.0
         self.hung = False
         self._phase_since = self._now = 0.0
         self.begun = time.monotonic()
@@ -88,8 +90,12 @@ class World:
             self._tick_asking(now)
         elif self._phase is Phase.SHAKING and self._heard_enough(now - self._phase_since):
             self._kill()
-        if self._phase is Phase.ENDING and all(child.gone for child in self.children):
-            self._enter(Phase.OVER, now)
+        if self._phase is Phase.ENDING:
+            if all(child.gone for child in self.children):
+                self._enter(Phase.OVER, now)
+            elif now - self._phase_since >= _MOST_LEAVING_S:
+                self._signal([c for c in self.children if not c.gone], signal.SIGKILL)
+                self._phase_since = now
 
     def kill(self) -> None:
         """Ends every rank at once, asking nothing."""
@@ -139,13 +145,21 @@ class World:
                 self._ask(now)
             return
         if now - self._last_look >= _LOOK_EVERY_S:
-            self._last_look = now
+            looked, self._last_look = self._last_look, now
             waited_for = [c for c in children if c.done is None]
+            stopped = [child for child in waited_for if child.is_stopped]
+            self._stopped_s = self._stopped_s + now - looked if stopped else 0.0
+            if self._stopped_s >= _STOPPED_S:
+                self.hung = True
+                self._ask(now)
+                return
             if self._watch.look(waited_for, time.monotonic()):
                 self.hung = True
                 self._ask(now)
 
     def _ask(self, now: float) -> None:
+        for child in self._unreported():
+            child.stopped = child.is_stopped
         for share in self._shares:
             share.ask()
         self._enter(Phase.ASKING, now)
@@ -185,7 +199,7 @@ class World:
         return [c for c in self.children if not c.gone and c.done is None and c.raised is None]
 
     def _silent(self) -> list[Child]:
-        return [child for child in self._unreported() if child.stacks is None]
+        return [c for c in self._unreported() if c.stacks is None and not c.stopped]
 
     def _signal(self, children: Sequence[Child], number: int) -> None:
         for rank, share in self._share_of.items():

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from distcheck.diagnosis.outcomes import explain
 from distcheck.worlds import blame, messages
 from distcheck.worlds.links import RemoteChild
 
@@ -116,3 +117,58 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
     assert ("line 3 in sync" if shaken else "line 9 in later") in outcome.detail
     assert "went on when it was asked" in outcome.detail
     assert blame.outcomes([child], hung=False)[0].outcome == "finished"
+
+
+def _child(*events: messages.Event, shaken: bool = False) -> RemoteChild:
+    child = RemoteChild(gone=True, exit_signal=signal.SIGKILL, cut_short=True, shaken=shaken)
+    child.heard_stacks = _SAID if shaken else ""
+    for event in events:
+        child.take(event)
+    return child
+
+
+def _in_call(number: int) -> messages.Stacks:
+    call = f"all_reduce of [5], number {number}, not finished"
+    return messages.Stacks('File "mine.py", line 9 in sync', call)
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (_in_call(8), "answered only after a signal, which can wake a rank"),
+        (
+            messages.Raised("OSError", "interrupted", _FRAMES, 1.0),
+            "and raised OSError: interrupted",
+        ),
+        (messages.Done(b""), "went on when it was asked, after the deadline"),
+    ],
+    ids=["next call", "raised", "done"],
+)
+def test_what_a_signal_wakes_is_no_collective_mismatch(later: messages.Event, said: str) -> None:
+    """Rank 1 holds the interpreter's lock in a call that the signal cuts short. What it enters
+    then is another collective than its peers', which answered long before.
+    """
+    woken = _child(later, shaken=True)
+    found = blame.outcomes([_child(_in_call(7)), woken, _child(_in_call(7))], hung=True)
+    assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung"), (2, "hung")]
+    assert said in found[0].detail
+    assert "line 3 in sync" in found[0].detail
+    assert found[0].collectives == ()
+    (cause,) = explain(found)
+    assert cause.cause == "hang"
+    assert "rank 1 in no collective" in cause.evidence
+
+
+def test_a_mismatch_that_ranks_report_in_time_stays_one() -> None:
+    found = blame.outcomes([_child(_in_call(7)), _child(_in_call(8))], hung=True)
+    assert explain(found)[0].cause == "collective-mismatch"
+
+
+def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
+    stopped = _child()
+    stopped.stopped = True
+    found = blame.outcomes([_child(_in_call(7)), stopped], hung=True)
+    assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung")]
+    assert "stopped (state T), as SIGSTOP does" in found[0].detail
+    (cause,) = explain(found)
+    assert cause.evidence == "rank 1 was stopped; rank 0 in all_reduce of [5], number 7"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from tests.world import warm
 from tests.world.command import COMMAND, QUICK, hear_interrupts
 
 ENDS = """
-import os, signal, time
+import os, shutil, signal, subprocess, time
 import torch.distributed as dist
 
 def good(model):
@@ -42,6 +43,45 @@ def stops_the_helper(model, step):
         os.kill(os.getppid(), signal.SIGSTOP)
     good(model)
 
+def stops_itself(model, step):
+    if _at(step):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    good(model)
+
+def removes_the_folder(model, step):
+    good(model)
+    if _at(step):
+        shutil.rmtree(os.getcwd())
+
+def removes_it_by_a_command(model, step):
+    good(model)
+    if _at(step):
+        subprocess.run(["rm", "-rf", os.getcwd()])
+
+def _pipes():
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                yield fd
+        except OSError:
+            pass
+
+def writes_garbage(model, step):
+    good(model)
+    for fd in _pipes() if _at(step) else ():
+        try:
+            os.write(fd, b"\\x05\\0\\0\\0garbage")
+        except OSError:
+            pass
+
+def writes_text(model, step):
+    good(model)
+    for fd in _pipes() if _at(step) else ():
+        try:
+            os.write(fd, b"a log line of somebody's")
+        except OSError:
+            pass
+
 def sleeps(model, step):
     if _at(step):
         open("asleep", "w").close()
@@ -53,8 +93,13 @@ def sleeps(model, step):
 def verify(folder: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
     """A verification of one of them, which writes r.json."""
     (folder / "ends.py").write_text(ENDS)
-    words = ("verify", "--strategy", f"ends.py:{name}", *QUICK, "--no-separate", *more)
-    return warm.run(*words, "--json", "r.json", cwd=folder)
+    words = ["verify", "--strategy", f"ends.py:{name}", *QUICK, "--no-separate", *more]
+    words += ["--json", "r.json"]
+    if not name.startswith("writes"):
+        return warm.run(*words, cwd=folder)
+    # A process that was forked has pipes of others as well.
+    command = [*COMMAND, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +120,65 @@ def test_a_lost_helper_leaves_a_report(tmp_path: Path, name: str, how: str) -> N
     assert any(re.search(how, note) for note in document["cases"][0]["notes"])
     (saved,) = tmp_path.glob(".distcheck/runs/*/report.json")
     assert json.loads(saved.read_text())["exit_code"] == 3
+
+
+RANK_1_AT_IMPORT = """
+import os
+if os.environ.get("RANK") == "1":
+    raise RuntimeError("not on this rank")
+from ends import good
+"""
+
+
+def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """How the rank ended that a failed run names first, by its JSON."""
+    assert ran.returncode == 4, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+    document = json.loads((folder / "r.json").read_text())
+    assert document["exit_code"] == 4
+    first: dict[str, Any] = document["cases"][0]["outcomes"][0]
+    return {**first, "cause": document["cases"][0]["diagnosis"][0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "said"),
+    [
+        ("stops_itself", "hung", "stopped (state T), as SIGSTOP does"),
+        ("removes_the_folder", "raised", "this is the working directory of the run"),
+        ("writes_garbage", "raised", "the code wrote to a descriptor that it had not opened"),
+        pytest.param("writes_text", "raised", "is none of its messages", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_rank_that_harms_its_world_is_named(
+    tmp_path: Path, name: str, outcome: str, said: str
+) -> None:
+    found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline-s", "200"))
+    assert (found["rank"], found["outcome"]) == (1, outcome)
+    assert said in found["detail"]
+    if name == "stops_itself":
+        assert found["cause"]["cause"] == "hang"
+        assert found["cause"]["evidence"].startswith("rank 1 was stopped; rank 0 in all_reduce of")
+
+
+def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "one.py").write_text(RANK_1_AT_IMPORT)
+    words = ("verify", "--strategy", "one.py:good", *QUICK, "--no-separate", "--json", "r.json")
+    found = outcome_of(tmp_path, warm.run(*words, cwd=tmp_path))
+    assert (found["rank"], found["outcome"]) == (1, "raised")
+    assert "importing strategy one.py raised RuntimeError: not on this rank" in found["detail"]
+
+
+def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "ends.py").write_text(ENDS)
+    words = ("verify", "--strategy", "ends.py:removes_it_by_a_command", *QUICK, "--no-separate")
+    ran = warm.run(*words, "--json", str(tmp_path / "r.json"), cwd=folder)
+    assert ran.returncode == 4, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "the working directory is gone: the code under test removed it" in ran.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 4
 
 
 def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed() -> None:
