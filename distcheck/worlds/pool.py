@@ -1,7 +1,7 @@
 """The front's side of the helper: starts children, moves their events, ends them.
 
-One pool serves one front process. It is no scheduler: its users decide how many children to start
-at a time, and call `pump` until they are done.
+One pool serves one front process. Its users decide how many children there are at a time, and call
+`pump` until they are done.
 """
 
 import contextlib
@@ -162,9 +162,7 @@ class Pool:
             self._selector.unregister(source)
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Has processes elsewhere read the data set `name` too; what each found, by its name. Here
-        there are none.
-        """
+        """Has processes elsewhere read the data set too; what each found, by its name."""
         return {}
 
     def ranks_here(self, world: int) -> int:
