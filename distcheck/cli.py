@@ -10,6 +10,7 @@ import click
 from distcheck import __version__, interrupts
 from distcheck.commands import COMMANDS
 from distcheck.errors import DistcheckError, ExitCode
+from distcheck.spelling import did_you_mean
 
 
 def main() -> NoReturn:
@@ -42,18 +43,33 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"unknown command {args[0]!r}{did_you_mean(args[0], COMMANDS)}; known are "
+                f"{', '.join(COMMANDS)}",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
         found = importlib.import_module(f"distcheck.commands.{cmd_name}").command
         assert isinstance(found, click.Command)
+        found.short_help = COMMANDS[cmd_name]
         return found
 
 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown.",
+    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown.\n\n"
+    "To complete commands, options and names with Tab, put this into ~/.bashrc (for zsh: "
+    "zsh_source and ~/.zshrc):\n\n\b\n"
+    'eval "$(_DISTCHECK_COMPLETE=bash_source distcheck)"',
 )
 @click.version_option(__version__)
 def _group() -> None:

@@ -39,8 +39,6 @@ def missing(device: str, backend: str, ranks: int) -> str:
     """Why so many ranks cannot run on a device of this machine, in a sentence; empty where they
     can.
     """
-    if device not in DEVICES:
-        return f"device {device!r} is not known; known are {' and '.join(DEVICES)}"
     if device == "cpu":
         if backend == "nccl":
             return "backend nccl moves tensors between GPUs only; give --device cuda as well"

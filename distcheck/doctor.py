@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from distcheck import limits, loading, preparation
+from distcheck import backends, limits, loading, preparation
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.datasets import dataset_names
 from distcheck.errors import DistcheckError, ExitCode
@@ -49,7 +49,10 @@ def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
                  "cpu_capability", "mkldnn", "deterministic_algorithms"):  # fmt: skip
         yield name.replace("_", " "), str(about[name])
     yield from _torch_remark(about["torch"])
-    yield "torch has", ", ".join(found["backends"]) or "no backend"
+    yield "built into torch", ", ".join(found["backends"]) or "no backend"
+    for name in backends.backend_names():
+        why = backends.missing(name)
+        yield f"backend {name}", f"cannot run here: {why}" if why else "can run here"
     yield "devices", found["devices"]
     yield "torchvision", found["torchvision"]
     yield from _calibrations(pool)

@@ -38,6 +38,7 @@ from distcheck.contract import (
 from distcheck.definitions import source_file as source_file
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation
+from distcheck.spelling import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +173,8 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
             )
     elif not attribute and place not in set(known):
         raise UsageError(
-            f"unknown {what} {spec!r}; known are {', '.join(sorted(known))}, "
+            f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "
+            f"{', '.join(sorted(known))}, "
             "or give path/to/file.py:object or package.module:object"
         )
 

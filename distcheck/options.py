@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import click
 
+from distcheck import completion
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -23,17 +25,19 @@ def case_options(command: F) -> F:
     """What `verify` and `train` share."""
     options = [
         click.option("--data", default="synthetic", show_default=True, metavar="NAME",
-                     help="synthetic, cifar10 or mnist."),
+                     help="synthetic, cifar10 or mnist.", **completion.DATA),
         click.option("--data-dir", metavar="DIR", type=click.Path(),
-                     help="Where its files are: their folder, its parent, or the archive. [data]"),
+                     help="Where its files are: their folder, its parent, or the archive. "
+                     "[default: data]"),
         click.option("--download", is_flag=True, help="Fetch the files if they are not there."),
         click.option("--batch", default=256, show_default=True, metavar="N",
                      help="Samples per step, over all ranks."),
         click.option("--seed", default=0, show_default=True, metavar="N",
                      help="Root of every random stream."),
-        click.option("--backend", default="gloo", show_default=True, metavar="NAME"),
+        click.option("--backend", default="gloo", show_default=True, metavar="NAME",
+                     help="What ranks communicate by: gloo, mpi or nccl.", **completion.BACKENDS),
         click.option("--device", default="cpu", show_default=True, metavar="NAME",
-                     help="cpu or cuda."),
+                     help="cpu or cuda.", **completion.DEVICES),
         click.option("--deadline-s", default=30.0, show_default=True, metavar="S",
                      help="Idle seconds without progress after which a world has hung."),
     ]  # fmt: skip
@@ -46,7 +50,8 @@ def matrix_options(command: F) -> F:
     """Where the matrix is, and which part of it is meant."""
     options = [
         click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
-                     help="A file with the matrix. [pyproject.toml here or above, tool.distcheck]"),
+                     help="A file with the matrix. "
+                     "[default: pyproject.toml here or above, tool.distcheck]"),
         click.option("--shard", metavar="I/N",
                      help="Only part I of N of the cases; distcheck merge joins the reports."),
     ]  # fmt: skip
@@ -66,18 +71,21 @@ def adapter_options(command: F) -> F:
     """How to call code that was not written for distcheck."""
     options = [
         click.option("--as", "form", metavar="FORM",
-                     help="The strategy's form: model, wrapper, comm-hook, ... [by its signature]"),
+                     help="The strategy's form: model, wrapper, comm-hook, ... "
+                     "[default: by its signature]",
+                     **completion.FORMS),
         click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE",
-                     help="A value for a parameter of its."),
+                     help="Set an argument of the strategy."),
         click.option("--set", "variables", multiple=True, metavar="NAME=VALUE",
-                     help="A value for a name of its module."),
+                     help="Set a name in the strategy's module."),
         click.option("--finish", metavar="METHOD",
                      help="Of a wrapper: called after backward; none: nothing is."),
         click.option("--reset", metavar="METHOD", help="Of a wrapper: called before every step."),
         click.option("--without-data", multiple=True, type=int, metavar="RANK",
                      help="A rank that has no shard of the batch, such as a parameter server."),
         click.option("--loss", default="mean", show_default=True, metavar="NAME",
-                     help="What backward is given: mean, mean/world or sum/global."),
+                     help="What backward is given: mean, mean/world or sum/global.",
+                     **completion.LOSSES),
         click.option("--accept", metavar="KIND",
                      help="What differs by design: low-precision:bf16 (fp16, fp32), "
                      "quantised:BITS, low-rank:RANK or local-sgd:PERIOD."),
@@ -107,7 +115,7 @@ def machine_options(command: F) -> F:
         click.option("--master-addr", "--master-ip", metavar="HOST",
                      help="An address of machine 0."),
         click.option("--master-port", type=int, metavar="PORT",
-                     help="A free port there. [29500]"),
+                     help="A free port there. [default: 29500]"),
         click.option("--init-method", metavar="URL",
                      help="tcp://HOST:PORT or file:///PATH, in place of the two."),
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from distcheck.owed import Owed, PlannedCheck
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.remarks import FULL_BATCH_LAYERS, rounds_by_position, why_no_full_batch
 from distcheck.single_ranks import check_delays, check_without_data
+from distcheck.spelling import did_you_mean
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -84,16 +85,18 @@ def check_request(request: Request) -> None:
         accept=request.accept,
     )
     if request.dtype is not None and request.dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {request.dtype!r}; known are {', '.join(DTYPES)}")
+        meant = did_you_mean(request.dtype, DTYPES)
+        raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
     if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
         raise UsageError(
             f"workload lattice does not run in {request.dtype}, which holds no sum of a batch of "
             f"integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
         )
-    if request.backend not in backends.backend_names():
-        raise CannotRunError(
-            f"backend {request.backend!r} is not available; available is "
-            f"{', '.join(backends.backend_names())}"
+    backends.check_name(request.backend)
+    if request.device not in devices.DEVICES:
+        meant = did_you_mean(request.device, devices.DEVICES)
+        raise UsageError(
+            f"unknown device {request.device!r}{meant}; known are {' and '.join(devices.DEVICES)}"
         )
     if why := backends.missing(request.backend):
         raise CannotRunError(why)

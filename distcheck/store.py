@@ -248,10 +248,15 @@ def stored_bytes(fd: int) -> int:
 
 def latest_run() -> Path:
     """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
-    runs = sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
+    runs = kept_runs()
     if not runs:
         raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of one")
     return runs[-1]
+
+
+def kept_runs() -> list[Path]:
+    """The runs that are kept in `.distcheck/`, the latest last."""
+    return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
 def saved_cases(folder: Path) -> list[Path]:

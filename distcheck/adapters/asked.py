@@ -7,6 +7,7 @@ from typing import Any, get_args
 from distcheck.adapters import form_names
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation, LossName
+from distcheck.spelling import did_you_mean
 
 LOSSES: tuple[str, ...] = get_args(LossName)
 
@@ -33,11 +34,15 @@ def adaptation_of(
 def check_adaptation(adaptation: Adaptation, loss: str) -> None:
     """Raises UsageError for what can be told without the code itself."""
     if adaptation.form is not None and adaptation.form not in form_names():
+        meant = did_you_mean(adaptation.form, form_names())
         raise UsageError(
-            f"unknown form --as {adaptation.form}; known are {', '.join(form_names())}"
+            f"unknown form --as {adaptation.form}{meant}; known are {', '.join(form_names())}"
         )
     if loss not in LOSSES:
-        raise UsageError(f"unknown loss contract --loss {loss}; known are {', '.join(LOSSES)}")
+        meant = did_you_mean(loss, LOSSES)
+        raise UsageError(
+            f"unknown loss contract --loss {loss}{meant}; known are {', '.join(LOSSES)}"
+        )
     for option, pairs in (("--arg", adaptation.arguments), ("--set", adaptation.variables)):
         names = [name for name, _ in pairs]
         for name, value in pairs:

@@ -15,6 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from distcheck.errors import UsageError
+from distcheck.spelling import did_you_mean
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +25,18 @@ if TYPE_CHECKING:
 def backend_names() -> list[str]:
     """The backends that distcheck can make a world of."""
     return sorted(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+
+
+def check_name(backend: str) -> None:
+    """Raises UsageError for a name that no backend has; it says which can run here."""
+    known = backend_names()
+    if backend in known:
+        return
+    here = [name for name in known if not missing(name)]
+    raise UsageError(
+        f"unknown backend {backend!r}{did_you_mean(backend, known)}; known are {', '.join(known)}; "
+        f"{', '.join(here) or 'none of them'} can run here"
+    )
 
 
 def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":

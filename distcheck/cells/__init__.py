@@ -11,6 +11,7 @@ import msgspec
 
 from distcheck.contract import Contract, Training
 from distcheck.errors import UsageError
+from distcheck.spelling import did_you_mean
 
 BATCH = 256  # samples a step over all ranks; some cells count on it for where an epoch ends
 
@@ -207,8 +208,9 @@ def check_names(names: tuple[str, ...]) -> None:
     """Raises UsageError for a name that is no cell's."""
     for name in names:
         if name not in CELLS:
+            meant = did_you_mean(name, CELLS)
             raise UsageError(
-                f"--without {name!r} is no cell of --thorough; those are {', '.join(CELLS)}"
+                f"--without {name!r} is no cell of --thorough{meant}; those are {', '.join(CELLS)}"
             )
 
 

@@ -3,21 +3,23 @@
 A file imports nothing heavy at its top: `distcheck --help` reads them all.
 """
 
-# In the order of `distcheck --help`.
-COMMANDS = (
-    "verify",
-    "plan",
-    "merge",
-    "replay",
-    "recheck",
-    "report",
-    "record",
-    "compare",
-    "bundle",
-    "explore",
-    "list",
-    "train",
-    "doctor",
-    "backends",
-    "selftest",
-)
+# In the order of `distcheck --help`, with what it says of each: a line of 80 columns.
+COMMANDS = {
+    "verify": "Judge strategies against single-process training.",
+    "plan": "Print what verify would run, and about how long it takes.",
+    "merge": "Join the reports of the parts of verify --shard.",
+    "replay": "Run a kept case, a run or a bundle again.",
+    "recheck": "Judge a saved run again; starts no rank.",
+    "report": "Write a report again in another format.",
+    "record": "Verify and keep everything, for distcheck compare.",
+    "compare": "Compare a recorded run with a later one, or with now.",
+    "runs": "List the kept runs: date, verdict, command.",
+    "open": "Show the page of a kept run, the last by default.",
+    "bundle": "Pack a run into a zip that a colleague can replay.",
+    "explore": "Search for the smallest case in which a strategy fails.",
+    "list": "Print strategies, workloads, data sets and checks.",
+    "train": "Train with a strategy, without judging it.",
+    "doctor": "Print versions, machine, calibration, what can run here.",
+    "backends": "Probe which operations of a backend are right here.",
+    "selftest": "Run the mutant zoo: is every planted bug caught here?",
+}

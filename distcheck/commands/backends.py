@@ -4,19 +4,25 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.options import json_option
 
 
-@click.command("backends")
+@click.command("backends", cls=Command)
 @click.option(
     "--backend",
     "names",
     multiple=True,
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to probe: a name, or a function that registers a backend. [all that are known]",
+    help="What to probe: a name, or a function that registers a backend. "
+    "[default: all that are known]",
+    **completion.BACKENDS,
 )
-@click.option("--device", default="", metavar="NAME", help="cpu or cuda. [the backend's own]")
+@click.option(
+    "--device", default="", metavar="NAME", help="cpu or cuda. [default: the backend's own]"
+)
 @click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
 @click.option("--op", "operations", multiple=True, metavar="NAME", help="Only these operations.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Only these dtypes.")

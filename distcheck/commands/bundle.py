@@ -2,13 +2,19 @@
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 
 
-@click.command("bundle")
-@click.argument("run", metavar="[RUN]", required=False, type=click.Path())
+@click.command("bundle", cls=Command)
+@click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **completion.RUNS)
 @click.option(
-    "-o", "--output", metavar="FILE.zip", type=click.Path(dir_okay=False), help="[RUN's name]"
+    "-o",
+    "--output",
+    metavar="FILE.zip",
+    type=click.Path(dir_okay=False),
+    help="[default: RUN's name]",
 )
 @click.option("--traces", is_flag=True, help="With everything recorded, for distcheck recheck.")
 def command(run: str | None, output: str | None, traces: bool) -> int:

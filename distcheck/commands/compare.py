@@ -2,11 +2,12 @@
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.options import json_option
 
 
-@click.command("compare")
+@click.command("compare", cls=Command)
 @click.argument("then", metavar="DIR", type=click.Path())
 @click.argument("now", metavar="[DIR]", required=False, type=click.Path())
 @click.option("--bits", is_flag=True, help="Any changed bit fails, within its bound or not.")

@@ -2,10 +2,11 @@
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 def command() -> int:
     """Versions, machine, calibration and what can run here; made to be pasted."""
     if is_elsewhere():

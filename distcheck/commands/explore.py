@@ -4,14 +4,17 @@ from typing import Any
 
 import click
 
-from distcheck.options import adapter_options, json_option, with_adaptation
+from distcheck import completion
+from distcheck.command_line import Command
+from distcheck.options import adapter_options, given_options, json_option, with_adaptation
 
 
-@click.command("explore")
+@click.command("explore", cls=Command)
 @click.option(
     "--strategy",
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to search for failures of.",
+    help="What to search for failures of. [default: the strategies of pyproject.toml's matrix]",
+    **completion.STRATEGIES,
 )
 @click.option(
     "--budget",
@@ -19,6 +22,12 @@ from distcheck.options import adapter_options, json_option, with_adaptation
     show_default=True,
     metavar="TIME",
     help="How long to search: 90s, 5m, 1h; what is found is shrunk for up to a minute more.",
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="A file with the matrix. [default: pyproject.toml here or above, tool.distcheck]",
 )
 @click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Of the search.")
@@ -56,5 +65,7 @@ def command(**asked: Any) -> int:
     distcheck explore --strategy my_sync.py:sync --max-cases 200 --world 3
     """  # fmt: skip
     from distcheck.exploring.command import explore_command
+    from distcheck.exploring.matrix import explorations
 
-    return explore_command(with_adaptation(asked))
+    searches = explorations(asked, given_options())
+    return explore_command([with_adaptation(search) for search in searches])

@@ -2,10 +2,11 @@
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 
 
-@click.command("list")
+@click.command("list", cls=Command)
 def command() -> None:
     """Strategies, workloads, data sets and checks, one line each."""
     if is_elsewhere():

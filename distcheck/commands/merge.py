@@ -4,11 +4,12 @@ from typing import Any
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.outputs import errors_told, output_options, taken_from
 
 
-@click.command("merge")
+@click.command("merge", cls=Command)
 @click.argument("parts", metavar="PART.json...", nargs=-1, required=True, type=click.Path())
 @output_options
 @click.option("-q", "--quiet", is_flag=True, help="The verdict line only.")

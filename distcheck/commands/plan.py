@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.commands import verify
 from distcheck.options import given_options, json_option
 from distcheck.outputs import output_names
@@ -30,7 +31,7 @@ def command(json_file: str | None, **asked: Any) -> int:
     return plan_command(plan(), json_file=json_file)
 
 
-command = click.command("plan")(command)
+command = click.command("plan", cls=Command)(command)
 command.params = [
     *(option for option in verify.command.params if option.name not in _NOT_OF_A_PLAN),
     *command.params,

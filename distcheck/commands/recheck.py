@@ -4,12 +4,14 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.outputs import output_options, taken_from
 
 
-@click.command("recheck")
-@click.argument("folder", metavar="DIR", type=click.Path())
+@click.command("recheck", cls=Command)
+@click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
 @output_options
 @click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")

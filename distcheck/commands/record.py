@@ -2,9 +2,12 @@
 
 import click
 
+from distcheck.command_line import Command
+
 
 @click.command(
     "record",
+    cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="[OPTIONS of distcheck verify]",
 )

@@ -4,11 +4,15 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.outputs import output_options, taken_from
 
 
-@click.command("replay")
-@click.argument("case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path())
+@click.command("replay", cls=Command)
+@click.argument(
+    "case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **completion.RUNS
+)
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
 @click.option(

@@ -4,12 +4,14 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.outputs import output_options, taken_from
 
 
-@click.command("report")
-@click.argument("run", metavar="RUN.json", type=click.Path())
+@click.command("report", cls=Command)
+@click.argument("run", metavar="RUN.json", type=click.Path(), **completion.RUNS)
 @output_options
 def command(run: str, **asked: Any) -> int:
     """Write a report again in another format, from its JSON alone.

@@ -4,11 +4,12 @@ from typing import Any
 
 import click
 
+from distcheck.command_line import Command
 from distcheck.launchers import is_elsewhere
 from distcheck.options import json_option
 
 
-@click.command("selftest")
+@click.command("selftest", cls=Command)
 @click.option("--quick", is_flag=True, help="One mutant per check and layer, two strategies.")
 @click.option(
     "-k",

@@ -4,20 +4,39 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.options import adapter_options, case_options, json_option, with_adaptation
 
 
-@click.command("train")
+@click.command("train", cls=Command)
 @click.option(
     "--strategy",
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
     help="How to synchronise; without it one process trains alone.",
+    **completion.STRATEGIES,
 )
-@click.option("--world", type=int, default=None, metavar="N", help="Number of ranks. [1, or 4]")
-@click.option("--workload", default="vgg11", show_default=True, metavar="NAME")
-@click.option("--epochs", default=1, show_default=True, metavar="N")
+@click.option(
+    "--world", type=int, default=None, metavar="N", help="Number of ranks. [default: 1, or 4]"
+)
+@click.option(
+    "--workload",
+    default="vgg11",
+    show_default=True,
+    metavar="NAME",
+    help="What to train.",
+    **completion.WORKLOADS,
+)
+@click.option("--epochs", default=1, show_default=True, metavar="N", help="Passes over the data.")
 @click.option("--steps", type=int, metavar="N", help="Stop every epoch after N steps.")
-@click.option("--dtype", default="float32", show_default=True, metavar="NAME")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    metavar="NAME",
+    help="float32, float64, bfloat16 or float16.",
+    **completion.DTYPES,
+)
 @click.option(
     "--log-every",
     default=20,

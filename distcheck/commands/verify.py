@@ -4,6 +4,8 @@ from typing import Any
 
 import click
 
+from distcheck import completion
+from distcheck.command_line import Command
 from distcheck.options import (
     adapter_options,
     case_options,
@@ -14,13 +16,14 @@ from distcheck.options import (
 from distcheck.outputs import errors_told, output_options, taken_from
 
 
-@click.command("verify")
+@click.command("verify", cls=Command)
 @click.option(
     "--strategy",
     "strategies",
     multiple=True,
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to judge; may be given several times. [the matrix of pyproject.toml]",
+    help="What to judge; may be given several times. [default: the matrix of pyproject.toml]",
+    **completion.STRATEGIES,
 )
 @click.option(
     "--world",
@@ -28,14 +31,16 @@ from distcheck.outputs import errors_told, output_options, taken_from
     multiple=True,
     type=int,
     metavar="N",
-    help="Number of ranks; may be given several times. [4, or what a launcher has started]",
+    help="Number of ranks; may be given several times. "
+    "[default: 4, or what a launcher has started]",
 )
 @click.option(
     "--workload",
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="What to train; may be given several times. [lattice, cnn and composite]",
+    help="What to train; may be given several times. [default: lattice, cnn and composite]",
+    **completion.WORKLOADS,
 )
 @click.option(
     "--thorough",
@@ -48,6 +53,7 @@ from distcheck.outputs import errors_told, output_options, taken_from
     multiple=True,
     metavar="CELL",
     help="Leave a cell out; may be given several times.",
+    **completion.CELLS,
 )
 @click.option(
     "--explore-s",
@@ -60,18 +66,20 @@ from distcheck.outputs import errors_told, output_options, taken_from
     "--steps",
     type=int,
     metavar="N",
-    help="Steps to record; fewer than 3 miss bugs that begin late. [each workload's own number]",
+    help="Steps to record; fewer than 3 miss bugs that begin late. "
+    "[default: each workload's own number]",
 )
 @click.option(
     "--dtype",
     metavar="NAME",
-    help="float32, float64, bfloat16 or float16. [float32, and float64 where quick]",
+    help="float32, float64, bfloat16 or float16. [default: float32, and float64 where quick]",
+    **completion.DTYPES,
 )
 @click.option(
     "--separate/--no-separate",
     default=True,
     help="Whether the rerun is in separate interpreters, as on several machines; without, a run "
-    "is some 2 s quicker. [--separate]",
+    "is some 2 s quicker. [default: --separate]",
 )
 @matrix_options
 @output_options

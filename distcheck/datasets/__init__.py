@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distcheck.errors import UsageError
+from distcheck.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from distcheck.contract import Samples
@@ -45,7 +46,8 @@ def dataset_names() -> dict[str, str]:
 def check_dataset(name: str) -> None:
     """Raises UsageError for a name that is not a data set."""
     if name not in dataset_names():
-        raise UsageError(f"unknown data {name!r}; known are {', '.join(dataset_names())}")
+        meant = did_you_mean(name, dataset_names())
+        raise UsageError(f"unknown data {name!r}{meant}; known are {', '.join(dataset_names())}")
 
 
 def open_samples(name: str, description: bytes, fd: int | None) -> "Samples":

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from distcheck.diagnosis.facts import Fit, ParameterFacts, StepFacts
 
+APART = "what was recorded cannot tell this from"  # begins what follows several causes
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -15,6 +15,7 @@ from distcheck.diagnosis import earlier, parts, precision, weights
 from distcheck.diagnosis.combinations import all_parallel, distance
 from distcheck.diagnosis.facts import Facts, ParameterFacts, StepFacts
 from distcheck.diagnosis.findings import (
+    APART,
     Finding,
     coefficients_text,
     number_text,
@@ -195,7 +196,7 @@ def _said_together(found: Sequence[Finding]) -> list[Finding]:
     result = []
     for cause, finding in by_cause.items():
         others = " or ".join(other for other in by_cause if other != cause)
-        evidence = f"{finding.evidence}; what was recorded cannot tell this from {others}"
+        evidence = f"{finding.evidence}; {APART} {others}"
         if cause in ("one-rank-only", "dropped-rank", "duplicated-rank"):
             evidence += " (a world of 3 ranks can)"
         result.append(Finding(cause, evidence, finding.suggestion))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from distcheck import plan
 from distcheck.adapters.asked import adaptation_of, check_adaptation
-from distcheck.errors import CannotRunError, UsageError
+from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.exploring.budget import seconds_of
 from distcheck.exploring.found import KeptCases
 from distcheck.exploring.words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
@@ -45,11 +45,36 @@ class _Live(LiveProgress):
         self._show(text)
 
 
-def explore_command(asked: dict[str, Any]) -> int:
-    """Searches and shows what was found; returns the exit code. Raises DistcheckError."""
-    strategy, budget_s, vary = _checked(asked)
-    check_writable(asked["json_file"])
+# Of several searches, the code that says most comes first.
+_WORST_FIRST = (
+    ExitCode.INTERRUPTED,
+    ExitCode.MISMATCH,
+    ExitCode.RANK_FAILED,
+    ExitCode.UNKNOWN,
+    ExitCode.PASS,
+)
+
+
+def explore_command(searches: Sequence[dict[str, Any]]) -> int:
+    """Makes searches, which share their budget alike, one after the other, and shows what each has
+    found; returns the exit code of the worst. Raises DistcheckError.
+    """
+    checked = [_checked(asked) for asked in searches]
+    check_writable(searches[0]["json_file"])
     settle_hypothesis()
+    codes: list[ExitCode] = []
+    for asked, (strategy, budget_s, vary) in zip(searches, checked, strict=True):
+        if codes and not asked["quiet"]:
+            click.echo()
+        codes.append(_explore(asked, strategy, budget_s / len(searches), vary))
+        if codes[-1] is ExitCode.INTERRUPTED:
+            break
+    return int(min(codes, key=_WORST_FIRST.index))
+
+
+def _explore(
+    asked: dict[str, Any], strategy: str, budget_s: float, vary: dict[str, list[str]]
+) -> ExitCode:
     from distcheck.exploring import report, strategies
     from distcheck.exploring.running import Runner
     from distcheck.exploring.search import Search
@@ -70,6 +95,7 @@ def explore_command(asked: dict[str, Any]) -> int:
             until=begun + budget_s,
             most_cases=asked["max_cases"],
             show=live.show,
+            most_world=asked["world"],
         )
         try:
             live.show("importing torch, looking at the strategy")
@@ -104,7 +130,7 @@ def explore_command(asked: dict[str, Any]) -> int:
         write_text(asked["json_file"], report.as_json(story))
     if interrupted:
         click.echo("distcheck: interrupted; nothing is left running", err=True)
-    return int(story.exit_code)
+    return story.exit_code
 
 
 def _space(
@@ -148,6 +174,11 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     ):
         if value is not None and not least <= value <= most:
             raise UsageError(f"{option} {value} is out of range; it takes {least} to {most}")
+    if asked["accept"] is not None:
+        raise UsageError(
+            f"--accept {asked['accept']}: explore holds every result against the mean; for code "
+            "that differs from it by design, use distcheck verify"
+        )
     if asked["adaptation"].without_data:
         raise UsageError(
             "explore draws cases in which every rank has a shard; --without-data is for "

@@ -16,8 +16,10 @@ from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from distcheck import sensitivity
+from distcheck.diagnosis.findings import APART
+from distcheck.errors import DistcheckError
 from distcheck.exploring.running import Runner
-from distcheck.exploring.strategies import identify
+from distcheck.exploring.strategies import MOST_WORLD, identify
 from distcheck.records import Case, CaseReport, Delay
 from distcheck.seeds import derive
 
@@ -65,6 +67,7 @@ class Search:
     until: float
     most_cases: int | None = None
     show: Callable[[str], None] = lambda text: None
+    most_world: int = MOST_WORLD
     passed: list[Case] = field(default_factory=list)
     unknown: list[CaseReport] = field(default_factory=list)
     # Compared all and found nothing, but some of the simplest mistakes could not have shown.
@@ -234,11 +237,35 @@ class Search:
         """Replays what was found in fresh ranks, as `distcheck replay` will."""
         self.show("replaying what was found")
         self.finding = self._replayed(report, unshrunk, replays)
+        if self.finding.failed == replays and report.case.world == 1:
+            self.finding = self._with_a_cause(self.finding)
         for case in _steadier(report.case) if self.finding.failed < replays else ():
             steadier = self._replayed(msgspec.structs.replace(report, case=case), unshrunk, replays)
             if steadier.failed == replays:
                 self.finding = steadier
                 return
+
+    def _with_a_cause(self, alone: Finding) -> Finding:
+        """What was found, or the same in the smallest world of several ranks where its cause has
+        another name: one rank cannot show which rank is wrong, nor what an exchange did.
+        """
+        case, named = alone.report.case, _causes(alone.report)
+        if alone.report.ranks_failed:
+            return alone
+        for world in range(2, self.most_world + 1):
+            larger = msgspec.structs.replace(case, world=world, batch=case.batch * world)
+            larger = msgspec.structs.replace(larger, id=identify(larger))
+            report = msgspec.structs.replace(alone.report, case=larger)
+            try:
+                found = self._replayed(report, alone.unshrunk, alone.replays)
+            except DistcheckError:
+                continue  # such a world cannot run here
+            causes = _causes(found.report)
+            if found.failed == found.replays and causes and causes != named:
+                return found
+            if causes and causes == named:
+                return alone
+        return alone
 
     def _replayed(self, report: CaseReport, unshrunk: str, replays: int) -> Finding:
         seen = self.runner.replay(report.case, replays)
@@ -260,6 +287,14 @@ def _steadier(case: Case) -> Iterator[Case]:
     for delays in late:
         changed = msgspec.structs.replace(case, delays=delays, rerun=True)
         yield msgspec.structs.replace(changed, id=identify(changed))
+
+
+def _causes(report: CaseReport) -> set[str]:
+    """The causes that were named; none where they cannot be told apart."""
+    named = [found for found in report.diagnosis if found.cause != "unexplained"]
+    if any(APART in found.evidence for found in named):
+        return set()
+    return {found.cause for found in named}
 
 
 def _weight(report: CaseReport) -> tuple[int, ...]:

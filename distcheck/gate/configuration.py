@@ -12,7 +12,6 @@ A key's value is what its option takes; a list where the option may be given sev
 one run has one value and a matrix several.
 """
 
-import difflib
 import os
 import re
 import tomllib
@@ -28,6 +27,7 @@ from distcheck.adapters import form_names
 from distcheck.adapters.asked import LOSSES, adaptation_of, check_adaptation
 from distcheck.errors import UsageError
 from distcheck.plan import DTYPES, check_workload
+from distcheck.spelling import did_you_mean, nearest
 
 SECTION = "tool.distcheck"
 
@@ -263,14 +263,17 @@ def _check_name(path: Path, place: str, what: str, name: str, known: Any, *, fol
         elif what == "workload":
             check_workload(_from_here(name, folder))
         elif name not in known:
-            raise UsageError(f"unknown {what} {name!r}; known are {', '.join(sorted(known))}")
+            raise UsageError(
+                f"unknown {what} {name!r}{did_you_mean(name, known)}; known are "
+                f"{', '.join(sorted(known))}"
+            )
     except UsageError as error:
-        raise UsageError(f"{path}: {place}: {error}{_nearest(name, known)}") from None
+        raise UsageError(f"{path}: {place}: {error}") from None
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    found = nearest(name, known)
+    return f"; did you mean {found}?" if found else ""
 
 
 def _joined(section: str, key: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from distcheck import devices, seeds
 from distcheck.cells import CELLS
 from distcheck.contract import Contract
-from distcheck.errors import CannotRunError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan import check_case
 from tests.unit.test_plan import cases, checks
 
@@ -79,10 +79,8 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("gpus", "options", "said"),
     [
-        (0, {"backend": "ucc"}, "backend 'ucc' is not available; available is gloo, mpi, nccl"),
         (0, {"backend": "nccl"}, "needs an NVIDIA GPU for each rank, and this machine shows none"),
         (0, {"device": "cuda"}, "device 'cuda' is not available: this machine shows no NVIDIA GPU"),
-        (0, {"device": "tpu"}, "device 'tpu' is not known; known are cpu and cuda"),
         (1, {"backend": "nccl"}, "moves tensors between GPUs only; give --device cuda as well"),
         (
             1,
@@ -98,6 +96,22 @@ def test_what_is_not_there_cannot_run(
     monkeypatch.setattr(devices, "gpu_count", lambda: gpus)
     monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "")
     with pytest.raises(CannotRunError, match=said):
+        cases(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "ucc"}, "unknown backend 'ucc'; known are gloo, mpi, nccl; gloo can run here"),
+        ({"device": "xla"}, "unknown device 'xla'; known are cpu and cuda"),
+    ],
+)
+def test_an_unknown_name_is_a_slip_and_only_what_can_run_is_offered(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], said: str
+) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI here")
+    with pytest.raises(UsageError, match=said):
         cases(**options)
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from distcheck.cli import _group
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
-from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.diagnosis.findings import APART
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.exploring import command, delays, models
 from distcheck.exploring.budget import seconds_of
 from distcheck.exploring.declined import declined_words, words_in
 from distcheck.exploring.found import KeptCases, as_python
+from distcheck.exploring.search import Search
 from distcheck.exploring.strategies import DIMENSIONS, cases
 from distcheck.exploring.words import (
     EXPLORED_DTYPES,
@@ -34,7 +37,7 @@ from distcheck.plan import check_case
 from distcheck.positions import shard_sizes
 from distcheck.ranks.delays import Lateness
 from distcheck.ranks.training import describe_model, open_ingredients
-from distcheck.records import Adaptation, Case, Delay
+from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
 from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
 
 
@@ -317,6 +320,89 @@ def test_bad_input_gets_one_sentence(words: tuple[str, str]) -> None:
     assert isinstance(ran.exception, DistcheckError)
     assert BAD[words] in str(ran.exception)
     assert "\n" not in str(ran.exception)
+
+
+MATRIX = """
+[tool.distcheck]
+strategies = ["allreduce", "mine.py:sync"]
+loss = "mean"
+[tool.distcheck.strategy."mine.py:sync"]
+arg = { average = true }
+as = "model"
+"""
+
+
+def test_a_matrix_is_searched_strategy_by_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the message says that comes where neither a strategy nor a matrix is given."""
+    (tmp_path / "pyproject.toml").write_text(MATRIX)
+    (tmp_path / "mine.py").write_text("def sync(model): pass")
+    monkeypatch.chdir(tmp_path)
+    made: list[tuple[str, float, Adaptation]] = []
+
+    def explore(asked: dict[str, Any], strategy: str, budget_s: float, vary: object) -> ExitCode:
+        made.append((strategy, budget_s, asked["adaptation"]))
+        return codes.pop(0)
+
+    monkeypatch.setattr(command, "_explore", explore)
+    codes = [ExitCode.PASS, ExitCode.MISMATCH]
+    ran = CliRunner().invoke(_group, ["explore", "--budget", "90s"], standalone_mode=False)
+    assert ran.return_value == 1
+    own = Adaptation(form="model", arguments=(("average", "True"),))
+    assert made == [("allreduce", 45.0, Adaptation()), ("mine.py:sync", 45.0, own)]
+    made.clear()
+    codes = [ExitCode.PASS]
+    words = ["explore", "--strategy", "mine.py:sync", "--as", "wrapper"]
+    CliRunner().invoke(_group, words, standalone_mode=False)
+    typed = msgspec.structs.replace(own, form="wrapper")
+    assert made == [("mine.py:sync", 300.0, typed)], "what is typed is used in place of the key"
+    ran = CliRunner().invoke(_group, ["explore", "--json", "x.json"])
+    assert "--json takes the findings of one strategy" in str(ran.exception)
+    ran = CliRunner().invoke(_group, ["explore", "--strategy", "ddp", "--accept", "quantised:8"])
+    assert "--accept quantised:8: explore holds every result" in str(ran.exception)
+
+
+class Fresh:
+    """A runner in which every case fails, with causes by the number of ranks."""
+
+    def __init__(self, causes: dict[int, list[tuple[str, str]]]) -> None:
+        self.causes = causes
+
+    def replay(self, case: Case, times: int) -> list[CaseReport]:
+        found = self.causes.get(case.world)
+        diagnosis = tuple(
+            Diagnosis(cause=cause, evidence=evidence, suggestion="")
+            for cause, evidence in found or ()
+        )
+        report = CaseReport(
+            case=case, strategy_file="", verdict="pass" if found is None else "fail", outcomes=(),
+            checks=(), diagnosis=diagnosis,
+        )  # fmt: skip
+        return [report] * times
+
+
+@pytest.mark.parametrize(
+    ("causes", "world"),
+    [
+        ({1: [("wrong-divisor", "")], 2: [("duplicated-rank", "")]}, 2),
+        ({1: [("unexplained", "")], 2: [("unexplained", "")], 3: [("dropped-rank", "")]}, 3),
+        ({1: [("wrong-divisor", "")], 2: [("wrong-divisor", "")], 3: [("no-sync", "")]}, 1),
+        ({1: [("wrong-divisor", "")], 2: [("no-sync", f"{APART} noise")]}, 1),
+        ({1: [("wrong-divisor", "")]}, 1),
+    ],
+)
+def test_what_shrank_to_one_rank_is_shown_where_its_cause_has_a_name(
+    causes: dict[int, list[tuple[str, str]]], world: int
+) -> None:
+    runner: Any = Fresh(causes)
+    search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
+    alone = Case(id="", strategy="ddp", world=1, batch=3, workload="generated:scale", rerun=False)
+    (report,) = runner.replay(alone, 1)
+    search._conclude(report, "")
+    assert search.finding is not None
+    found = search.finding.report.case
+    assert (found.world, found.batch) == (world, 3 * world)
 
 
 def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

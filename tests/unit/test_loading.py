@@ -195,7 +195,10 @@ def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str)
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("allredcue", "unknown strategy 'allredcue'; known are allreduce"),
+        (
+            "allredcue",
+            r"unknown strategy 'allredcue' \(did you mean allreduce\?\); known are allreduce",
+        ),
         ("nowhere.py:f", "file nowhere.py does not exist"),
         ("no_such_package.mod:f", "module no_such_package.mod cannot be found"),
     ],

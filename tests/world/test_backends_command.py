@@ -146,7 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mine.py:dies", 4, "broadcast float32: rank 1, killed by SIGABRT"),
         ("mine:refuses", 5, "broadcast float32: RuntimeError: no"),
         ("mine.py", 2, "names a file but no object in it"),
-        ("glue", 2, "unknown backend 'glue'; known are gloo"),
+        ("glue", 2, "unknown backend 'glue'"),
     ],
 )
 def test_ends_of_the_command(folder: Path, backend: str, code: int, said: str) -> None:

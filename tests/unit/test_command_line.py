@@ -1,0 +1,212 @@
+"""The command line itself: help, names that are nearly right, completion, and the runs it keeps."""
+
+import os
+import re
+import subprocess
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from distcheck import kept
+from distcheck.cli import _group
+from distcheck.commands import COMMANDS
+from distcheck.errors import UsageError
+from distcheck.origin import Origin
+from distcheck.records import Report
+from distcheck.reports.json_report import render_json
+from tests.documents import ENVIRONMENT, passing
+
+
+def refusal(*words: str) -> str:
+    """What a command says of words that it does not take; they are exit code 2."""
+    ran = CliRunner().invoke(_group, words, standalone_mode=False, prog_name="distcheck")
+    assert isinstance(ran.exception, UsageError | click.UsageError), ran.exception
+    error = ran.exception
+    return error.format_message() if isinstance(error, click.UsageError) else str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("verfy",), "unknown command 'verfy' (did you mean verify?); known are verify, plan,"),
+        (("xyz",), "unknown command 'xyz'; known are verify"),
+        (("verify", "allreduce"), "'allreduce': distcheck verify takes options only; give "
+         "--strategy allreduce"),
+        (("verify", "alreduce"), "give --strategy allreduce"),
+        (("verify", "my_sync.py:sync"), "give --strategy my_sync.py:sync"),
+        (("verify", "--world", "2", "mlp"), "give --workload mlp"),
+        (("plan", "ddp"), "distcheck plan takes options only; give --strategy ddp"),
+        (("explore", "ring"), "give --strategy ring"),
+        (("backends", "gloop"), "give --backend gloo"),
+        (("doctor", "x"), "Got unexpected extra argument (x)"),
+        (("verify", "--strategy", "alreduce"), "unknown strategy 'alreduce' (did you mean "
+         "allreduce?); known are allreduce,"),
+        (("explore", "--strategy", "alreduce"), "(did you mean allreduce?)"),
+        (("verify", "--strategy", "ddp", "--workload", "cn"), "unknown workload 'cn' (did you mean "
+         "cnn?); known are"),
+        (("verify", "--strategy", "ddp", "--data", "cifr10"), "(did you mean cifar10?)"),
+        (("verify", "--strategy", "ddp", "--dtype", "flaot32"), "(did you mean float32?)"),
+        (("verify", "--strategy", "ddp", "--device", "cdua"), "unknown device 'cdua' (did you mean "
+         "cuda?); known are cpu and cuda"),
+        (("verify", "--strategy", "ddp", "--thorough", "--without", "sprse"), "(did you mean "
+         "sparse?)"),
+        (("verify", "--strategy", "ddp", "--as", "modle"), "(did you mean model?)"),
+        (("verify", "--strategy", "ddp", "--backend", "gloop"), "unknown backend 'gloop' (did you "
+         "mean gloo?); known are gloo, mpi, nccl; gloo can run here"),
+        (("verify", "--stratgy", "ddp"), "--strategy"),
+    ],
+)  # fmt: skip
+def test_what_was_probably_meant(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distcheck.devices.gpu_count", lambda: 0)
+    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI")
+    assert said in refusal(*words)
+
+
+def help_of(*words: str) -> str:
+    ran = CliRunner().invoke(_group, [*words, "--help"], terminal_width=80)
+    assert ran.exit_code == 0
+    return ran.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_and_has_one_form_of_default(name: str) -> None:
+    text = help_of(name)
+    assert max(map(len, text.splitlines())) <= 80
+    joined = " ".join(text.split())
+    bracketed = re.findall(r"\[([^\]]*)\]", joined.partition(" -h, --help ")[0])
+    others = ("default: ", "OPTIONS", "DIR", "RUN", "data", "explore")
+    assert [said for said in bracketed if not said.startswith(others)] == []
+    assert "is no " not in joined
+
+
+def test_a_long_list_of_options_is_in_groups() -> None:
+    text = help_of("verify")
+    headings = re.findall(r"^(\w.*):$", text, re.M)
+    assert headings == [
+        "What is judged", "How the strategy is called", "Data and ranks",
+        "Several machines, without a launcher", "What is written",
+    ]  # fmt: skip
+    command = _group.get_command(click.Context(_group), "verify")
+    assert command is not None
+    for param in command.params:
+        assert all(word in text for word in param.opts), param.name
+    assert "Options:" in help_of("list")
+
+
+def test_the_list_of_commands_fits_and_says_how_to_complete() -> None:
+    text = help_of()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text.partition("Commands:")[2]
+    for name, summary in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", text, re.M)
+    assert '_DISTCHECK_COMPLETE=bash_source distcheck)"' in text
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "missing"),
+    [
+        ("verify --strategy all", ["allreduce"], "ddp"),
+        ("verify --workload c", ["cnn", "composite"], "mlp"),
+        ("verify --backend ", ["gloo", "mpi", "nccl"], "cpu"),
+        ("verify --dtype fl", ["float32", "float64", "float16"], "bfloat16"),
+        ("verify --data ci", ["cifar10"], "mnist"),
+        ("verify --as mod", ["model"], "wrapper"),
+        ("verify --loss mean/", ["mean/world"], "sum/global"),
+        ("verify --without ada", ["adamw"], "resume"),
+        ("explore --strategy zer", ["zero1"], "ddp"),
+        ("ver", ["verify"], "plan"),
+    ],
+)
+def test_completion_of_names(
+    line: str, found: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = line.split(" ")
+    assert completed(words[:-1], words[-1]) >= set(found)
+    assert missing not in completed(words[:-1], words[-1])
+
+
+def completed(words: list[str], incomplete: str) -> set[str]:
+    from click.shell_completion import BashComplete
+
+    complete = BashComplete(_group, {}, "distcheck", "_DISTCHECK_COMPLETE")
+    return {item.value for item in complete.get_completions(words, incomplete)}
+
+
+def test_completion_imports_no_torch(tmp_path: Path) -> None:
+    """At every press of a key."""
+    code = "import sys; from distcheck.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    environment = {
+        **os.environ, "COMP_WORDS": "distcheck verify --strategy zer", "COMP_CWORD": "3",
+        "_DISTCHECK_COMPLETE": "bash_complete",
+    }  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    first, modules = ran.stdout.splitlines()
+    assert first == "plain,zero1"
+    assert "torch" not in modules.split()
+
+
+def keep_run(name: str, *, report: str | None) -> Path:
+    folder = Path(".distcheck/runs") / name
+    (folder / "cases").mkdir(parents=True)
+    if report is not None:
+        (folder / "report.json").write_text(report)
+    return folder
+
+
+def kept_report(date: str, command: str) -> str:
+    made = Origin(date=date, command=command)
+    return render_json(Report(environment=ENVIRONMENT, cases=(passing(),), made=made))
+
+
+def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(_group, ["runs"]).output == "no run is kept in .distcheck here\n"
+    keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "distcheck verify -q"))
+    keep_run("20260131-120000-2", report=None)
+    keep_run("20260131-130000-3", report="{")
+    keep_run("20260131-140000-4", report='{"schema": "distcheck.report/1", "made": 7}')
+    ran = CliRunner().invoke(_group, ["runs"])
+    assert ran.exit_code == 0
+    first, command, *others = ran.output.splitlines()
+    assert first == "2026-01-31 11:00  pass          .distcheck/runs/20260131-110000-1"
+    assert command == "    distcheck verify -q"
+    assert [line[18:32].strip() for line in others] == [
+        "not finished", "not readable", "not readable",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("browser", [True, False])
+def test_open_shows_the_last_page(
+    browser: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    opened: list[Any] = []
+
+    def show(address: str) -> bool:
+        opened.append(address)
+        return browser
+
+    monkeypatch.setattr(webbrowser, "open", show)
+    assert "holds no run with a report" in refusal("open")
+    first = keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "one"))
+    last = keep_run("20260131-120000-2", report=kept_report("2026-01-31T12:00:00", "two"))
+    keep_run("20260131-130000-3", report=None)
+    ran = CliRunner().invoke(_group, ["open"])
+    page = last / "report.html"
+    assert opened == [page.absolute().as_uri()]
+    said = "" if browser else "no browser could be started; open "
+    assert ran.output == f"{said}{opened[0]}\n"
+    assert "<code>two</code>" in page.read_text()
+    CliRunner().invoke(_group, ["open", str(first)])
+    assert opened[-1] == (first / "report.html").absolute().as_uri()
+    assert kept.kept_runs()[-1].name == "20260131-130000-3"
