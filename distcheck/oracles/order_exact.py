@@ -220,9 +220,15 @@ def _prepare(
         return None
     if contract.weighting != "loss" and weight != 1.0:
         gradient = gradient * weight
+    is_complex = gradient.is_complex() and contract.wire is None
     if contract.wire is not None:
         gradient = real_parts(gradient).to(getattr(torch, contract.wire))
     if contract.scale == "divide-before":
+        # DDP's buckets hold complex numbers as pairs of real ones. torch divides a complex number
+        # by a real one as a product with 1 / W, which rounds once more.
+        if isinstance(contract.order, DDPBuckets):
+            gradient = real_parts(gradient) / world
+            return torch.view_as_complex(gradient) if is_complex else gradient
         gradient = gradient / world
     if contract.scale == "multiply-before":
         gradient = gradient * (1.0 / world)

@@ -293,3 +293,39 @@ def test_a_loss_scale_is_halved_and_doubled_as_torch_does() -> None:
     for step in (0, 1, 2, 701, 702, 2701, 2702, 2703, 4702, 4703, 4704, 4900, 4901, 5000):
         assert scale_after(2.0**10, finite[:step]) == seen[step], step
     assert set(seen) == {2.0**power for power in (10, 9, 8, 7)}
+
+
+def test_a_hook_divides_the_parts_of_complex_numbers_and_others_the_numbers() -> None:
+    """DDP's buckets hold pairs of real numbers; torch's complex division multiplies by 1 / W."""
+    shards = [
+        torch.randn(500, dtype=torch.complex64, generator=torch.Generator().manual_seed(r))
+        for r in range(3)
+    ]
+
+    def mean(order: DDPBuckets | BackendAllReduce) -> torch.Tensor:
+        (found,) = expected_gradients(
+            Contract(order=order, scale="divide-before"),
+            "gloo",
+            [[shard] for shard in shards],
+            weights=[1.0] * 3,
+            step=0,
+            ready_order=[0],
+            like=[shards[0]],
+        )
+        assert found is not None
+        return found
+
+    apart = mean(DDPBuckets()) != mean(BackendAllReduce())
+    assert bool(apart.any())
+    parts = [torch.view_as_real(shard) for shard in shards]
+    (real,) = expected_gradients(
+        Contract(order=DDPBuckets(), scale="divide-before"),
+        "gloo",
+        [[part] for part in parts],
+        weights=[1.0] * 3,
+        step=0,
+        ready_order=[0],
+        like=[parts[0]],
+    )
+    assert real is not None
+    assert torch.equal(torch.view_as_real(mean(DDPBuckets())), real)
