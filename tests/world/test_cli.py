@@ -112,7 +112,7 @@ def _table(text: str) -> list[str]:
         (["replay", "bad.py"], 2, "bad.py is not a case file"),
         (["train", "--world", "2"], 2, "--world 2 needs a --strategy"),
         (["train", "--workload", "lattice"], 2, "lattice has no accuracy"),
-        (["verfy"], 2, "No such command 'verfy'"),
+        (["verfy"], 2, "unknown command 'verfy' (did you mean verify?)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
