@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from distcheck.diagnosis.findings import ranks_text
+from distcheck.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 from distcheck.records import Diagnosis, Outcome
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -22,14 +23,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
-    if "collective mismatch" in cause.detail:
-        return [
-            Diagnosis(
-                cause="collective-mismatch",
-                evidence=f"the backend received a message of the wrong size on rank {cause.rank}",
-                suggestion=_SAME_CALLS,
-            )
-        ]
+    if is_mismatch(cause.detail):
+        return [_of_mismatch(cause, outcomes)]
     if cause.outcome == "lost":
         lost = [o.rank for o in bad if o.outcome == "lost"]
         return [
@@ -40,6 +35,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 "what its ranks did last",
             )
         ]
+    if is_victim(cause.detail):
+        return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
     if cause.outcome != "hung":
         last = cause.detail.splitlines()[0] if cause.detail else ""
         return [
@@ -51,6 +48,48 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
             )
         ]
     return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+
+
+def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
+    """The rank that received a message of another size is as a rule not the one that called
+    something else.
+    """
+    apart = calls_apart(_calls(outcomes))
+    said = (
+        f"rank {received.rank} received a message of another size than its own call expects; "
+        "which rank called something else is not known"
+        if apart is None
+        else apart.in_words()
+    )
+    return Diagnosis(cause="collective-mismatch", evidence=said, suggestion=_SAME_CALLS)
+
+
+def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+    """Every rank that did not finish had lost another one, which did not fail itself."""
+    victims = ranks_text([o.rank for o in lost])
+    if finished:
+        return Diagnosis(
+            cause="collective-mismatch",
+            evidence=f"{ranks_text(finished)} finished and left, and {victims} still waited in a "
+            "collective",
+            suggestion=_SAME_CALLS,
+        )
+    return Diagnosis(
+        cause="crash",
+        evidence=f"{victims} lost their peers, and no rank is known to have failed before that",
+        suggestion="look for what ended a connection: a limit, a network, a process group that was "
+        "destroyed too soon",
+    )
+
+
+def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
+    return {
+        o.rank: {
+            (call.group, call.point_to_point, call.number): f"{call.name} of [{call.shapes}]"
+            for call in o.collectives
+        }
+        for o in outcomes
+    }
 
 
 def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
@@ -85,6 +124,8 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
             suggestion=f"see what sends {ranks_text(stopped)} SIGSTOP: the code itself, a person, "
             "or a scheduler",
         )
+    if len(calls) > 1 and (apart := calls_apart(_calls(hung))) is not None:
+        evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
         return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
     where = elsewhere or ([] if silent else next(iter(calls.values())))

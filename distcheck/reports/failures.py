@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distcheck.checks.merging import earliest_failure
+from distcheck.odd_ranks import is_victim
 from distcheck.records import CaseReport, Outcome
 from distcheck.reports.showing import shown
 from distcheck.reports.wording import describe_place
@@ -71,7 +72,7 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
     for outcome in outcomes:
         if outcome.outcome != "finished":
             first, _, _ = outcome.detail.partition("\n")
-            victim = "its peer was gone" in first
+            victim = is_victim(outcome.detail)
             key = (outcome.outcome, first if victim else outcome.detail)
             alike.setdefault(key, []).append(outcome)
     for (_, detail), ranks in alike.items():

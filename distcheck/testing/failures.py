@@ -16,6 +16,7 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
+from distcheck.odd_ranks import is_victim
 from distcheck.records import Outcome
 from distcheck.testing.messages import RankReport, Subtest
 
@@ -139,7 +140,7 @@ def _detail(outcome: Outcome) -> str:
 
 
 def _is_victim(outcome: Outcome) -> bool:
-    return outcome.outcome == "raised" and "its peer was gone" in outcome.detail.split("\n", 1)[0]
+    return outcome.outcome == "raised" and is_victim(outcome.detail)
 
 
 def _bystanders(ended: Ended) -> list[str]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from distcheck.odd_ranks import outside_the_majority
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, ticks
 
 _LABEL, _TOP = 46, 22
@@ -20,7 +21,8 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     last_kind = "parameter" if "parameter" in kinds else next(iter(kinds))
     at, kind = apart[0] if apart else (len(steps) - 1, last_kind)
     groups = kinds[kind][at]
-    odd = odd_ranks(groups)
+    odd = outside_the_majority(groups)
+    tie = len(groups) > 1 and not odd
     drawing = Drawing(name, 320)
     size = min(26.0, (drawing.width - _LABEL - 8) / ranks)
     held = {rank: digest for digest, of_digest in groups.items() for rank in of_digest}
@@ -44,7 +46,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     drawing.text(0, _TOP - 6, "rank", kind="faint")
     what = f"{_NAMES.get(kind, kind)} after step {steps[at]}"
     title = f"Agreement of ranks: {what}"
-    says = _in_words(groups, odd, what, never=not apart)
+    says = _in_words(groups, odd, what, never=not apart, tie=tie)
     rows = [
         [str(steps[i]), _NAMES.get(k, k), "; ".join(_group_text(d, r) for d, r in g.items())]
         for i, k, g in _told(kinds, len(steps), apart)
@@ -55,16 +57,6 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     return Picture(title, says, svg, table, remark)
 
 
-def odd_ranks(groups: Groups) -> list[int]:
-    """The ranks outside the largest group; all of them where no group is the largest."""
-    sizes = sorted((len(ranks) for ranks in groups.values()), reverse=True)
-    if len(sizes) < 2:
-        return []
-    if sizes[0] == sizes[1]:
-        return sorted(rank for ranks in groups.values() for rank in ranks)
-    return sorted(r for ranks in groups.values() if len(ranks) < sizes[0] for r in ranks)
-
-
 def _told(
     kinds: dict[str, list[Groups]], steps: int, apart: list[tuple[int, str]]
 ) -> list[tuple[int, str, Groups]]:
@@ -73,12 +65,13 @@ def _told(
     return [(at, kind, kinds[kind][at]) for at, kind in listed]
 
 
-def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool) -> str:
+def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bool) -> str:
     if never:
         return f"All ranks hold the same bits at every step; shown are the {what}."
-    if len(odd) == sum(map(len, groups.values())):
+    if tie:
         return (
-            f"The {what} are the first that differ: {len(groups)} versions, none in the majority."
+            f"The {what} are the first that differ: {len(groups)} versions, none of which most "
+            "ranks hold: a tie, which does not say which ranks are wrong."
         )
     names = ", ".join(map(str, odd))
     one = len(odd) == 1

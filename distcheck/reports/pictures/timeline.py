@@ -1,14 +1,14 @@
 """The last collectives of every rank, side by side: who is missing, who called something else."""
 
-from collections import Counter
 from typing import Any
 
+from distcheck import odd_ranks
+from distcheck.odd_ranks import Key, calls_apart, first_not_called, groups_of, ranks_in_words
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
 
 _LABEL, _TOP, _ROW = 100, 32, 22
 _MOST_COLUMNS = 40
 
-Key = tuple[str, bool, int]  # group, point to point, number
 Call = dict[str, Any]
 
 
@@ -18,7 +18,9 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
     keys = _columns({key for of_rank in calls.values() for key in of_rank})
     if not keys:
         return None
-    usual = {key: _usual([c[key] for c in calls.values() if key in c]) for key in keys}
+    named = {rank: {key: _name(call) for key, call in own.items()} for rank, own in calls.items()}
+    unknown = sum(not own for own in named.values())
+    usual = {key: odd_ranks.usual(groups_of(named, key), unknown=unknown) for key in keys}
     drawing = Drawing(name, 700 if len(keys) > 9 else 320)
     width = min(26.0, (drawing.width - _LABEL - 6) / len(keys))
     strips = _Strips(drawing, width)
@@ -40,7 +42,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
     strips.draw()
     _number(drawing, keys, width)
     bottom = _legend(drawing, _TOP + _ROW * len(calls) + 8)
-    says = _in_words(rows, usual)
+    says = _in_words(outcomes, named)
     title = "Collectives of every rank, at the end"
     table = Table(["rank", "call", "what it called", "how it stands"], rows)
     return Picture(title, says, drawing.markup(bottom, title=title, says=says), table)
@@ -110,18 +112,13 @@ def _name(call: Call | None) -> str:
     return "" if call is None else f"{call['name']} of [{clip(str(call['shapes']), 60)}]"
 
 
-def _usual(calls: list[Call]) -> str:
-    """What most ranks called."""
-    return Counter(_name(call) for call in calls).most_common(1)[0][0]
-
-
 def _state(own: dict[Key, Call], key: Key, usual: str) -> str:
     call = own.get(key)
     if call is None:
         same = [k[2] for k in own if k[:2] == key[:2]]
         return "missing" if same and key[2] > max(same) and not key[1] else "not seen"
     if not key[1] and _name(call) != usual:  # sends and receives differ by nature
-        return "differs"
+        return "differs"  # in a tie all of them do
     return "same" if call.get("finished", True) else "not finished"
 
 
@@ -136,17 +133,28 @@ def _legend(drawing: Drawing, y: float) -> float:
     return y + 18
 
 
-def _in_words(rows: list[list[str]], usual: dict[Key, str]) -> str:
-    other = [row for row in rows if row[3] == "differs"]
-    missing = [row for row in rows if row[3] == "missing"]
+def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
+    """What the diagnosis says as well: who called something else, or had not come as far."""
     parts = []
-    if other:
-        rank, number, name, _ = other[0]
-        most = next(usual[key] for key in usual if str(key[2]) == number and usual[key] != name)
-        parts.append(f"At call {number}, rank {rank} called {name}, most ranks {most}.")
-    if missing:
-        number = missing[0][1]
-        ranks = [row[0] for row in missing if row[1] == number]
-        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        parts.append(f"Call {number} is missing on {on}.")
+    apart = calls_apart(calls)
+    if apart is not None:
+        words = apart.in_words()
+        parts.append(f"{words[0].upper()}{words[1:]}.")
+    bad = [o for o in outcomes if o["outcome"] not in ("finished", "hung", "ended")]
+    culprits = [
+        o["rank"]
+        for o in bad
+        if not odd_ranks.is_victim(o["detail"]) and not odd_ranks.is_mismatch(o["detail"])
+    ]
+    victims = {o["rank"] for o in outcomes if o["rank"] not in culprits} if culprits else set()
+    victims |= {o["rank"] for o in bad if odd_ranks.is_victim(o["detail"])}
+    behind = first_not_called(calls, besides=victims)
+    if behind is not None:
+        number, ranks = behind
+        parts.append(f"Call {number} is missing on {ranks_in_words(ranks)}.")
+    elif culprits and not parts:
+        parts.append(
+            f"{ranks_in_words(culprits[:1]).capitalize()} failed first; what others did not call "
+            "came after it."
+        )
     return " ".join(parts) or "Ranks that were asked made the same calls."

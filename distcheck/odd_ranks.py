@@ -1,0 +1,115 @@
+"""Which rank is the odd one: the diagnosis and the pictures ask here, so that both name the same.
+
+A rank is odd where most ranks did something else. Where as many did the one as the other, none is
+odd: that is a tie, and is said to be one. A rank that only lost its peer is a victim, and is never
+odd for what it did not do after that.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Key = tuple[str, bool, int]  # of a call: its group, whether it is point to point, its number
+Calls = Mapping[int, Mapping[Key, str]]  # by rank: what it called, of those that could be asked
+
+VICTIM = "its peer was gone"  # in the first line of what is known of a rank
+_MISMATCH = "collective mismatch"  # gloo's own words, on the rank that received
+
+
+def is_victim(detail: str) -> bool:
+    """Whether a rank ended because another one had: by what is known of it."""
+    return VICTIM in detail.partition("\n")[0]
+
+
+def is_mismatch(detail: str) -> bool:
+    """Whether a backend ended a rank because what it received was of another size."""
+    return _MISMATCH in detail
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 1`; `ranks 0, 2`."""
+    found = sorted(ranks)
+    return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+
+
+def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
+    """The ranks outside the largest group, in order; none where no group is the largest."""
+    sizes = sorted(map(len, groups.values()), reverse=True)
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
+        return []
+    return sorted(r for ranks in groups.values() if len(ranks) < sizes[0] for r in ranks)
+
+
+@dataclass(frozen=True)
+class CallsApart:
+    """A call that ranks did not make alike: what was called, by which ranks. `odd` are those
+    outside the majority, none in a tie; `unknown` ranks could not be asked, and may be on any side.
+    """
+
+    number: int
+    groups: dict[str, list[int]]
+    odd: list[int]
+    unknown: list[int]
+
+    def in_words(self) -> str:
+        """The sentence of the diagnosis and of the picture."""
+        called = [f"{ranks_in_words(ranks)} called {name}" for name, ranks in self.groups.items()]
+        if self.odd:
+            called.sort(key=lambda words: not words.startswith(f"{ranks_in_words(self.odd)} "))
+        text = f"at call {self.number}, {' and '.join(called)}"
+        if self.unknown:
+            text += f", and {ranks_in_words(self.unknown)} could not be asked"
+        tie = len({len(ranks) for ranks in self.groups.values()}) == 1
+        why = "a tie, which does not say" if tie else "so it is not known"
+        return text if self.odd else f"{text}: {why} which of them is wrong"
+
+
+def usual(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
+    """What most ranks called; "" in a tie, also in one that so many `unknown` ranks may make."""
+    sizes = sorted(map(len, groups.values()), reverse=True)
+    if len(sizes) > 1 and sizes[0] <= sizes[1] + unknown:
+        return ""
+    return max(groups, key=lambda name: len(groups[name]), default="")
+
+
+def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
+    """Who called what at one place."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        if key in calls[rank]:
+            found.setdefault(calls[rank][key], []).append(rank)
+    return found
+
+
+def calls_apart(calls: Calls) -> CallsApart | None:
+    """The first call that ranks made in different ways; sends and receives differ by nature."""
+    keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
+    for key in keys:
+        groups = groups_of(calls, key)
+        if len(groups) > 1:
+            unknown = sorted(rank for rank, own in calls.items() if not own)
+            most = usual(groups, unknown=len(unknown))
+            odd = sorted(r for name, ranks in groups.items() if name != most for r in ranks)
+            return CallsApart(key[2], groups, odd if most else [], unknown)
+    return None
+
+
+def first_not_called(calls: Calls, *, besides: Iterable[int] = ()) -> tuple[int, list[int]] | None:
+    """The first call that some of the ranks that were asked had not come to, its number and theirs,
+    victims (`besides`) left aside; None where all came as far.
+    """
+    victims = set(besides)
+    keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
+    for key in keys:
+        behind = [
+            rank
+            for rank, own in calls.items()
+            if own and key not in own and _is_behind(own, key) and rank not in victims
+        ]
+        if behind:
+            return key[2], sorted(behind)
+    return None
+
+
+def _is_behind(own: Mapping[Key, str], key: Key) -> bool:
+    same = [k[2] for k in own if k[:2] == key[:2]]
+    return bool(same) and key[2] > max(same)

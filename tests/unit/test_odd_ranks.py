@@ -1,0 +1,138 @@
+"""Which rank is the odd one: the diagnosis and the picture name the same, and no victim."""
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from distcheck.diagnosis import outcomes
+from distcheck.odd_ranks import outside_the_majority, usual
+from distcheck.records import Collective, Outcome, OutcomeName
+from distcheck.reports.pictures import agreement, timeline
+
+MISMATCH = "step 1, sync\nIs there a distributed collective mismatch in your code?"
+PEER = "step 1, sync; its peer was gone at mine.py:3\nRuntimeError: Connection closed"
+
+
+def calls(*shapes: str) -> tuple[Collective, ...]:
+    """Calls of one group, numbered from 1; the last is not finished."""
+    return tuple(
+        Collective(
+            number=n, name="all_reduce", shapes=shape, group="0", finished=n < len(shapes)
+        )
+        for n, shape in enumerate(shapes, 1)
+    )  # fmt: skip
+
+
+def rank(
+    number: int, outcome: OutcomeName, detail: str = "", shapes: Sequence[str] = ()
+) -> Outcome:
+    return Outcome(rank=number, outcome=outcome, detail=detail, collectives=calls(*shapes))
+
+
+def both(*ranks: Outcome) -> tuple[str, str]:
+    """What the diagnosis and the picture say."""
+    (found,) = outcomes.explain(ranks)
+    picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
+    assert picture is not None
+    return f"{found.cause}: {found.evidence}", picture.says
+
+
+def test_the_odd_rank_of_the_picture_is_the_diagnosis_odd_rank() -> None:
+    said, shown = both(
+        rank(1, "raised", MISMATCH, ["8", "8"]),
+        rank(0, "raised", PEER, ["8", "5"]),
+        rank(2, "raised", PEER, ["8", "8"]),
+    )
+    words = "t call 2, rank 0 called all_reduce of [5] and ranks 1, 2 called all_reduce of [8]"
+    assert said == f"collective-mismatch: a{words}"
+    assert shown == f"A{words}."
+
+
+@pytest.mark.parametrize("received", [0, 1])
+def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
+    """gloo ends the rank that received; the picture took the first call that it met for usual."""
+    ranks = [
+        rank(received, "killed", MISMATCH, ["8", "58"[received]]),
+        rank(1 - received, "raised", PEER, ["8", "85"[received]]),
+    ]
+    said, shown = both(*ranks)
+    assert said.endswith(": a tie, which does not say which of them is wrong")
+    assert shown.endswith(": a tie, which does not say which of them is wrong.")
+    assert "wrong size on rank" not in said
+    picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
+    assert picture is not None
+    assert [row[0] for row in picture.table.rows if row[3] == "differs"] == ["0", "1"]
+
+
+def test_a_rank_that_could_not_be_asked_may_be_on_either_side() -> None:
+    said, shown = both(
+        rank(2, "killed", MISMATCH),
+        rank(0, "raised", PEER, ["8", "5"]),
+        rank(1, "raised", PEER, ["8", "8"]),
+    )
+    assert "rank 2 could not be asked: a tie" in said
+    assert "rank 2 could not be asked: a tie" in shown
+
+
+def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() -> None:
+    (found,) = outcomes.explain([rank(1, "killed", MISMATCH), rank(0, "raised", PEER)])
+    assert found.evidence.startswith("rank 1 received a message of another size than its own call")
+    assert "which rank called something else is not known" in found.evidence
+
+
+def test_a_hang_names_the_same_odd_rank() -> None:
+    def hung(number: int, shape: str) -> Outcome:
+        last = f"last collective: all_reduce of [{shape}], number 2, not finished at mine.py:3"
+        return rank(number, "hung", f"step 1, sync\n{last}", ["8", shape])
+
+    said, shown = both(hung(0, "8"), hung(1, "8"), hung(2, "5"))
+    words = "t call 2, rank 2 called all_reduce of [5] and ranks 0, 1 called all_reduce of [8]"
+    assert said.endswith(f"; a{words}")
+    assert shown == f"A{words}."
+
+
+def test_victims_are_never_the_cause() -> None:
+    left = [rank(1, "raised", PEER, ["8", "8"]), rank(0, "finished")]
+    (found,) = outcomes.explain(left)
+    assert (found.cause, found.evidence) == (
+        "collective-mismatch", "rank 0 finished and left, and rank 1 still waited in a collective",
+    )  # fmt: skip
+    (found,) = outcomes.explain([rank(0, "raised", PEER), rank(1, "raised", PEER)])
+    assert found.evidence == (
+        "ranks 0, 1 lost their peers, and no rank is known to have failed before that"
+    )
+
+
+def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
+    """Rank 1 was killed; rank 2, which waited for it, had come less far than rank 0."""
+    said, shown = both(
+        rank(1, "killed", "step 1, sync\nkilled by SIGKILL"),
+        rank(0, "raised", PEER, ["8", "8", "8"]),
+        rank(2, "raised", PEER, ["8", "8"]),
+    )
+    assert re.match(r"crash: rank 1 killed", said)
+    assert shown == "Rank 1 failed first; what others did not call came after it."
+    own = rank(2, "raised", "step 1, sync\nValueError", ["8", "8"])
+    said, shown = both(own, rank(0, "raised", PEER, ["8", "8", "8"]))
+    assert said.startswith("crash: rank 2 raised")
+    assert shown == "Call 3 is missing on rank 2."
+
+
+def test_majorities() -> None:
+    assert outside_the_majority({"a": [0, 2], "b": [1]}) == [1]
+    assert outside_the_majority({"a": [0], "b": [1]}) == []
+    assert outside_the_majority({"a": [0, 1]}) == []
+    assert usual({"a": [0, 2], "b": [1]}) == "a"
+    assert usual({"a": [0, 2], "b": [1]}, unknown=1) == ""
+    assert usual({"a": [0]}, unknown=3) == "a"
+
+
+def test_agreement_of_two_ranks_is_a_tie() -> None:
+    digests = {"steps": [0], "ranks": 2, "kinds": {"gradient": ["0=aa 1=bb"]}}
+    picture = agreement.draw("p", {"digests": digests})
+    assert "2 versions, none of which most ranks hold: a tie" in picture.says
+    assert "◂" not in picture.svg
+    digests = {"steps": [0], "ranks": 3, "kinds": {"gradient": ["0,2=aa 1=bb"]}}
+    assert "rank 1 (marked ◂) holds other bits" in agreement.draw("p", {"digests": digests}).says
