@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from distcheck.early_ends import GivenUpError, Interrupted
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.gate.costs import rough_s
 from distcheck.hosting import dismiss, front_pool
@@ -18,7 +19,7 @@ from distcheck.reports.showing import say
 from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store import Store
 from distcheck.thorough import NOTHING_BESIDE, Beside
-from distcheck.verification import GivenUpError, Interrupted, recheck, run_cases
+from distcheck.verification import recheck, run_cases
 from distcheck.worlds.pool import Pool
 
 

@@ -9,11 +9,10 @@
 """
 
 import atexit
-import contextlib
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from distcheck.book import Book, given_up_on, run_of
 from distcheck.case_runs import CaseRun, is_separate
 from distcheck.contents import not_shown
 from distcheck.datasets import FILE_DATASETS, SYNTHETIC
+from distcheck.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.errors import (
     CannotRunError,
     DistcheckError,
@@ -50,23 +50,6 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
 
 _DELAY = ("rank", "collective", "ms")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a verification; carries the report on what had been judged by then."""
-
-    def __init__(self, report: Report) -> None:
-        super().__init__("interrupted")
-        self.report = report
-
-
-class GivenUpError(HelperError):
-    """The run lost what it needs; carries the report on what had been judged by then."""
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report.given_up)
-        self.report = report
-        self.exit_code = report.given_up_as
 
 
 def verify(
@@ -200,10 +183,10 @@ def run_cases(
     except (Interrupted, GivenUpError):
         raise
     except KeyboardInterrupt:
-        early = _nothing_verified(cases, "not judged: interrupted", whole, origin, unfinished=True)
+        early = nothing_judged(cases, "not judged: interrupted", whole, origin, unfinished=True)
         raise Interrupted(msgspec.structs.replace(early, interrupted=True)) from None
     except (HelperError, RankLostError) as error:
-        lost = _nothing_verified(cases, str(error), whole, origin, unfinished=True)
+        lost = nothing_judged(cases, str(error), whole, origin, unfinished=True)
         raise GivenUpError(given_up_on(lost, error)) from error
 
 
@@ -228,7 +211,7 @@ def _run_cases(
     try:
         pool.wait_ready()
     except MembershipError as error:
-        return _nothing_verified(cases, str(error), whole, origin)
+        return nothing_judged(cases, str(error), whole, origin)
     data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
     with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
@@ -253,7 +236,7 @@ def _run_cases(
         book.plan, book.left_out, book.settles = whole, out, follow_up
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        with _reported(book, runs):
+        with reported(book, runs):
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
@@ -271,22 +254,6 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
         assert keep is not None
         if keep.keep_everything:
             raise CannotRunError(f"{keep.folder} cannot be written: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _reported(book: Book, runs: Sequence[CaseRun]) -> Iterator[None]:
-    """Around the running of cases: whatever ends it takes along the report on what there is."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted(book.report(interrupted=True)) from None
-    except (HelperError, RankLostError) as error:
-        for run in runs:
-            run.notes += [] if run.finished else [str(error)]
-        raise GivenUpError(book.report(given_up=error)) from error
-    finally:
-        for run in runs:
-            run.close()
 
 
 def _follow_up(
@@ -386,30 +353,6 @@ def _hash_seeds(cases: Sequence[Case]) -> list[int]:
 def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
     found = changes_for_bits(then, now, case)
     return [f"since this case was saved: {'; '.join(map(str, found))}"] if found else []
-
-
-def _nothing_verified(
-    cases: Sequence[Case],
-    reason: str,
-    whole: RunPlan | None,
-    origin: Origin,
-    *,
-    unfinished: bool = False,
-) -> Report:
-    """The report of a run that was given up before any rank of it began."""
-    unknown = [
-        CaseReport(
-            case=case,
-            strategy_file="",
-            verdict="unknown",
-            outcomes=(),
-            checks=(),
-            notes=(reason,),
-            unfinished=unfinished,
-        )
-        for case in cases
-    ]
-    return Report(environment={}, cases=tuple(unknown), plan=whole, made=origin)
 
 
 _pool: Pool | None = None

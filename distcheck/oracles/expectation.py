@@ -54,8 +54,7 @@ class StepExpectation:
     @cached_property
     def weights(self) -> list[float]:
         """The ranks' sample weights n_r * W / N: 1.0 for equal shards."""
-        sizes = [len(header.ids) for header in self.headers]
-        return [size * len(sizes) / sum(sizes) for size in sizes]
+        return [size * len(self._sizes) / sum(self._sizes) for size in self._sizes]
 
     @cached_property
     def shards(self) -> list[ShardResult]:
@@ -252,8 +251,7 @@ class StepExpectation:
 
     def _declared(self, loss: LossName) -> list[float]:
         """What a loss contract multiplies each rank's mean loss by."""
-        sizes = [len(header.ids) for header in self.headers]
-        return [declared_factor(loss, size, sum(sizes), sizes) for size in sizes]
+        return [declared_factor(loss, n, sum(self._sizes), self._sizes) for n in self._sizes]
 
     @property
     def lost(self) -> str:
@@ -345,6 +343,10 @@ class StepExpectation:
         return same
 
     @cached_property
+    def _sizes(self) -> list[int]:
+        return [len(header.ids) for header in self.headers]
+
+    @cached_property
     def _module_scales(self) -> dict[str, float]:
         names = [spec.name for spec in self.trace.layout.model.parameters]
         return module_scales(names, self.full_batch.gradients)
@@ -365,15 +367,14 @@ class StepExpectation:
     def relative_to_batch(self, layer: str, index: int) -> float:
         """The same of gradients that are neither rounded nor quantised on their way."""
         spec = self.trace.layout.model.parameters[index]
-        samples = sum(len(header.ids) for header in self.headers)
+        samples = sum(self._sizes)
         scale = self._module_scales.get(spec.name.rpartition(".")[0], 0.0)
         return relative_tolerance(layer, samples) * scale + underflow(layer, samples, spec.elements)
 
     @property
     def normalised_sizes(self) -> list[int]:
         """The stretches of the batch that BatchNorm normalises by themselves."""
-        shards = [len(header.ids) for header in self.headers]
-        return self._references.full_batch.normalised_sizes(shards)
+        return self._references.full_batch.normalised_sizes(self._sizes)
 
     @property
     def update(self) -> UpdateReference:

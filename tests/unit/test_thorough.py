@@ -228,6 +228,8 @@ def searched(verdict: str, *found: str, **more: Any) -> dict[str, Any]:
                            plan=(PASSED,))  # fmt: skip
     document["plan"]["searches"] = [{"strategy": "ddp", "budget_s": 60.0, "shard": 1}]
     document["explored"] = [] if verdict == "missing" else [one]
+    if verdict == "unknown":
+        document |= {"verdict": "unknown", "exit_code": 5}
     return document
 
 
@@ -252,7 +254,7 @@ def test_merging_takes_searches(document: dict[str, Any], verdict: str, code: in
 
 def test_a_case_that_no_search_has_found_is_still_refused() -> None:
     document = searched("fail", "found-w2", cases=9)
-    document["explored"][0]["found"] = []
+    document["explored"][0] |= {"verdict": "pass", "found": []}
     with pytest.raises(DistcheckError, match="which its own plan does not have"):
         join([Part("part.json", document)])
 
