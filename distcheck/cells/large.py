@@ -16,8 +16,8 @@ class Wide(nn.Module):
 
     def __init__(self, products: int, width: int, classes: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, classes)
         self.large = nn.Parameter(torch.randn(products, width) / products**0.5)
+        self.linear = nn.Linear(FEATURES, classes)
         self._products = products
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

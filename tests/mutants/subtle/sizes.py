@@ -112,7 +112,8 @@ def large_ones_through_a_pinned_copy(model: nn.Module, step: Step) -> None:
         parameter.grad.view(-1)[:fits] = staged[:fits]
 
 
-@subtle(needs="over 2^24 elements in one buffer", witness=None, reach="size")
+@subtle(needs="over 2^24 elements in one buffer", witness="over_2_24_elements", reach="size",
+        world=2, steps=1)  # fmt: skip
 def offsets_in_float32(model: nn.Module, step: Step) -> None:
     """Offsets into the buffer are float32: beyond 2^24 they are even numbers."""
     gradients = [p.grad for p in model.parameters()]

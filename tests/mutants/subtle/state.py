@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distcheck.contract import Build, Step
+from distcheck.contract import Build, Step, strategy
 
 from . import subtle
 from .exchange import mean_of
@@ -109,15 +109,17 @@ class HalvesTheSecondMoment(_WithOptimizer):
                 kept["exp_avg_sq"].div_(step.world_size * 2)
 
 
-@subtle(needs="ranks that begin with other parameters", witness=None, reach="thorough",
-        after="pytorch #111138")  # fmt: skip
+@subtle(needs="ranks that begin with other parameters", witness="different_starts",
+        reach="thorough", world=2, after="pytorch #111138")  # fmt: skip
+@strategy(initial_state="rank 0")
 def no_first_broadcast(model: nn.Module, step: Step) -> None:
-    """Nobody sends rank 0's parameters at the start: it is right where all ranks seed alike."""
+    """Rank 0's parameters are not sent at the start: it is right where all ranks seed alike."""
     mean_of(model.parameters(), step)
 
 
-@subtle(needs="buffers that begin unlike between ranks", witness=None, reach="thorough",
-        after="pytorch #111138")  # fmt: skip
+@subtle(needs="buffers that begin unlike between ranks", witness="different_starts",
+        reach="thorough", world=2, after="pytorch #111138")  # fmt: skip
+@strategy(initial_state="rank 0")
 class BroadcastsParametersOnly:
     """Sends rank 0's parameters at the start, and no buffers."""
 

@@ -15,7 +15,7 @@ ALL = everything()
 SHOWN = [mutant for mutant in ALL if mutant.asked is not None]
 
 
-HEAVY = ("Deep", "Large", "Huge", "Kinds")  # many tensors, or large ones
+HEAVY = ("Deep", "Large", "Huge", "Kinds", "over_2_24_elements")  # many tensors, or large ones
 
 
 def _first_of_each_group() -> set[str]:
