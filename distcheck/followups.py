@@ -2,8 +2,9 @@
 
 Three kinds of right code fail in the default cases, and none of them in a usual training:
 
-- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`): the lattice has one. It is
-  run again with a vector of one element in its place, and that report takes the first one's place
+- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`): the lattice and composite
+  have one. They are run again with a vector of one element in its place, and those reports take the
+  first ones' places
 - code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
   which is added for S64. Where every float32 case passed, that case is left out
 - code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
@@ -15,7 +16,7 @@ No torch here.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -24,8 +25,7 @@ from distcheck.naming import as_file_name
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 
 Kind = Literal["no scalar", "equal shards"]
-_SCALAR = "lattice"
-NO_SCALAR = "lattice:no-scalar"
+_NO_SCALAR = {name: f"{name}:no-scalar" for name in ("lattice", "composite")}
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): .+$", re.MULTILINE)
 _MOST_SHOWN = 160  # characters of an error
 
@@ -43,24 +43,27 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
-    """The cases to run after these: at most one of a kind for a strategy and world."""
-    found: dict[tuple[object, Kind], FollowUp] = {}
+    """The cases to run after these: of equal shards at most one for a strategy and world."""
+    found: dict[tuple[object, ...], FollowUp] = {}
     for report in reports:
-        for kind, make in (("no scalar", _without_scalar), ("equal shards", _with_equal_shards)):
+        for kind, make in _MAKE.items():
             case = make(report, reports)
-            key: tuple[object, Kind] = ((report.case.siblings, report.case.adaptation), kind)  # type: ignore[assignment]
+            once = kind == "equal shards"
+            of = (report.case.siblings, report.case.adaptation) if once else report.case.id
+            key = (kind, of)
             if case is not None and key not in found:
-                found[key] = FollowUp(case=case, kind=key[1], of=report)
+                found[key] = FollowUp(case=case, kind=kind, of=report)
     return list(found.values())
 
 
 def _without_scalar(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
-    """Ranks crashed on the lattice, and on another workload they did not."""
+    """Ranks crashed on a workload that has such a parameter, and on another one they did not."""
     alike = _siblings(report, reports)
     finished = any(r.outcomes and not r.ranks_failed for r in alike)
-    if report.case.workload != _SCALAR or not _crashed(report) or not finished:
+    without = _NO_SCALAR.get(report.case.workload)
+    if without is None or not _crashed(report) or not finished:
         return None
-    return msgspec.structs.replace(report.case, workload=NO_SCALAR)
+    return msgspec.structs.replace(report.case, workload=without)
 
 
 def _with_equal_shards(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
@@ -71,6 +74,12 @@ def _with_equal_shards(report: CaseReport, reports: Sequence[CaseReport]) -> Cas
         return None
     name = as_file_name(f"{case.id}-batch-{equal}")
     return msgspec.structs.replace(case, id=name, batch=equal, rerun=False)
+
+
+_MAKE: Mapping[Kind, Callable[[CaseReport, Sequence[CaseReport]], Case | None]] = {
+    "no scalar": _without_scalar,
+    "equal shards": _with_equal_shards,
+}
 
 
 def take_in(
@@ -88,10 +97,10 @@ def _with_vector(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
     if report.case.id != follow_up.case.id or not follow_up.replaces(done):
         return report
     note = (
-        "parameters of no dimension are not judged: the code fails on the lattice's "
-        f"({_error(follow_up.of)}), and not on a vector of one element in its place, which was run "
-        "instead; a model with such a parameter (a logit scale) fails; "
-        f"--workload {_SCALAR} asks for it"
+        "parameters of no dimension are not judged: the code fails on the one that "
+        f"{follow_up.of.case.workload} has ({_error(follow_up.of)}), and not on a vector of one "
+        "element in its place, which was run instead; a model with such a parameter (a logit "
+        f"scale) fails; --workload {follow_up.of.case.workload} asks for it"
     )
     return msgspec.structs.replace(done, notes=(*done.notes, note))
 
@@ -125,7 +134,8 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     for report in reports:
         alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
         why = _why_not_float64(report) if _is_companion(report.case) else ""
-        same = [r for r in alike if r.case.workload == report.case.workload]
+        # One of the two may have been run again without its scalar.
+        same = [r for r in alike if _base(r.case) == _base(report.case)]
         # A crash that the same workload does not have in float32 comes of the dtype, also where
         # gradients are wrong.
         ran = bool(same) and all(r.outcomes and not r.ranks_failed for r in same)
@@ -139,6 +149,10 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         if (note := out.get(left.case.id)) and left.case.siblings == report.case.siblings
     ]
     return [msgspec.structs.replace(r, notes=(*r.notes, *notes(r))) for r in kept], out
+
+
+def _base(case: Case) -> str:
+    return case.workload.partition(":")[0]
 
 
 def _is_companion(case: Case) -> bool:

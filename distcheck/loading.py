@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     import torch
 
 STRATEGY_GROUP = "distcheck.strategies"
-_DESCRIBED = ("generated", "lattice")  # workloads whose names may say more, after a colon
+# Workloads whose names may say more, after a colon.
+_DESCRIBED = ("generated", "lattice", "composite")
 _NOTHING_SAID = Adaptation()
 
 

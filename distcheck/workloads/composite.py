@@ -28,6 +28,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.datasets.synthetic import hash24
+from distcheck.errors import UsageError
 from distcheck.happenings import RateChanged
 
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
@@ -158,14 +159,14 @@ class Composite(nn.Module):
     waves: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, gain: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.features = nn.ModuleDict({"text": Text(), "vision": Vision()})
         self.places = nn.Parameter(torch.randn(1, TOKENS + 1, WIDTH) / 8)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.norm = nn.LayerNorm(WIDTH)
         self.expert = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(gain))
         self.temperature = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 1))
         self.head = nn.Linear(WIDTH, classes)
         angles = torch.arange(TOKENS + 1).unsqueeze(1) / 10 ** (torch.arange(WIDTH) / WIDTH)
@@ -194,13 +195,16 @@ class Composite(nn.Module):
 class CompositeWorkload:
     """Cross-entropy; SGD with momentum, in two groups, its rates changing from step to step."""
 
+    def __init__(self, gain: tuple[int, ...] = ()) -> None:
+        self._gain = gain
+
     def samples(self) -> CompositeSamples:
         """Samples of its own, in place of `--data`."""
         return CompositeSamples()
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """For the samples of its own."""
-        return Composite(classes)
+        return Composite(classes, self._gain)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross-entropy, the mean over the shard."""
@@ -245,3 +249,10 @@ class WithAdamW(CompositeWorkload):
 
 
 workload = CompositeWorkload()
+
+
+def described(words: str) -> CompositeWorkload:
+    """`no-scalar`: for code that takes no parameter without dimensions. Raises UsageError."""
+    if words != "no-scalar":
+        raise UsageError(f"workload composite:{words} is not known; there is composite:no-scalar")
+    return CompositeWorkload((1,))

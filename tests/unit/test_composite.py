@@ -2,9 +2,12 @@
 
 from itertools import combinations, pairwise
 
+import pytest
 import torch
 
 from distcheck.contract import Batch
+from distcheck.errors import UsageError
+from distcheck.loading import load_workload
 from distcheck.oracles import rounding
 from distcheck.workloads.composite import Composite, CompositeWorkload, workload
 
@@ -34,6 +37,18 @@ def shards(seed: int, world: int = 4) -> list[dict[str, torch.Tensor]]:
         workload.loss(model, batch(ids)).backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     return found
+
+
+def test_it_may_have_a_vector_in_place_of_its_scalar() -> None:
+    other = load_workload("composite:no-scalar").workload
+    samples = workload.samples()
+    model = other.model(sample_shape=samples.shape, classes=samples.classes)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    whole = {name: tuple(p.shape) for name, p in built().named_parameters()}
+    assert {name for name in whole if whole[name] != shapes[name]} == {"gain"}
+    assert min(map(len, shapes.values())) == 1
+    with pytest.raises(UsageError, match="there is composite:no-scalar"):
+        load_workload("composite:without")
 
 
 def test_it_has_what_real_models_have() -> None:

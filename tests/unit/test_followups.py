@@ -105,6 +105,30 @@ def test_the_lattice_runs_again_without_its_scalar(
     assert [f.case.id for f in found] == ["lattice-float32"] * again
 
 
+def test_composite_runs_again_as_well_and_each_in_its_own_place() -> None:
+    """The default run's cases: each that crashed has its own follow-up."""
+    reports = [
+        report("lattice", **CRASHES), report("cnn"), report("composite", **CRASHES),
+        report("composite", "float64", **CRASHES),
+    ]  # fmt: skip
+    found = follow_ups(reports)
+    assert [f.case.workload for f in found] == [
+        "lattice:no-scalar", "composite:no-scalar", "composite:no-scalar",
+    ]  # fmt: skip
+    done = [
+        msgspec.structs.replace(report("cnn", **(CRASHES if n == 2 else {})), case=f.case)
+        for n, f in enumerate(found)
+    ]
+    taken = take_in(reports, list(zip(found, done, strict=True)))
+    assert [r.case.workload for r in taken] == [
+        "lattice:no-scalar", "cnn", "composite:no-scalar", "composite",
+    ]  # fmt: skip
+    assert "the one that composite has" in taken[2].notes[0]
+    kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
+    assert list(out) == [reports[3].case.id]
+    assert [r.verdict for r in kept] == ["pass"] * 3
+
+
 def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
     reports = [report("lattice", **CRASHES), report("cnn")]
     (follow_up,) = follow_ups(reports)
