@@ -47,7 +47,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
             host.decline(error)
             raise
         signal.signal(signal.SIGTERM, host.on_sigterm)
-        over = host.serve(identity_of(cases))
+        over = host.serve(identity_of(cases), cases)
         # A launcher that sees another process leave may end this one, which is leaving.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_error_file(over.exit_code, over.summary)

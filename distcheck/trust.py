@@ -52,7 +52,7 @@ def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Cod
     lies now, and where it was when the bundle was made.
     """
     root = _checkout()
-    asked = dict.fromkeys(named for case in cases for named in _named(case))
+    asked = dict.fromkeys(one for case in cases for one in named(case))
     return [
         _described(what, spec, unpacked)
         for what, spec in asked
@@ -85,7 +85,8 @@ def is_own_run(given: str) -> bool:
     return path.is_relative_to(kept) and not path.is_relative_to(kept / "bundles")
 
 
-def _named(case: Case) -> Iterator[tuple[str, str]]:
+def named(case: Case) -> Iterator[tuple[str, str]]:
+    """The code that a case names, and what for."""
     yield "strategy", case.strategy
     yield "workload", case.workload
     yield "backend", case.backend

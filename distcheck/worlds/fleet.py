@@ -19,7 +19,8 @@ import psutil
 
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.launchers.launch import Launch
-from distcheck.worlds import meeting, wire
+from distcheck.worlds import meeting, secret, wire
+from distcheck.worlds.greetings import Greetings
 from distcheck.worlds.helper_process import CleanHelper
 from distcheck.worlds.links import Link
 from distcheck.worlds.local_share import LocalShare
@@ -30,7 +31,6 @@ from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 
 LEAST_SILENCE_S = 5.0
 _IMPORT_S = 300.0  # torch, from a cold network disk
-_GREETING_S = 5.0  # from a connection to its first words
 _FAREWELL_S = 0.5  # from a launcher's SIGTERM to what it is about: the end of another process
 _BYE_S = 2.0  # for hosts to leave, before the front does
 
@@ -42,6 +42,7 @@ class Fleet(Pool):
         super().__init__(helper_of(launch))
         self._launch, self._deadline_s = launch, deadline_s
         self._identity = identity
+        self._secret = secret.shared_secret()
         self._links: list[Link] = []
         self._worlds = 0
         self._gathered = self._all_alike = False
@@ -213,7 +214,9 @@ class Fleet(Pool):
         scheme, _, name = place.partition("://")
         with contextlib.ExitStack() as stack:
             if scheme == "unix":
-                server = stack.enter_context(meeting.listen_here(name))
+                server = stack.enter_context(
+                    meeting.listen_here(secret.private_name(name, self._secret))
+                )
             elif scheme == "file":
                 server = stack.enter_context(meeting.listen("0.0.0.0", 0))
                 here = f"{socket.gethostname()}:{server.getsockname()[1]}"
@@ -232,7 +235,13 @@ class Fleet(Pool):
         """Until every rank has a place, or the deadline has passed."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
-        server.settimeout(0.1)
+        greetings = Greetings(server, self._secret)
+        try:
+            self._wait_for_all(greetings, deadline, patience_s)
+        finally:
+            greetings.close()
+
+    def _wait_for_all(self, greetings: Greetings, deadline: float, patience_s: float) -> None:
         while missing := self._missing():
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing))
@@ -240,21 +249,14 @@ class Fleet(Pool):
                     f"{'ranks' if len(missing) > 1 else 'rank'} {ranks} of {self._launch.world} "
                     f"did not come within {patience_s:g} s; were their processes started, "
                     "and can they reach this machine? --deadline-s gives them longer"
+                    + _about_refused(greetings.refused)
                 )
             self.pump(0)
-            with contextlib.suppress(TimeoutError):
-                connection, _ = server.accept()
-                self._greet(wire.Wire(connection, wire.FromHost, patience_s=_GREETING_S))
+            for line, words in greetings.come(0.1):
+                self._greet(line, words)
 
-    def _greet(self, line: wire.Wire) -> None:
-        try:
-            words = line.receive()
-        except (EOFError, OSError, msgspec.MsgspecError):
-            words = []
-        if not words or not isinstance(words[0], wire.Coming):
-            line.close()  # a stranger
-            return
-        coming = words[0]
+    def _greet(self, line: wire.Wire, words: list[Any]) -> None:
+        coming: wire.Coming = words[0]
         line.be_patient(max(self._deadline_s, LEAST_SILENCE_S))
         link = Link(line, coming)
         for word in words[1:]:
@@ -299,6 +301,15 @@ class Fleet(Pool):
                         f"{name} differs: {theirs} for {link.name}, {ours} for rank 0; "
                         "make it the same on every machine"
                     )
+
+
+def _about_refused(connections: int) -> str:
+    if not connections:
+        return ""
+    return (
+        f"; {connections} connections were refused, because they did not have rank 0's secret: "
+        f"{secret.ADVICE}"
+    )
 
 
 def helper_of(launch: Launch) -> CleanHelper:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -17,7 +17,9 @@ import msgspec
 from distcheck.errors import CannotRunError, DistcheckError, RankLostError
 from distcheck.jobs import CALIBRATE, PREPARE, RECORD, TRAIN, PrepareJob
 from distcheck.launchers.launch import Launch
-from distcheck.worlds import meeting, messages, wire
+from distcheck.records import Case
+from distcheck.worlds import meeting, messages, secret, wire
+from distcheck.worlds.allowed import Allowed
 from distcheck.worlds.children import Child
 from distcheck.worlds.fleet import LEAST_SILENCE_S, ask_store, placed
 from distcheck.worlds.launch import job_result, start_job
@@ -76,6 +78,7 @@ class Host:
         self._silence_s = max(deadline_s, LEAST_SILENCE_S)
         self._deadline_s = deadline_s
         self._line: wire.Wire | None = None
+        self._allowed = Allowed(())
         self._shares: dict[int, HostedShare] = {}
         self._traces: dict[str, int] = {}
         self._data_fd = -1
@@ -84,8 +87,11 @@ class Host:
         self._silent_s, self._last_signs = 0.0, time.monotonic()
         self._asked_to_end_at: float | None = None
 
-    def serve(self, identity: Mapping[str, str]) -> wire.Over:
-        """Until the front says that it is over. Raises CannotRunError, or RankLostError."""
+    def serve(self, identity: Mapping[str, str], cases: Sequence[Case] = ()) -> wire.Over:
+        """Until the front says that it is over. Only code that `cases` name is run, which this
+        process was started with. Raises CannotRunError, or RankLostError.
+        """
+        self._allowed = Allowed(cases)
         self._pool.open()
         self._meet(error="", patience_s=self._silence_s)
         try:
@@ -156,7 +162,10 @@ class Host:
         return self._over is not None
 
     def _meet(self, *, error: str, patience_s: float) -> None:
-        connection = meeting.connect(self._finder(patience_s), deadline_s=patience_s)
+        own_secret = secret.shared_secret()
+        connection = meeting.connect(
+            self._finder(patience_s, own_secret), own_secret, deadline_s=patience_s
+        )
         self._line = wire.Wire(connection, wire.FromFront, patience_s=patience_s)
         self.send(
             wire.Coming(
@@ -169,10 +178,11 @@ class Host:
         )
         self._pool.watch(self._line, self._on_readable)
 
-    def _finder(self, patience_s: float) -> meeting.Finder:
+    def _finder(self, patience_s: float, own_secret: bytes) -> meeting.Finder:
         scheme, _, name = self._launch.meeting.partition("://")
         if scheme == "unix":
-            return lambda: name
+            private = secret.private_name(name, own_secret)
+            return lambda: private
         if scheme == "file":
             return lambda: _read_place(name)
         if scheme == "store":
@@ -247,6 +257,8 @@ class Host:
     def _start(self, message: wire.StartRanks) -> None:
         if message.target not in _TARGETS:
             raise CannotRunError(f"rank 0 asks for {message.target}, which is no job of a rank's")
+        for order in message.ranks:
+            self._allowed.check(message.target, order.payload)
         with self._given(message.given) as fds:
             starts = {
                 order.rank: placed(

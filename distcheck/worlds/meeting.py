@@ -1,8 +1,7 @@
 """How processes that were started together find each other: one listens, the others connect.
 
-The schemes are those of `launchers.Launch.meeting`. A connection is not authenticated, as that of
-torch's own TCPStore is not: whoever can reach the port can disturb the run, so let it be a network
-that you trust.
+The schemes are those of `launchers.Launch.meeting`. Both ends prove that they have the run's secret
+(`secret.py`) before anything else is said; on one machine, both belong to one user.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import CannotRunError
+from distcheck.worlds import secret
 from distcheck.worlds.child import Reporter
 
 THROUGH_STORE = "distcheck.worlds.meeting:through_store"
@@ -134,9 +134,9 @@ def announced_in(path: str, place: str) -> Iterator[None]:
             target.unlink()
 
 
-def connect(find: Finder, *, deadline_s: float) -> socket.socket:
-    """Connects to where `find` says that rank 0 listens (None: not known yet), again and again
-    until the deadline. Raises CannotRunError.
+def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.socket:
+    """Connects to where `find` says that rank 0 listens (None: not known yet), and proves who this
+    is, again and again until the deadline. Raises CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
     reason, place = "nobody has said where it is", None
@@ -145,7 +145,7 @@ def connect(find: Finder, *, deadline_s: float) -> socket.socket:
         if place is not None:
             left = max(deadline - time.monotonic(), _RETRY_S)
             try:
-                return _connect_once(place, left)
+                return _connect_once(place, own_secret, left)
             except (OSError, socket.gaierror) as error:
                 reason = error.strerror or str(error)
         if time.monotonic() > deadline:
@@ -157,12 +157,20 @@ def connect(find: Finder, *, deadline_s: float) -> socket.socket:
         time.sleep(_RETRY_S)
 
 
-def _connect_once(place: tuple[str, int] | str, timeout_s: float) -> socket.socket:
-    if not isinstance(place, str):
-        return socket.create_connection(place, timeout=timeout_s)
-    connection = socket.socket(socket.AF_UNIX)
+def _connect_once(
+    place: tuple[str, int] | str, own_secret: bytes, timeout_s: float
+) -> socket.socket:
+    if isinstance(place, str):
+        connection = socket.socket(socket.AF_UNIX)
+    else:
+        connection = socket.create_connection(place, timeout=timeout_s)
     try:
-        connection.connect(f"\0{place}")
+        connection.settimeout(timeout_s)
+        if isinstance(place, str):
+            connection.connect(f"\0{place}")
+        if not secret.is_own_peer(connection):
+            raise ConnectionError("another user's process listens there")
+        secret.prove(connection, own_secret)
     except OSError:
         connection.close()
         raise

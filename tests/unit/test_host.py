@@ -8,7 +8,8 @@ import pytest
 
 from distcheck.errors import RankLostError
 from distcheck.launchers.launch import Launch
-from distcheck.worlds import meeting, wire
+from distcheck.worlds import meeting, secret, wire
+from distcheck.worlds.greetings import Greetings
 from distcheck.worlds.host import Host
 
 
@@ -38,12 +39,15 @@ def serve(
     """A host whose front says its last words, and is gone before the host looks again."""
     monkeypatch.setattr(wire, "SIGN_EVERY_S", 0.0)
     name = f"distcheck-test-{os.getpid()}"
-    server = meeting.listen_here(name)
+    own_secret = secret.shared_secret()
+    server = meeting.listen_here(secret.private_name(name, own_secret))
 
     def front() -> None:
-        connection, _ = server.accept()
-        line = wire.Wire(connection, wire.FromHost, patience_s=30)
-        said: list[wire.FromHost] = []
+        greetings, came = Greetings(server, own_secret), []
+        while not came:
+            came = greetings.come(1.0)
+        line, said = came[0]
+        line.be_patient(30)
         while not any(isinstance(word, wire.Hello) for word in said):
             said += line.receive()
         for word in last_words:

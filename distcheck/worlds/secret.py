@@ -1,0 +1,165 @@
+"""The secret that the processes of one run share, and proving to each other that they have it.
+
+The first of these that there is:
+
+    DISTCHECK_SECRET       its value, of at least 16 characters; whatever starts the processes hands
+                           it to all of them
+    DISTCHECK_SECRET_FILE  a file that holds it, which only its owner can read
+    ~/.config/distcheck/secret
+                           made at the first use, with mode 0600; machines that share a home folder
+                           share it
+
+Where there is no home folder that can be written, a folder of the user's own beside other temporary
+files stands for it: one machine needs no more.
+
+Either end sends a fresh random challenge and answers the other's with an HMAC over both, so that
+the secret itself is never sent and an answer is of no use a second time. It proves who is there
+when a connection begins. What is said afterwards is neither encrypted nor signed.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from pathlib import Path
+
+from distcheck.errors import CannotRunError
+
+VARIABLE, FILE_VARIABLE = "DISTCHECK_SECRET", "DISTCHECK_SECRET_FILE"
+GREETING = b"distcheck/3\n"
+CHALLENGE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
+ADVICE = (
+    f"start every process as one user with one home folder, or give all of them the same {VARIABLE}"
+)
+_LEAST_CHARACTERS = 16
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+def shared_secret() -> bytes:
+    """This run's secret. Raises CannotRunError for one that others may know."""
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return _long_enough(given, VARIABLE)
+    file = os.environ.get(FILE_VARIABLE)
+    if file is not None:
+        return _long_enough(_read(Path(file)), f"{FILE_VARIABLE} {file}")
+    temporary = Path(tempfile.gettempdir())
+    folders = [temporary / f"distcheck-{os.getuid()}"]
+    with contextlib.suppress(RuntimeError):  # no home at all
+        folders.insert(0, Path.home() / ".config" / "distcheck")
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            return _long_enough(_kept(folder), str(folder / "secret"))
+    raise CannotRunError(
+        "no secret can be kept for the processes of this run: neither the home folder nor "
+        f"{temporary} has room for a folder of your own that no other user can write; set "
+        f"{VARIABLE}"
+    )
+
+
+def _kept(folder: Path) -> str:
+    """The secret of a folder, made if it is not there; the first of several processes makes it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    place = folder / "secret"
+    if not place.exists():
+        draft = folder / f".secret-{secrets.token_hex(8)}"
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, place)
+        finally:
+            draft.unlink()
+    return _read(place)
+
+
+def _read(place: Path) -> str:
+    try:
+        with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.getuid() or about.st_mode & 0o077:
+                raise CannotRunError(
+                    f"{place} must be a file of your own that no other user can read; run chmod "
+                    f"600 {place}, or set {VARIABLE}"
+                )
+            return file.read(4096).strip()
+    except OSError as error:
+        raise CannotRunError(f"{place} cannot be read: {error.strerror}") from None
+
+
+def _long_enough(text: str, name: str) -> bytes:
+    if len(text) < _LEAST_CHARACTERS:
+        raise CannotRunError(
+            f"{name} has {len(text)} characters; a secret has at least {_LEAST_CHARACTERS}"
+        )
+    return text.encode(errors="surrogateescape")
+
+
+def private_name(name: str, secret: bytes) -> str:
+    """A socket's name that follows from `name`, and that only those who have the secret know."""
+    return f"{name}-{hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+def challenge() -> bytes:
+    """The front's first words."""
+    return GREETING + secrets.token_bytes(CHALLENGE_BYTES)
+
+
+def answer_is_right(sent: bytes, answer: bytes, secret: bytes) -> bool:
+    """Whether a host that was sent `sent` has the secret."""
+    own, theirs = sent[len(GREETING) :], answer[:CHALLENGE_BYTES]
+    return hmac.compare_digest(answer[CHALLENGE_BYTES:], _proof(b"host", own, theirs, secret))
+
+
+def proof_of_front(sent: bytes, answer: bytes, secret: bytes) -> bytes:
+    """What the front sends to a host whose answer was right."""
+    return _proof(b"front", sent[len(GREETING) :], answer[:CHALLENGE_BYTES], secret)
+
+
+def prove(connection: socket.socket, secret: bytes) -> None:
+    """A host's part, whose socket has a timeout. Raises ConnectionError where the other end does
+    not have the secret, OSError where it does not speak.
+    """
+    sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES)
+    if not sent.startswith(GREETING):
+        raise ConnectionError("what answers there is not this version of distcheck")
+    own = secrets.token_bytes(CHALLENGE_BYTES)
+    theirs = sent[len(GREETING) :]
+    connection.sendall(own + _proof(b"host", theirs, own, secret))
+    proof = _exactly(connection, PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(b"front", theirs, own, secret)):
+        raise ConnectionError(f"what answers there does not have this run's secret: {ADVICE}")
+
+
+def _proof(role: bytes, of_front: bytes, of_host: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, role + of_front + of_host, hashlib.sha256).digest()
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionError(f"it closed the connection, as for another secret: {ADVICE}")
+        data += piece
+    return data
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """Whether the other end of a connection on this machine belongs to this user. Connections over
+    a network have no owner.
+    """
+    if connection.family != socket.AF_UNIX:
+        return True
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(data)[1]) == os.geteuid()

@@ -1,0 +1,338 @@
+"""Where the processes of a launcher meet: no stranger, no other user and no other code gets in."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.errors import CannotRunError
+from distcheck.jobs import CALIBRATE, RECORD
+from distcheck.records import Case
+from distcheck.worlds import meeting, secret, wire
+from distcheck.worlds.allowed import Allowed
+from distcheck.worlds.greetings import Greetings
+
+SECRET = b"a secret of this run's"
+COMING = wire.Coming(wire.PROTOCOL, (1,), 2, "host")
+NOBODY = 65534
+
+
+@contextmanager
+def door(server: socket.socket | None = None) -> Iterator[tuple[Greetings, int]]:
+    server = server or meeting.listen("127.0.0.1", 0)
+    greetings = Greetings(server, SECRET)
+    try:
+        yield greetings, server.getsockname()[1]
+    finally:
+        greetings.close()
+        server.close()
+
+
+def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
+    """A host that comes, in a thread of its own."""
+
+    def come() -> None:
+        try:
+            connection = meeting.connect(lambda: place, own, deadline_s=3)
+        except CannotRunError:
+            return
+        wire.Wire(connection, wire.FromFront, patience_s=3).send(COMING)
+        connection.close()
+
+    thread = Thread(target=come)
+    thread.start()
+    return thread
+
+
+def those_who_come(greetings: Greetings, *, within_s: float) -> list[list[Any]]:
+    until, found = time.monotonic() + within_s, []
+    while not found and time.monotonic() < until:
+        found += greetings.come(0.05)
+    for line, _ in found:
+        line.close()
+    return [words for _, words in found]
+
+
+def test_one_with_the_secret_is_let_in() -> None:
+    with door() as (greetings, port):
+        thread = host(("127.0.0.1", port))
+        assert those_who_come(greetings, within_s=10) == [[COMING]]
+        thread.join()
+
+
+STRANGERS: dict[str, Callable[[socket.socket], None]] = {
+    "silent": lambda s: None,
+    "another protocol": lambda s: s.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "the former first words": lambda s: s.sendall(frame(COMING)),
+    "part of an answer": lambda s: s.sendall(b"x" * (secret.ANSWER_BYTES - 1)),
+    "a guess": lambda s: s.sendall(b"x" * secret.ANSWER_BYTES + frame(COMING)),
+    "the challenge again": lambda s: s.sendall(s.recv(44)[12:] * 2 + frame(COMING)),
+}
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    from distcheck.worlds import messages
+
+    return messages.frame(message)
+
+
+@pytest.mark.parametrize("does", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_not_let_in_and_keep_nobody_waiting(
+    does: Callable[[socket.socket], None],
+) -> None:
+    """Six silent ones took 30 s, the whole of the time in which ranks may come."""
+    with door() as (greetings, port):
+        strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
+        for _ in range(10):
+            assert greetings.come(0.01) == []
+        for stranger in strangers:
+            does(stranger)
+        for _ in range(10):
+            assert greetings.come(0.01) == []
+        thread = host(("127.0.0.1", port))
+        assert those_who_come(greetings, within_s=4) == [[COMING]], "sooner than they are sent away"
+        thread.join()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distcheck.worlds.greetings.GREETING_S", 0.1)
+    monkeypatch.setattr("distcheck.worlds.greetings._MOST_WAITING", 3)
+    with door() as (greetings, port):
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        for _ in range(10):
+            greetings.come(0.01)
+        assert len(greetings._waiting) <= 3
+        time.sleep(0.2)
+        greetings.come(0.01)
+        assert greetings._waiting == []
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_another_secret_is_refused_and_counted() -> None:
+    with door() as (greetings, port):
+        thread = host(("127.0.0.1", port), b"another secret, as long")
+        assert those_who_come(greetings, within_s=1) == []
+        assert greetings.refused > 0
+        thread.join()
+
+
+def imposter(server: socket.socket, answer: Callable[[bytes, bytes], bytes]) -> Thread:
+    """A front without the secret, which sends what `answer` makes of challenge and answer."""
+
+    def listen() -> None:
+        connection, _ = server.accept()
+        sent = secret.challenge()
+        connection.sendall(sent)
+        heard = connection.recv(secret.ANSWER_BYTES, socket.MSG_WAITALL)
+        connection.sendall(answer(sent, heard))
+        connection.close()
+
+    thread = Thread(target=listen)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda sent, heard: b"x" * secret.PROOF_BYTES,
+        lambda sent, heard: heard[secret.CHALLENGE_BYTES :],  # the host's own proof
+        lambda sent, heard: secret.proof_of_front(sent, heard, b"another secret, as long"),
+        lambda sent, heard: b"",
+    ],
+    ids=["a guess", "the host's own", "another secret", "nothing"],
+)
+def test_a_host_refuses_a_front_without_the_secret(answer: Callable[[bytes, bytes], bytes]) -> None:
+    with meeting.listen("127.0.0.1", 0) as server:
+        thread = imposter(server, answer)
+        with (
+            socket.create_connection(server.getsockname()) as connection,
+            pytest.raises(ConnectionError, match="secret"),
+        ):
+            secret.prove(connection, SECRET)
+        thread.join()
+
+
+def test_the_secret_is_never_sent_and_no_answer_serves_twice() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent = secret.challenge()
+        ours.sendall(sent + secret.proof_of_front(sent, bytes(secret.ANSWER_BYTES), SECRET))
+        with pytest.raises(ConnectionError):
+            secret.prove(theirs, SECRET)
+        answer = ours.recv(secret.ANSWER_BYTES)
+    assert SECRET not in answer
+    assert secret.answer_is_right(sent, answer, SECRET)
+    assert not secret.answer_is_right(secret.challenge(), answer, SECRET)
+
+
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+name = "\\0" + sys.argv[2]
+s = socket.socket(socket.AF_UNIX)
+if sys.argv[1] == "listen":
+    s.bind(name); s.listen()
+    print("ready", flush=True)
+    s.accept()[0].recv(1)
+else:
+    s.connect(name)
+    print(len(s.recv(1)), flush=True)
+"""
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+
+
+def other_user(what: str, name: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", AS_NOBODY, what, name],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+
+
+@as_root
+def test_another_user_who_connects_hears_nothing() -> None:
+    """Even with the secret: nothing is said to a process of another user's."""
+    name = f"distcheck-test-{os.getpid()}-connect"
+    with door(meeting.listen_here(name)) as (greetings, _):
+        child = other_user("connect", name)
+        while child.poll() is None:
+            assert greetings.come(0.05) == []
+        assert child.communicate()[0] == "0\n"
+
+
+@as_root
+def test_another_user_who_listens_is_not_spoken_to() -> None:
+    """The name was bound before mpirun's rank 0 could: its host ran what it was sent."""
+    name = f"distcheck-test-{os.getpid()}-listen"
+    child = other_user("listen", name)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    with pytest.raises(CannotRunError, match="another user's process listens there"):
+        meeting.connect(lambda: name, SECRET, deadline_s=0.0)
+    child.kill()
+    child.communicate()
+
+
+def test_a_name_on_this_machine_cannot_be_guessed() -> None:
+    name = secret.private_name("distcheck-0-4711", SECRET)
+    assert name != secret.private_name("distcheck-0-4711", b"another")
+    assert len(name) == len("distcheck-0-4711-") + 32
+
+
+MINE = Case(id="a", strategy="mine.py:sync", world=2, workload="mine.py:Own")
+CALIBRATES: dict[str, Any] = {"rendezvous": {"backend": "gloo"}}
+
+
+def record(**changes: Any) -> bytes:
+    backend = changes.pop("joins", "gloo")
+    case = {**msgspec.to_builtins(MINE), **changes}
+    return msgspec.msgpack.encode({"rendezvous": {"backend": backend}, "case": case})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"workload": "lattice"}, {"workload": "generated:seed=1"}, {"batch": 8}, {"steps": 1}],
+    ids=str,
+)
+def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:
+    Allowed([MINE]).check(RECORD, record(**changes))
+    Allowed([MINE]).check(CALIBRATE, msgspec.msgpack.encode(CALIBRATES))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "theirs.py:sync"}, {"strategy": "mine.py:other"}, {"strategy": "os:system"},
+        {"strategy": "ddp"}, {"strategy": ""}, {"workload": "theirs.py:Own"},
+        {"backend": "os:getcwd"}, {"joins": "os:getcwd"},
+        {"adaptation": {"variables": [["x", "@os:system"]]}},
+        {"adaptation": {"arguments": [["x", "@os:system"]]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_host_refuses_code_that_it_was_not_started_with(changes: dict[str, Any]) -> None:
+    with pytest.raises(CannotRunError, match="this process was started for other code"):
+        Allowed([MINE]).check(RECORD, record(**changes))
+
+
+def test_a_host_refuses_a_job_that_makes_no_sense() -> None:
+    for payload in (b"", b"\xc1", msgspec.msgpack.encode({"case": 1})):
+        with pytest.raises(CannotRunError, match="makes no sense"):
+            Allowed([MINE]).check(RECORD, payload)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (secret.VARIABLE, secret.FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / "home"
+
+
+def test_a_secret_is_made_once_and_for_its_owner_alone(home: Path) -> None:
+    found: list[bytes] = []
+    threads = [Thread(target=lambda: found.append(secret.shared_secret())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    folder = home / ".config/distcheck"
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_secret_that_others_may_know_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret.shared_secret()
+    place = home / ".config/distcheck/secret"
+    place.chmod(0o644)
+    with pytest.raises(CannotRunError, match=r"that no other user can read; run chmod 600 "):
+        secret.shared_secret()
+    place.chmod(0o600)
+    monkeypatch.setenv(secret.VARIABLE, "short")
+    with pytest.raises(CannotRunError, match="DISTCHECK_SECRET has 5 characters; a secret has at"):
+        secret.shared_secret()
+    monkeypatch.setenv(secret.VARIABLE, "x" * 16)
+    assert secret.shared_secret() == b"x" * 16
+    monkeypatch.delenv(secret.VARIABLE)
+    (tmp_path / "link").symlink_to(place)
+    monkeypatch.setenv(secret.FILE_VARIABLE, str(tmp_path / "link"))
+    with pytest.raises(CannotRunError, match="link cannot be read: Too many levels of symbolic"):
+        secret.shared_secret()
+    monkeypatch.setenv(secret.FILE_VARIABLE, str(place))
+    assert secret.shared_secret() == place.read_text().encode()
+
+
+def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Path) -> None:
+    folder = home / ".config/distcheck"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    secret.shared_secret()
+    assert list(folder.iterdir()) == []
+    other = tmp_path / f"distcheck-{os.getuid()}"
+    assert (other / "secret").exists()
+    (other / "secret").unlink()
+    other.rmdir()
+    (tmp_path / "theirs").mkdir()
+    other.symlink_to(tmp_path / "theirs")
+    with pytest.raises(CannotRunError, match="no secret can be kept"):
+        secret.shared_secret()
