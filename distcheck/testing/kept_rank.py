@@ -103,8 +103,8 @@ def _make_room(item: pytest.Function) -> None:
 
 
 class _Before:
-    """How the process was before any test: environment, folder, import path, and what torch keeps
-    globally. Noted once: reading an environment takes as long as a small collective.
+    """How the process was before any test: environment, folder, umask, import path, and what torch
+    keeps globally. Noted once: reading an environment takes as long as a small collective.
     """
 
     def __init__(self) -> None:
@@ -113,6 +113,8 @@ class _Before:
 
         self._environment, self._folder = dict(os.environ), os.getcwd()
         self._path = list(sys.path)
+        os.umask(umask := os.umask(0o077))  # it can be read only by setting it
+        self._umask = umask
         self._dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self._grad = torch.is_grad_enabled()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
@@ -141,6 +143,7 @@ class _Before:
                 os.environ.clear()
                 os.environ.update(self._environment)
             os.chdir(self._folder)
+            os.umask(self._umask)
             sys.path[:] = self._path
             torch.set_default_dtype(self._dtype)
             torch.set_num_threads(self._threads)

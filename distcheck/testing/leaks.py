@@ -1,4 +1,4 @@
-"""What a test leaves behind in a rank: process groups, unfinished collectives, threads."""
+"""What a test leaves behind in a rank: process groups, collectives, threads, processes."""
 
 import contextlib
 import functools
@@ -11,13 +11,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from distcheck.worlds import flight
+from distcheck.worlds import flight, linux
 
 _LOOKS = 500  # a thread that was told to end is given that long to do so
 _LOOK_EVERY_S = 0.001
 # Where Python and what is installed lie: a process keeps daemon threads of theirs that no test can
 # end, as a queue's feeder, a bar's monitor, an event loop, those of a loader or a compiler.
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+# In the command lines of processes that libraries start once and keep.
+_KEPT_BY = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
 _FOLDERS = {"site-packages", "dist-packages"}
 
 
@@ -29,16 +31,23 @@ class LeakWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Before:
-    """What is here before the test: threads, and functional collectives of the pytest process."""
+    """What is here before the test: threads, processes that this one has started, and functional
+    collectives of the pytest process.
+    """
 
     threads: frozenset[int]
+    processes: frozenset[int]
     functional: int
 
 
 def here_now() -> Before:
     """What the test will not have left."""
     threads = frozenset(thread.ident or 0 for thread in threading.enumerate())
-    return Before(threads=threads, functional=_functional_collectives())
+    return Before(
+        threads=threads,
+        processes=frozenset(linux.children_of_self()),
+        functional=_functional_collectives(),
+    )
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,17 @@ class Left:
 
 
 def left_behind(before: Before) -> Left:
-    """Looks for process groups, unfinished collectives, and threads that were not there before."""
+    """Looks for process groups, unfinished collectives, and threads and processes that were not
+    there before.
+    """
     staying = _unfinished_work() or _results_never_asked_for(before.functional)
     stray = _stray_threads(before.threads)
     if stray:
         staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
+    running = _stray_processes(before.processes)
+    if running:
+        names = ", ".join(sorted(running))
+        staying.append(f"{_many(len(running), 'process')} running ({names})")
     return Left((*_process_groups(), *staying), stays=bool(staying))
 
 
@@ -101,6 +116,19 @@ def _stray_threads(before: frozenset[int]) -> list[str]:
     return stray
 
 
+def _stray_processes(before: frozenset[int]) -> list[str]:
+    """Names of the processes that go on, once those that were told to end have had time to; those
+    that libraries keep, and those that wait for somebody to ask how they ended, are no leak.
+    """
+    for _ in range(_LOOKS):
+        stray = [linux.name_of(pid) for pid in linux.children_of_self() if pid not in before]
+        stray = [name for name in stray if name and not any(part in name for part in _KEPT_BY)]
+        if not stray:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return [name.split("/")[-1][:40] for name in stray]
+
+
 def _is_of_a_library(thread: threading.Thread) -> bool:
     """Whether it was made by C++, or runs code of Python's, of torch's or of what is installed."""
     if isinstance(thread, threading._DummyThread):
@@ -121,4 +149,5 @@ def _is_of_a_library(thread: threading.Thread) -> bool:
 
 
 def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{plural if count > 1 else ''}"

@@ -117,7 +117,8 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
     if child.stopped and child.exit_signal == signal.SIGKILL:
         return ("hung" if hung else "ended"), f"{where}\n{_STOPPED}{_output(child)}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
-    woken = hung and (child.late or child.woken)
+    answered_late = child.woken and not (outlived and child.raised is not None)
+    woken = hung and (child.late or answered_late)
     killed = outlived or child.exit_signal == signal.SIGKILL
     if woken or (asked and (killed or (died and child.shaken))):
         # Where it hung is what was written first: once woken, it is somewhere else.

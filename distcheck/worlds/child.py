@@ -32,12 +32,18 @@ class Reporter:
 
     def __init__(self, events_fd: int) -> None:
         self._fd = events_fd
+        self._pid = os.getpid()
         self._lock = threading.Lock()
 
     def send(self, event: messages.Event, *, patience_s: float = -1) -> None:
         """Sends one event; a front that is gone is no reason to fail. With `patience_s`, not if
-        another is being sent for longer.
+        another is being sent for longer. A process that this one forked, and that has run on into
+        what only this one may do, ends here.
         """
+        if os.getpid() != self._pid:
+            sys.stderr.write("distcheck: a fork of this rank ran on as if it were the rank\n")
+            _flush()
+            _leave(0)
         if not self._lock.acquire(timeout=patience_s):
             return
         try:

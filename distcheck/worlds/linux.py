@@ -71,6 +71,20 @@ def children_of_self() -> list[int]:
         return []
 
 
+def name_of(pid: int) -> str:
+    """The command line of a process, or its short name while it is starting; empty where it has
+    ended.
+    """
+    with contextlib.suppress(OSError):
+        short, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        if rest.split()[:1] == [b"Z"]:
+            return ""
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0")
+        name = words.replace(b"\0", b" ") or short.partition(b"(")[2]
+        return name.decode(errors="replace")
+    return ""
+
+
 def is_awake(pid: int) -> bool:
     """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
     fetching something for it: a page, a file (state D).

@@ -1,6 +1,7 @@
 """Kept worlds: the same processes, nothing carried over, a new world after a failure."""
 
 import importlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_spoiled(world, spoil, then):
 @KEPT
 def test_who_dies(world):
     if world.rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
+        subprocess.run(["sh", "-c", f"(sleep 0.3; kill -9 {os.getpid()}) >/dev/null &"])
 
 def test_between(): time.sleep(1.5)
 
@@ -152,6 +153,64 @@ def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
     for rank in range(3):
         (pid,) = set((tmp_path / f"pid-{rank}").read_text().split())
         assert pid != (tmp_path / f"before-{rank}").read_text(), "its collectives wait too short"
+
+
+FORKS = """
+import os, subprocess
+import pytest, torch
+import torch.distributed as dist
+
+KEPT = pytest.mark.world(2, reuse=True, deadline_s=20)
+
+def note(name, world):
+    with open(f"{name}-{world.rank}", "a") as file:
+        file.write(f"{os.getpid()} ")
+
+@KEPT
+def test_first(world):
+    note("one", world)
+    os.umask(0o077)
+
+@KEPT
+def test_umask_is_put_back(world):
+    note("one", world)
+    assert os.umask(0o022) == MASK
+
+@KEPT
+def test_a_fork_comes_back(world):
+    note("parents", world)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)  # it ran on to the end of this test, as if it were the rank
+
+@KEPT
+def test_after_a_fork(world):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+
+@KEPT
+def test_a_process_goes_on(world):
+    note("left", world)
+    subprocess.Popen(["sleep", "1000"])
+
+@KEPT
+def test_in_another_world(world):
+    note("next", world)
+"""
+
+
+def test_processes_and_umask_do_not_reach_the_next_test(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    ran = run_warm(tmp_path, FORKS.replace("MASK", str(mask)), "--tb=short")
+    assert "6 passed" in ran.stdout, ran.stdout
+    assert "LeakWarning: test_it.py::test_a_process_goes_on left on rank 0" in ran.stdout
+    assert ": 1 process running (sleep" in ran.stdout, ran.stdout
+    for rank in range(2):
+        (one,) = set((tmp_path / f"one-{rank}").read_text().split())
+        assert (tmp_path / f"left-{rank}").read_text().split() == [one], "kept until then"
+        assert (tmp_path / f"next-{rank}").read_text().split() != [one]
 
 
 SLOWER = """
