@@ -30,6 +30,13 @@ class HelperWatch:
         if self._stopped_s >= _STOPPED_S:
             self.give_up(f"it was stopped (process {pid}, state T), as SIGSTOP does")
 
+    def end(self, patience_s: float) -> None:
+        """Waits until the helper is gone; kills it when patience runs out, or where it is stopped
+        and can do nothing about its end.
+        """
+        stopped = self._helper.pid and linux.is_stopped(self._helper.pid)
+        self._helper.end(0.0 if stopped else patience_s)
+
     def give_up(self, how: str) -> NoReturn:
         """Ends the helper, which can be killed even where it is stopped. Raises HelperError."""
         self._helper.end(0.0)

@@ -293,7 +293,7 @@ class Pool:
             with interrupts.waiting():
                 if self._interpreters is not None:
                     self._interpreters.close()
-                self._helper.end(0.0 if self._ready is None else _PATIENCE_S)
+                self._watch.end(0.0 if self._ready is None else _PATIENCE_S)
 
     def let_go(self) -> None:
         """Tells the helper to end, and does not wait for it; `close` it later."""

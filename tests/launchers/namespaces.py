@@ -29,6 +29,12 @@ class Hosts:
         """Pulls the cable."""
         subprocess.run(["ip", "-n", self.names[host], "link", "set", "eth0", "down"], check=True)
 
+    def drop(self, host: int, *, to: int) -> None:
+        """Has every packet from a host to another go to a machine that does not exist."""
+        words = ["neigh", "replace", self.address(to), "lladdr", "02:00:00:00:00:99"]
+        words += ["dev", "eth0", "nud", "permanent"]
+        subprocess.run(["ip", "-n", self.names[host], *words], check=True)
+
 
 @contextmanager
 def hosts(count: int, *, delay_ms: int = 0) -> Iterator[Hosts]:

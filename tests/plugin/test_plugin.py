@@ -1,5 +1,6 @@
 """The plugin as a guest in somebody's pytest: what it costs, refuses, and leaves behind."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -291,6 +292,26 @@ def test_the_session_goes_on_after_any_end(run: Run) -> None:
     assert "During handling" not in ran.stdout
     assert "rank 1 of 2 failed:\nTraceback (most recent call last):" in ran.stdout
     assert "distcheck/testing" not in ran.stdout
+
+
+def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
+    ran = run(
+        "import os, signal\n"
+        "@pytest.mark.world(2)\n"
+        "def test_fresh(world):\n"
+        "    if world.rank: os.kill(os.getppid(), signal.SIGSTOP)\n"
+        "@pytest.mark.world(2, reuse=True)\n"
+        "def test_kept(world):\n"
+        "    if world.rank: os.kill(os.getppid(), signal.SIGSTOP)\n"
+        "    world.gather(1)\n"
+        "@pytest.mark.world(2, reuse=True)\n"
+        "def test_after(world): world.gather(1)\n",
+        "--tb=native",
+    )
+    assert re.search(r"[12] failed, [12] passed", ran.stdout), ran.stdout
+    lost = "\nthe world was lost: the process that forks the ranks does not answer: it was stopped"
+    assert lost in ran.stdout
+    assert "PASSED" not in ran.stdout.partition("test_after")[0]
 
 
 def test_the_conformance_suite(tmp_path: Path) -> None:

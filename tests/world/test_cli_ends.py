@@ -151,6 +151,19 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path
     assert ran.stdout == ""
 
 
+def test_a_full_disk_does_not_change_a_failure(tmp_path: Path) -> None:
+    """Neither the run nor the JSON can be written, and exit code 1 stays."""
+    (tmp_path / "filler.py").write_text(FILLER.replace("p.grad /=", "p.grad *="))
+    then = save_to_small("filler.py:fills_the_disk") + " --json small/r.json --no-separate"
+    ran = on_a_small_disk(tmp_path, 200, then)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "FAIL    filler.py:fills_the_disk, world 2" in ran.stdout
+    assert "could not be saved to small/run (No space left on device)" in ran.stderr
+    warning = "warning: --json small/r.json cannot be written: No space left on device"
+    assert warning in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None:
     """The strategy itself fills the disk, at its last step."""
     (tmp_path / "filler.py").write_text(FILLER)
