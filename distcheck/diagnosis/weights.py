@@ -52,7 +52,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
                 "or make all shards equal",
             )
         ]
-        return found if way.factor == 1.0 else [*found, _scale(step, way, where)]
+        return found if way.factor == 1.0 else _larger_first(step, way, found[0], where)
     if way.kind == "single":
         return _only_one(step, way, where)
     if way.kind == "counted":
@@ -306,3 +306,14 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
             "multiply or divide by the same number on every rank, after the exchange",
         )
     ]
+
+
+def _larger_first(step: StepFacts, way: Reading, unweighted: Finding, where: str) -> list[Finding]:
+    """A plain mean times a factor: two mistakes, of which that one comes first that is further from
+    the weights that are expected. They are apart by the sum over the ranks of |1/W - s_r|, the
+    result from the plain mean by |factor - 1|.
+    """
+    world = len(step.shares)
+    apart = sum(abs(1.0 / world - share) for share in step.shares)
+    scale = _scale(step, way, where)
+    return [scale, unweighted] if abs(way.factor - 1.0) > apart else [unweighted, scale]

@@ -10,7 +10,7 @@ from distcheck.checks.merging import earliest_failure
 from distcheck.odd_ranks import is_victim
 from distcheck.records import CaseReport, Outcome
 from distcheck.reports.showing import shown
-from distcheck.reports.wording import describe_place
+from distcheck.reports.wording import describe_place, most_telling_first
 from distcheck.reports.wrapping import hanging
 
 _DETAIL_LINES = 14  # of a rank's traceback or stack
@@ -18,13 +18,61 @@ _REPLAY = "replay"
 _INDENT = 4
 
 
-def print_failure(case: CaseReport, console: Console) -> None:
-    """Prints a case in full; nothing of one that was given up before it began: a note says why."""
-    if not case.replay:
-        return
+class Failures:
+    """Prints cases that did not pass. What repeats is said once, with the list of its cases."""
+
+    def __init__(self, console: Console, *, verbose: bool) -> None:
+        self._console, self._verbose = console, verbose
+        self._said: dict[_Key, CaseReport] = {}
+
+    def print(self, cases: Sequence[CaseReport]) -> None:
+        """Prints the cases of a table that did not pass, those that tell most first. One that was
+        given up before it began has a note that says why, and nothing here.
+        """
+        alike: dict[_Key, list[CaseReport]] = {}
+        failed = [case for case in cases if case.verdict != "pass" and case.replay]
+        for number, case in enumerate(most_telling_first(failed), len(self._said)):
+            alike.setdefault((number,) if self._verbose else _key(case), []).append(case)
+        for key, (case, *others) in alike.items():
+            if key in self._said:
+                self._print_repeated(self._said[key], [case, *others])
+            else:
+                self._said[key] = case
+                print_failure(case, self._console, also=others)
+
+    def _print_repeated(self, first: CaseReport, cases: Sequence[CaseReport]) -> None:
+        causes = ", ".join(found.cause for found in first.diagnosis)
+        said = f"{_names(cases)}: as {_names([first])} in world {first.case.world}"
+        self._console.print()
+        for line in hanging(f"{said} ({causes})", self._console.width, first="", indent=2):
+            self._console.print(Text(line), soft_wrap=True)
+
+
+_Key = tuple[object, ...]
+
+
+def _key(case: CaseReport) -> _Key:
+    """What two failures share of which one need not be said: a strategy's causes; where nothing is
+    explained, everything.
+    """
+    about = (case.case.strategy, case.case.backend, case.verdict)
+    causes = tuple(found.cause for found in case.diagnosis)
+    if not causes or "unexplained" in causes:
+        return *about, *describe_failure(case)
+    return *about, *causes
+
+
+def _names(cases: Sequence[CaseReport]) -> str:
+    return ", ".join(f"{case.case.workload} {case.case.dtype}" for case in cases)
+
+
+def print_failure(case: CaseReport, console: Console, *, also: Sequence[CaseReport] = ()) -> None:
+    """Prints a case in full, and the names of those in which the same is wrong."""
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
     found = describe_failure(case)
+    if also:
+        found.append(("also", f"{_names(also)}: the same"))
     width = max(len(label) for label, _ in [*found, (_REPLAY, "")])
     for label, text in found:
         indent = _INDENT + width + 2

@@ -22,7 +22,7 @@ from distcheck.records import (
     VerdictName,
     merge_verdicts,
 )
-from distcheck.reports.failures import print_failure
+from distcheck.reports.failures import Failures
 from distcheck.reports.next_step import next_step
 from distcheck.reports.showing import Filtered, shown, without_commands
 from distcheck.reports.wording import (
@@ -94,6 +94,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """
     report = shown(report)
     judged = [case for case in report.cases if not case.unfinished]
+    failures = Failures(console, verbose=verbose)
     groups = [list(group) for _, group in groupby(judged, key=_group_key)]
     if report.environment and judged and not quiet:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
@@ -103,7 +104,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         if quiet:
             continue
         if verdict != "pass" or verbose or len(groups) == 1:
-            _print_group(cases, console)
+            _print_group(cases, console, failures)
         else:
             for sentence in (_one_line(cases), *_remarks(cases)):
                 _print_sentence(sentence, console, indent=6, style="dim")
@@ -170,7 +171,7 @@ def _print_headline(
         console.print(text, soft_wrap=True)
 
 
-def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
+def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failures) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     table.add_column("check", no_wrap=True)
     table.add_column("layer", no_wrap=True)
@@ -193,8 +194,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
         _print_sentence(sentence, console, indent=2)
-    for case in most_telling_first([case for case in cases if case.verdict != "pass"]):
-        print_failure(case, console)
+    failures.print(cases)
 
 
 def _columns(width: int) -> tuple[str, ...]:

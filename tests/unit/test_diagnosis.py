@@ -175,6 +175,18 @@ def test_plain_means(shares: list[float], seed: int, factor: float) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("factor", "first"),
+    [(2 / 3, "wrong-divisor"), (3.0, "missing-division"), (1.001, "unweighted-mean")],
+)
+def test_the_cause_that_explains_most_of_the_error_comes_first(factor: float, first: str) -> None:
+    """Shards of 86, 85 and 85: weights that are off by under 1 %, and a factor beside them."""
+    shares = (86 / 256, 85 / 256, 85 / 256)
+    found = explain_step(measured([[factor / 3] * 3] * 3, shares))
+    assert found[0].cause == first
+    assert "unweighted-mean" in {finding.cause for finding in found}
+
+
 @given(worlds, seeds)
 @settings(max_examples=30, deadline=None)
 def test_every_rank_alone(world: int, seed: int) -> None:

@@ -196,6 +196,38 @@ def test_screens(name: str) -> None:
     compare(f"{name}.txt", render_text(REPORTS[name], width=100))
 
 
+def failing(
+    workload: str, cause: str, *, world: int = 4, strategy: str = "mine.py:sync"
+) -> CaseReport:
+    report = mismatch()
+    own = msgspec.structs.replace(report.case, workload=workload, world=world, strategy=strategy)
+    found = Diagnosis(cause=cause, evidence=f"seen in {workload}", suggestion="mend it")
+    return msgspec.structs.replace(report, case=own, diagnosis=(found,), notes=())
+
+
+def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
+    cases = (
+        failing("lattice", "no-sync"), failing("mlp", "crash"), failing("cnn", "no-sync"),
+        failing("vgg11", "no-sync"), failing("cnn", "no-sync", world=3),
+        failing("cnn", "no-sync", strategy="other.py:sync"),
+    )  # fmt: skip
+    report = Report(environment=ENVIRONMENT, cases=cases)
+    text = render_text(report, width=100)
+    causes = [line for line in text.splitlines() if line.strip().startswith("cause")]
+    assert [line.split()[1] for line in causes] == ["no-sync:", "crash:", "no-sync:"]
+    assert "    also     cnn float32, vgg11 float32: the same" in text.splitlines()
+    assert "  cnn float32: as lattice float32 in world 4 (no-sync)" in text.splitlines()
+    stream = io.StringIO()
+    render(report, Console(file=stream, width=100, color_system=None), verbose=True)
+    assert stream.getvalue().count("cause    ") == len(cases), "--verbose shows each"
+
+
+def test_what_nothing_explains_is_not_taken_for_the_same() -> None:
+    cases = (failing("cnn", "unexplained"), failing("mlp", "unexplained"))
+    text = render_text(Report(environment=ENVIRONMENT, cases=cases), width=100)
+    assert text.count("cause    unexplained") == 2
+
+
 def test_an_interruption_before_anything_was_judged_is_five_lines() -> None:
     report = Report(
         environment=ENVIRONMENT, cases=tuple(unfinished(28)), saved_to="run", interrupted=True
