@@ -26,6 +26,15 @@ _MARKS = {"pass": "✓", "fail": "✕", "unknown": "?"}
 _ORDER = ("fail", "unknown", "pass")
 _PICTURED_CASES = 24  # of more, those that passed go without pictures, or the page gets too long
 _ELEMENTS = 5  # of one check; the JSON has more
+_FIRST_CAUSES = 3  # that the page begins with
+_LAYERS = {
+    "lattice": "exact: whole numbers, equal to a closed form",
+    "X": "bitwise: equal to the promised order of summation, recomputed",
+    "R": "rounding bound: within what rounding in any order can do",
+    "S64": "float64 reference: the whole batch in a single process, in float64",
+    "S32": "float32 reference: the whole batch in a single process, in float32",
+}
+_FOLLOWS = "and may follow from that"  # in the reason of a failure that another one may explain
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
 )
@@ -50,12 +59,15 @@ def render(document: Document) -> str:
         for at, case in enumerate(cases)
     ]
     worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"]["verdict"]))
+    causes = _causes(worst_first)
     return _template().render(
         document=document,
         verdict=document["verdict"],
         headline=_headline(cases),
         grid=_grid(views),
         cases=worst_first,
+        causes=causes[:_FIRST_CAUSES],
+        more_causes=max(0, len(causes) - _FIRST_CAUSES),
         environment=_flat(document["environment"]),
         since_green=document.get("since_green"),
         origin=describe_origin(document),
@@ -148,11 +160,27 @@ def _case_view(anchor: str, case: Document, *, opened: bool, pictured: bool) -> 
         "checks": [_check_view(check) for check in case["checks"]],
         "pictured": pictured,
         "pictures": list(_pictures(anchor, case)) if pictured else [],
-        "elements": _elements(case["checks"]),
+        "elements": _elements(_of_the_cause(case["checks"])),
+        "legend": [
+            (name, meaning)
+            for name, meaning in _LAYERS.items()
+            if any(check["layer"] == name for check in case["checks"])
+        ],
         "alike": _alike(case["checks"]),
         "logs": [o for o in case["outcomes"] if o["outcome"] != "finished"],
         "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == "finished"],
     }
+
+
+def _causes(views: list[Document]) -> list[Document]:
+    """Each cause once, with the cases that it was found in, in the order of the page."""
+    found: dict[str, Document] = {}
+    for view in views:
+        for one in view["case"]["diagnosis"]:
+            entry = found.setdefault(one["cause"], {**one, "views": []})
+            if view not in entry["views"]:
+                entry["views"].append(view)
+    return list(found.values())
 
 
 def _first(failed: list[Document]) -> Document | None:
@@ -244,6 +272,21 @@ def _alike(checks: list[Document]) -> list[str]:
         check["check"] + (f" {check['layer']}" if check["layer"] != "-" else "")
         for check in checks
         if _has_map(check, "bits") and not _differs(check) and check["check"] != "gradients"
+    ]
+
+
+def _of_the_cause(checks: list[Document]) -> list[Document]:
+    """Of a case that failed, the checks whose failure no other one explains, each with its elements
+    at the first step that is wrong: later ones may follow from those.
+    """
+    failed = [check for check in checks if check["verdict"] == "fail"]
+    own = [check for check in failed if _FOLLOWS not in check["reason"]]
+    if not any(check.get("elements") for check in own):
+        return failed if any(check.get("elements") for check in failed) else checks
+    first = min(e["step"] for check in own for e in check.get("elements", []))
+    return [
+        {**check, "elements": [e for e in check.get("elements", []) if e["step"] == first]}
+        for check in own
     ]
 
 

@@ -17,6 +17,7 @@ from distcheck.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.reports import html_report, json_report
 from distcheck.reports.aggregated import as_keys
+from distcheck.reports.pictures import histogram, losses
 from tests import documents
 
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr", "path"}
@@ -322,3 +323,77 @@ def test_bad_places(tmp_path: Path) -> None:
         error = ask(*words).exception
         assert isinstance(error, UsageError)
         assert said in str(error)
+
+
+def test_the_page_begins_with_its_causes_each_once() -> None:
+    """However many verdicts there are: on a phone their grid is longer than three screens."""
+    many = [documents.mismatch(f"s{n}.py:f") for n in range(30)]
+    markup = html_report.render(documents.document(*many, documents.crash())).replace("<wbr>", "")
+    first, grid = markup.index("partial-sync"), markup.index('id="verdicts"')
+    assert first < grid
+    begin = markup[:grid]
+    assert begin.count("<strong>partial-sync</strong>") == 1
+    assert "and 24 more" in " ".join(begin.split())
+    assert "<strong>crash</strong>" in begin
+    assert 'class="first"' not in html_report.render(documents.document(documents.passing()))
+    case = markup.index('<article id="c0"')
+    assert markup.index("<h3>Diagnosis</h3>", case) < markup.index("batch 256", case)
+
+
+def test_worst_elements_are_those_of_the_cause() -> None:
+    """Not of later steps, nor of a check that may follow from the first."""
+    report = documents.mismatch()
+    sums = documents.heat(documents.VGG11[:4], 3, wrong=(documents.VGG11[1], 1))
+    later = documents.element("later", 2)
+    first = msgspec.structs.replace(sums, elements=(*sums.elements, later))
+    follows = msgspec.structs.replace(sums, elements=(documents.element("follows", 1),))
+    at = documents.place(documents.VGG11[1], 1)
+    note = "begins after gradients had diverged at step 1, and may follow from that"
+    checks = (
+        documents.check("gradients", "R", "fail", first, first=at),
+        documents.check("parameters", "X", "fail", follows, first=at, reason=note),
+    )
+    report = msgspec.structs.replace(report, checks=checks)
+    (case,) = documents.document(report)["cases"]
+    view = html_report._case_view("c0", case, opened=True, pictured=False)
+    assert [element["parameter"] for element in view["elements"]] == [documents.VGG11[1]]
+
+
+def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
+    markup = html_report.render(documents.document(documents.passing()))
+    assert "<dt>R</dt><dd>rounding bound: within what rounding in any order can do</dd>" in markup
+    assert "<dt>X</dt><dd>bitwise: " in markup
+    assert "<dt>S64</dt>" not in markup, "no check of the page has it"
+
+
+@pytest.mark.parametrize(("off", "kind"), [(0.0, "within"), (1e-5, "off")])
+def test_a_loss_within_its_bound_is_not_drawn_as_an_error(off: float, kind: str) -> None:
+    loss = as_keys(documents.check("loss", "S32", sums=documents.losses(4, 3, off=off)))["loss"]
+    svg = losses.draw("p", {"check": "loss", "layer": "S32", "loss": loss}).svg
+    assert f'class="{kind}"' in svg
+    assert (kind == "off") == ("#c2302e" in svg)
+
+
+def test_the_lines_of_ranks_are_labelled_where_there_is_room() -> None:
+    def texts(ends: list[float]) -> list[str]:
+        ranks = [[1.0, end] for end in ends]
+        found = {"steps": [0, 1], "ranks": ranks, "mean": [1, 1], "expected": [1, 1]}
+        check = {"check": "loss", "layer": "X", "loss": {**found, "bound": [0, 0]}}
+        return re.findall(r">(\d)</text>", losses.draw("p", check).svg.partition("less ref")[2])
+
+    assert texts([1.0, 2.0, 3.0]) == ["2", "1", "0"]
+    assert texts([1.0, 1.001, 3.0]) == ["2", "1"], "not one over the other"
+
+
+def test_the_histogram_has_its_axes() -> None:
+    ulp = {"bins": {"-1": 10, "0": 100_000, "3": 1}, "nonfinite": 0}
+    svg = histogram.draw("p", {"check": "gradients", "layer": "R", "ulp": ulp}).svg
+    found = re.findall(r">([^<>]+)</text>", svg)
+    assert {"1", "10", "100", "1,000", "10,000", "100,000"} <= set(found)
+    assert {"elements", "ULP from expected", "below expected", "above"} <= set(found)
+
+
+def test_a_table_that_goes_on_shows_that_it_does() -> None:
+    style = html_report._style()
+    assert "background-attachment" in style or "no-repeat local" in style
+    assert "var(--shade)" in style

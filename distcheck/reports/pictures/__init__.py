@@ -30,6 +30,7 @@ _WITHOUT_STYLE = {
     "rank": 'stroke="currentColor" stroke-opacity=".4" fill="none"',
     "owed": 'stroke="currentColor" stroke-width="2" fill="none" stroke-dasharray="6 3"',
     "off": 'stroke="#c2302e" stroke-width="1.5" fill="none"',
+    "within": 'stroke="currentColor" stroke-width="1.5" fill="none"',
     "dot": 'fill="#c2302e"',
     "open": 'stroke="currentColor" fill="none" stroke-dasharray="3 2"',
     "label": 'fill="currentColor"',

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from distcheck.reports.pictures import Drawing, Picture, Table, cell
+from distcheck.reports.pictures import Drawing, Picture, Table, cell, ticks
 from distcheck.reports.pictures.heat import layer_of
 from distcheck.reports.wording import count
 
-_TOP, _HEIGHT, _LEFT = 18, 120, 8
+_TOP, _HEIGHT, _LEFT = 18, 120, 40
 
 
 def shows_something(check: dict[str, Any]) -> bool:
@@ -29,13 +29,17 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     most = math.log10(max(bins.values(), default=1)) or 1.0
     bars, equal = [], ""
     for place, number in sorted(bins.items()):
-        height = _HEIGHT * (0.04 + 0.96 * math.log10(max(number, 1)) / most)
+        height = _height(number, most)
         x = _LEFT + width * (place + reach)
         bar = cell(x, _TOP + _HEIGHT - height, max(1.0, width - 1), height)
         if place == 0:
             equal = bar
         else:
             bars.append(bar)
+    for power in ticks(int(most) + 1, 7):
+        y = _TOP + _HEIGHT - _height(10**power, most)
+        drawing.path("axis", f"M{_LEFT} {y:.1f}H{drawing.width - _LEFT}")
+        drawing.text(_LEFT - 6, y + 4, count(10**power), kind="faint", end="end")
     drawing.path("bar", "".join(bars))
     drawing.path("h5", equal)
     drawing.path("axis", f"M{_LEFT} {_TOP + _HEIGHT}H{drawing.width - _LEFT}")
@@ -46,7 +50,10 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
         end = "start" if place == -reach else "end" if place == reach else "middle"
         x += {"start": -width / 2, "end": width / 2, "middle": 0.0}[end]
         drawing.text(x, _TOP + _HEIGHT + 14, _edge(place), kind="faint", end=end)
-    drawing.text(_LEFT, 11, "below expected", kind="faint")
+    middle = drawing.width / 2
+    drawing.text(middle, _TOP + _HEIGHT + 28, "ULP from expected", kind="faint", end="middle")
+    drawing.text(0, 11, "elements", kind="faint")
+    drawing.text(_LEFT + 22, 11, "below expected", kind="faint")
     drawing.text(drawing.width - _LEFT, 11, "above", kind="faint", end="end")
     total = sum(bins.values()) + nonfinite
     title = f"Distance in ULP: {check['check']}{layer_of(check)}"
@@ -61,9 +68,14 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     if nonfinite:
         rows.append(["infinity or NaN", f"{nonfinite:,}"])
     table = Table(["ULP from expected", "elements"], rows)
-    svg = drawing.markup(_TOP + _HEIGHT + 20, title=title, says=says)
+    svg = drawing.markup(_TOP + _HEIGHT + 34, title=title, says=says)
     remark = "Counts of large tensors are estimated from every n-th element." if far else ""
     return Picture(title, says, svg, table, remark)
+
+
+def _height(number: int, most: float) -> float:
+    """Of a bar; a single element has one as well."""
+    return _HEIGHT * (0.04 + 0.96 * math.log10(max(number, 1)) / most)
 
 
 def _edge(place: int) -> str:

@@ -27,7 +27,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     mean, expected, bound = ([as_float(v) for v in found[k]] for k in ("mean", "expected", "bound"))
     off = [a - e for a, e in zip(mean, expected, strict=True)]
     drawing = Drawing(name, 320 if len(steps) <= 20 else 700)
-    right = drawing.width - 12
+    right = drawing.width - 26
 
     def x(at: int) -> float:
         return _LEFT + (right - _LEFT) * ((at + 0.5) / len(steps))
@@ -46,13 +46,18 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     for rank in ranks:
         drawing.path("rank", line([_point(x(i), upper(v)) for i, v in enumerate(rank)]))
     drawing.path("owed", line([_point(x(i), upper(v)) for i, v in enumerate(expected)]))
-    drawing.path("off", line([_point(x(i), lower(v)) for i, v in enumerate(off)]))
+    apart = [i for i, (o, b) in enumerate(zip(off, bound, strict=True)) if not abs(o) <= b]
+    drawing.path(
+        "off" if apart else "within", line([_point(x(i), lower(v)) for i, v in enumerate(off)])
+    )
     bottom = _TOP + _UPPER + _BETWEEN + _LOWER
     for i in ticks(len(steps), 10):
         drawing.text(x(i), bottom + 14, str(steps[i]), kind="faint", end="middle")
     drawing.text(_LEFT - 6, bottom + 14, "step", kind="faint", end="end")
     drawing.text(_LEFT, _TOP + _UPPER + _BETWEEN - 6, "mean less reference", kind="faint")
-    apart = [i for i, (o, b) in enumerate(zip(off, bound, strict=True)) if not abs(o) <= b]
+    for number, place in _labels([upper(rank[-1]) for rank in ranks]):
+        drawing.text(right + 3, place + 4, str(number), kind="faint")
+    drawing.text(right + 16, _TOP + _UPPER + 14, "rank", kind="faint", end="end")
     title = f"Loss of {len(ranks)} ranks and of the reference ({check['layer']})"
     says = (
         f"The ranks' mean leaves its bound at step {steps[apart[0]]}, and at {len(apart)} of "
@@ -61,7 +66,8 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
         else "The ranks' mean is within its bound"
         + (f" at all {len(steps)} steps." if len(steps) > 1 else ".")
     )
-    says += " Thin: ranks. Dashed: reference. Below: their mean less the reference"
+    says += " Thin: ranks, numbered at the right where there is room. Dashed: reference."
+    says += " Below: their mean less the reference"
     says += ", shaded: the bound." if any(bound) else "; the bound is 0."
     stride = -(-len(steps) // _MOST_NUMBERED_STEPS)
     rows = [
@@ -70,6 +76,15 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     ]
     table = Table(["step", "mean of ranks", "reference", "difference", "bound"], rows)
     return Picture(title, says, drawing.markup(bottom + 20, title=title, says=says), table)
+
+
+def _labels(ends: list[float | None]) -> list[tuple[int, float]]:
+    """The ranks whose lines have room for a label at their end, with its place, from the top."""
+    placed: list[tuple[int, float]] = []
+    for place, rank in sorted((y, rank) for rank, y in enumerate(ends) if y is not None):
+        if not placed or place - placed[-1][1] >= _LEAST_APART:
+            placed.append((rank, place))
+    return placed
 
 
 class _Scale:
