@@ -47,7 +47,8 @@ class FreeNames:
         for name in unknown:
             value: Any = None
             if name in names.IMPORTED:
-                with contextlib.suppress(ImportError):
+                # mpi4py raises RuntimeError where it finds no MPI.
+                with contextlib.suppress(ImportError, RuntimeError, OSError):
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
                 f"strategy {target.spec!r} uses {name}, which its module does not define; "

@@ -23,8 +23,8 @@ def signed(step: StepFacts, way: Reading, where: str) -> Finding:
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
     return Finding(
         "wrong-sign",
-        f"{where}: {positions_text(step, minus)} count with the sign turned, in what every rank "
-        f"holds (all times {number_text(abs(way.factor))})",
+        f"{where}: the sign is turned in what {positions_text(step, minus)} gave, as every rank "
+        f"holds it (all times {number_text(abs(way.factor))})",
         SIGN,
     )
 

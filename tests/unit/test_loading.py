@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distcheck import loading
+from distcheck.adapters import names
 from distcheck.catalogue import catalogue, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
@@ -237,3 +238,20 @@ def test_every_strategy_has_a_line_of_its_own() -> None:
     lines = [line for _, line in strategies]
     assert all(line.endswith(".") for line in lines)
     assert len(set(lines)) == len(lines) > 12
+
+
+def test_a_module_that_cannot_be_loaded_and_is_not_used_does_not_matter(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mpi4py without an MPI: importing it is a RuntimeError."""
+    broken = file.with_name("broken_mpi.py")
+    broken.write_text('raise RuntimeError("cannot load MPI library")\n')
+    monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.setitem(names.IMPORTED, "MPI", "broken_mpi")
+    source = "def f(model):\n    if model is None:\n        MPI.Finalize()\n"
+    loaded = load(file, source)
+    loaded.sync(torch.nn.Linear(1, 1), STEP)
+    with pytest.raises(UsageError, match="uses MPI, which its module does not define"):
+        load(file.with_name("other.py"), source.replace("is None", "is not None")).sync(
+            torch.nn.Linear(1, 1), STEP
+        )

@@ -34,7 +34,7 @@ def test_a_sign_is_called_a_sign() -> None:
     assert found.cause == "wrong-sign"
     (found,) = explain_step(measured([[0.25, 0.25, -0.25, 0.25]] * 4, equal(4)))
     assert found.cause == "wrong-sign"
-    assert "rank 2 count with the sign turned" in found.evidence
+    assert "the sign is turned in what rank 2 gave" in found.evidence
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 6])
