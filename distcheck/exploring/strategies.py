@@ -108,17 +108,31 @@ def models(
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
-    absent = draw(st.sampled_from(_UNCOMMON))
-    if not absent or optimizer != "sgd":
-        # Where no rank has a gradient, one of zero is right if it does not move the parameter. With
-        # momentum it does, and no strategy can see that without asking the other ranks.
+    absent = draw(st.sampled_from(_UNCOMMON)) and not {ABSENT, "sgd"} & {*without}
+    if absent:
+        ordered = _with_absent(ordered)
+    if not absent or not any(ABSENT in layer.marks for layer in ordered):
         ordered = [_unmarked(layer, ABSENT) for layer in ordered]
-    trained = [n for n, layer in enumerate(ordered) if trains(layer)]
-    if all(ABSENT in ordered[n].marks for n in trained):  # a loss of nothing has no backward
-        ordered[trained[-1]] = _unmarked(ordered[trained[-1]], ABSENT)
-    moves = any(ABSENT in layer.marks for layer in ordered)  # by weight decay, for the same reason
-    groups = groups and not moves and _parameters(ordered) > 1
-    return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
+        groups = groups and _parameters(ordered) > 1
+        return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
+    # Where no rank has a gradient, one of zero is right if it does not move the parameter. Momentum
+    # and weight decay would, and no strategy can see that without asking the other ranks.
+    return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
+
+
+def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
+    """At least one layer that trains is absent, if another one trains for all samples: a loss of
+    nothing has no backward.
+    """
+    found = list(ordered)
+    trained = [n for n, layer in enumerate(found) if trains(layer)]
+    taking = [n for n in trained if ABSENT in MARKS_OF[found[n].kind]]
+    if taking and not any(ABSENT in found[n].marks for n in taking):
+        marks = (*found[taking[0]].marks, ABSENT)
+        found[taking[0]] = msgspec.structs.replace(found[taking[0]], marks=marks)
+    if all(ABSENT in found[n].marks for n in trained):
+        found[trained[-1]] = _unmarked(found[trained[-1]], ABSENT)
+    return found
 
 
 def _unmarked(layer: Layer, mark: str) -> Layer:
