@@ -218,14 +218,13 @@ class Fleet(Pool):
                     meeting.listen_here(secret.private_name(name, self._secret))
                 )
             elif scheme == "file":
-                server = stack.enter_context(meeting.listen("0.0.0.0", 0))
-                here = f"{socket.gethostname()}:{server.getsockname()[1]}"
+                server = stack.enter_context(meeting.listen_on_own())
+                here = meeting.place_of(server)
                 stack.enter_context(meeting.announced_in(name, here))
             elif scheme == "store":
-                host, _ = meeting.address_of(place)
-                server = stack.enter_context(meeting.listen(host, 0))
+                server = stack.enter_context(meeting.listen_on_way_to(*meeting.address_of(place)))
                 super().wait_ready()
-                told = f"{host}:{server.getsockname()[1]}"
+                told = meeting.place_of(server)
                 ask_store(self, self._launch, value=told, deadline_s=self._deadline_s)
             else:
                 server = stack.enter_context(meeting.listen(*meeting.address_of(place)))

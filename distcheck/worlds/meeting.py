@@ -5,6 +5,7 @@ The schemes are those of `launchers.Launch.meeting`. Both ends prove that they h
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -14,12 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from distcheck.errors import CannotRunError
 from distcheck.worlds import secret
 from distcheck.worlds.child import Reporter
 
 THROUGH_STORE = "distcheck.worlds.meeting:through_store"
+LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1
 
 Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
@@ -81,7 +84,8 @@ def address_of(meeting: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens at an address, on any of this machine's where it is not one of them."""
+    """Listens at an address of this machine, or at the one that `LISTEN` names in its place."""
+    named, host = host, os.environ.get(LISTEN) or host
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -89,20 +93,57 @@ def listen(host: str, port: int) -> socket.socket:
     server = socket.socket(family)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        try:
-            server.bind(place)
-        except OSError as error:
-            if error.errno != 99:  # EADDRNOTAVAIL: behind a name or a translated address
-                raise
-            server.bind(("", port))
+        server.bind(place)
     except OSError as error:
         server.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise CannotRunError(
+                f"rank 0 cannot listen at {host}: it is not an address of this machine; give one "
+                f"that is as the master's, or name the one to listen at in {LISTEN} (where "
+                f"{named} leads here by another route)"
+            ) from None
         raise CannotRunError(
             f"rank 0 cannot listen at {host}:{port}: {error.strerror}; another program may use "
             "the port: give another one with --master-port or MASTER_PORT"
         ) from None
     server.listen(1024)
     return server
+
+
+def place_of(server: socket.socket) -> str:
+    """Where a socket listens, as `address_of` reads it; an address of all is the machine's name."""
+    host, port = server.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # as a person has asked
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_on_own() -> socket.socket:
+    """Listens where no launcher has said at which address: at that of the network interface that
+    ranks are to use, if one is named; at that of the machine's name; or else at loopback.
+    """
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    found = [
+        str(one.address)
+        for one in psutil.net_if_addrs().get(wanted, [])
+        if one.family == socket.AF_INET
+    ]
+    for host in (*found, socket.gethostname()):
+        with contextlib.suppress(CannotRunError):
+            return listen(host, 0)
+    return listen("127.0.0.1", 0)
+
+
+def listen_on_way_to(host: str, port: int) -> socket.socket:
+    """Listens at an address, or where it is another machine's, at the one that leads to it."""
+    try:
+        return listen(host, 0)
+    except CannotRunError:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(place)
+            own = str(probe.getsockname()[0])
+        return listen(own, 0)
 
 
 def listen_here(name: str) -> socket.socket:

@@ -336,3 +336,26 @@ def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Pa
     other.symlink_to(tmp_path / "theirs")
     with pytest.raises(CannotRunError, match="no secret can be kept"):
         secret.shared_secret()
+
+
+def test_an_address_of_another_machine_opens_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was opened on every interface of this one."""
+    with pytest.raises(CannotRunError, match=r"192\.0\.2\.77: it is not an address of this mach"):
+        meeting.listen("192.0.2.77", 0)
+    monkeypatch.setenv(meeting.LISTEN, "127.0.0.1")
+    with meeting.listen("192.0.2.77", 0) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+
+
+def test_without_an_address_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with meeting.listen_on_own() as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+        assert meeting.address_of(f"tcp://{meeting.place_of(server)}") == server.getsockname()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name in ("192.0.2.77", "no-such-name.invalid", socket.gethostname()):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        with meeting.listen_on_own() as server:
+            assert server.getsockname()[0] not in ("0.0.0.0", "::")
+    with meeting.listen_on_way_to("127.0.0.2", 9) as server:
+        assert server.getsockname()[0].startswith("127.")
