@@ -12,6 +12,7 @@ from distcheck.contents import not_shown
 from distcheck.errors import DistcheckError
 from distcheck.followups import FollowUp
 from distcheck.greens import since_last_green
+from distcheck.masking import masker
 from distcheck.provenance import Provenance
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
 from distcheck.searches import Explored
@@ -157,11 +158,12 @@ class Book:
         return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
 
     def _written(self, report: Report) -> Report:
-        from distcheck.reports.json_report import render_json
+        from distcheck.reports.json_report import as_document, render
+        from distcheck.reports.showing import without_secrets
 
         assert self._keep is not None
         try:
-            self._keep.write_report(render_json(report))
+            self._keep.write_report(render(without_secrets(as_document(report), masker())))
         except OSError as error:
             self._note_failure(error)
             return msgspec.structs.replace(report, saved_to=None, save_error=self._save_error)

@@ -23,10 +23,12 @@ import msgspec
 from distcheck import __version__, store, unpacking
 from distcheck.decoding import decode_json
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.masking import masker
 from distcheck.naming import is_file_name
 from distcheck.provenance import Provenance, code_digest
 from distcheck.records import Case
 from distcheck.reports.json_report import CaseTold, read_document, told_cases
+from distcheck.reports.showing import without_secrets
 from distcheck.sources import modules_beside
 
 SCHEMA = "distcheck.bundle/1"
@@ -91,11 +93,12 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
         sources=tuple(sources),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+    mask = masker()
     members["bundle.json"] = _json(msgspec.to_builtins(manifest))
     for path in files:
         members[f"cases/{path.name}"] = _json(_for_others(_read(path)))
     if report is not None:
-        members["report.json"] = _json(_for_others(report))
+        members["report.json"] = _json(without_secrets(_for_others(report), mask))
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
     text = _README.format(version=__version__, name=target.name, count=count)
     members["README.txt"] = text.encode()

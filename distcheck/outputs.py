@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import click
 
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.masking import masker
 from distcheck.records import Report
-from distcheck.reports.showing import without_commands
+from distcheck.reports.showing import without_commands, without_secrets
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,7 +92,7 @@ def write_outputs(files: Mapping[str, str], report: Report) -> None:
     from distcheck.reports.json_report import as_document
 
     if files:
-        write_document(files, as_document(report))
+        write_document(files, without_secrets(as_document(report), masker()))
 
 
 def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:

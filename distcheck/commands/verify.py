@@ -107,6 +107,10 @@ def command(
     distcheck verify --strategy my_sync.py:sync --world 2 --world 3
     distcheck verify --shard 2/4 --json part-2.json
     torchrun --nproc-per-node 4 -m distcheck verify --strategy allreduce
+
+    Reports keep exceptions and output of the code, in which values of variables whose names
+    say TOKEN, SECRET, PASSWORD, CREDENTIAL or KEY are masked, and no other variables but those
+    that bits depend on.
     """  # fmt: skip
     from distcheck.gate.asking import plan_asked
 

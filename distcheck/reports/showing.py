@@ -18,6 +18,10 @@ import msgspec
 T = TypeVar("T")
 
 MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
+_FREE_TEXTS = (
+    "detail", "reason", "evidence", "suggestion", "notes", "environment", "replay", "command",
+    "arguments", "variables",
+)  # fmt: skip
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
 # Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
@@ -48,6 +52,18 @@ def shown(value: T) -> T:
 def encodable(value: T) -> T:
     """The value with every text in it as UTF-8 can carry it, and otherwise as it is."""
     return _mapped(value, lambda text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
+
+
+def without_secrets(document: dict[str, Any], mask: Callable[[str], str]) -> dict[str, Any]:
+    """A document whose free texts were passed through `mask`; names and verdicts stay."""
+    return {
+        key: _mapped(value, mask)
+        if key in _FREE_TEXTS
+        else [without_secrets(v, mask) if isinstance(v, dict) else v for v in value]
+        if isinstance(value, list)
+        else value
+        for key, value in document.items()
+    }
 
 
 def _mapped(value: Any, of_text: Callable[[str], str]) -> Any:

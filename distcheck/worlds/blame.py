@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from itertools import takewhile
 
+from distcheck.masking import masked
 from distcheck.records import Outcome, OutcomeName
 from distcheck.worlds import messages
 from distcheck.worlds.children import Child
@@ -89,7 +90,7 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     return Outcome(
         rank=rank,
         outcome=name,
-        detail=detail.strip(),
+        detail=masked(detail.strip()),
         collectives=() if told is None else told.collectives,
     )
 

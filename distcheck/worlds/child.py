@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from distcheck.errors import DistcheckError
+from distcheck.masking import masked
 from distcheck.reports.showing import reported
 from distcheck.worlds import flight, linux, messages
 
@@ -194,8 +195,8 @@ def _as_event(error: BaseException) -> messages.Raised:
         exit_code, text = int(error.exit_code), str(error)
     return messages.Raised(
         kind=type(error).__qualname__,
-        message=messages.printable(reported(messages.text_of(error))),
-        traceback=messages.printable(reported(text)),
+        message=messages.printable(reported(masked(messages.text_of(error)))),
+        traceback=messages.printable(reported(masked(text))),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),

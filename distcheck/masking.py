@@ -1,0 +1,43 @@
+"""Values of the environment that look like secrets, masked in reports and bundles.
+
+An exception may quote the environment, and so may what a strategy prints. A variable counts whose
+name says so (`_NAMES`) and whose value has at least `_LEAST_CHARACTERS` characters. A secret that
+comes from elsewhere, or is spelled in another way, is not found.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+
+_NAMES = re.compile(
+    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_|$)", re.I
+)
+_NOT_SECRET = re.compile(r"_(FILE|PATH|SOCK|DIR|ID)$", re.I)  # which say where one is
+_LEAST_CHARACTERS = 6
+
+
+def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Values that are masked, and the name of the variable of each; longer values first."""
+    found = {
+        value: name
+        for name, value in environ.items()
+        if _NAMES.search(name) and not _NOT_SECRET.search(name) and len(value) >= _LEAST_CHARACTERS
+    }
+    return dict(sorted(found.items(), key=lambda one: -len(one[0])))
+
+
+def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A function that puts `<$NAME>` in the place of every value, also as Python quotes it."""
+    names: dict[str, str] = {}
+    for value, name in secrets_of(os.environ if environ is None else environ).items():
+        for spelling in (value, repr(value)[1:-1]):
+            names.setdefault(spelling, name)
+    if not names:
+        return str
+    pattern = re.compile("|".join(map(re.escape, names)))
+    return lambda text: pattern.sub(lambda found: f"<${names[found[0]]}>", text)
+
+
+def masked(text: str) -> str:
+    """The text without the values of this process's secrets."""
+    return masker()(text)

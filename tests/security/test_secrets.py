@@ -1,0 +1,75 @@
+"""Secrets of the environment: masked where an exception or a print quotes them."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.bundle import make_bundle
+from distcheck.masking import masked, secrets_of
+from distcheck.outputs import write_outputs
+from distcheck.records import Report
+from distcheck.worlds import child
+from tests.documents import ENVIRONMENT, crash
+from tests.security import zips
+
+VALUE = "hunter2-of-the\\colleague"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+
+
+def test_what_looks_like_a_secret() -> None:
+    names = (
+        "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_passwd", "APIKEY", "KEY",
+        "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "DISTCHECK_SECRET", "WANDB_API_KEY",
+    )  # fmt: skip
+    others = ("PATH", "MONKEYS", "KEYBOARD", "AWS_ACCESS_KEY_ID", "DISTCHECK_SECRET_FILE", "HOME")
+    found = secrets_of({name: f"value of {name}" for name in (*names, *others)})
+    assert sorted(found.values()) == sorted(names)
+    assert secrets_of({"MY_TOKEN": "short"}) == {}
+    assert masked(f"a {VALUE} {VALUE!r}") == "a <$MY_API_KEY> '<$MY_API_KEY>'"
+
+
+def test_a_rank_masks_what_it_raises() -> None:
+    event = child._as_event(RuntimeError(f"login with {VALUE} failed"))
+    assert event.message == "login with <$MY_API_KEY> failed"
+    assert VALUE not in event.traceback
+
+
+@pytest.mark.parametrize("form", ["json", "junit", "html"])
+def test_reports_are_masked(tmp_path: Path, form: str) -> None:
+    report = Report(environment={**ENVIRONMENT, "x": VALUE}, cases=(crash(text=VALUE),))
+    write_outputs({form: str(tmp_path / "report")}, report)
+    text = (tmp_path / "report").read_text()
+    assert "hunter2" not in text.replace("<wbr>", "")
+    assert "MY_API_KEY" in text.replace("<wbr>", "")
+
+
+def test_names_and_verdicts_are_not_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable may have any value: the report stays one."""
+    monkeypatch.setenv("ODD_KEY", "unknown")
+    report = Report(environment=ENVIRONMENT, cases=(crash(text="x"),))
+    write_outputs({"json": str(tmp_path / "report")}, report)
+    (case,) = json.loads((tmp_path / "report").read_text())["cases"]
+    assert [check["verdict"] for check in case["checks"]] == ["fail", "unknown"]
+
+
+def test_bundles_are_masked(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "cases").mkdir(parents=True)
+    case: dict[str, Any] = {**zips.CASE, "strategy": "ddp"}
+    (run / "cases/case-w2.json").write_text(json.dumps(case))
+    from distcheck.reports.json_report import render_json
+
+    report = Report(environment=ENVIRONMENT, cases=(crash(text=VALUE),))
+    (run / "report.json").write_text(render_json(report))
+    make_bundle(run, tmp_path / "b.zip", traces=False)
+    with zipfile.ZipFile(tmp_path / "b.zip") as archive:
+        text = b"".join(archive.read(name) for name in archive.namelist())
+    assert b"hunter2" not in text
+    assert b"<$MY_API_KEY>" in text
