@@ -14,6 +14,8 @@ from distcheck.worlds.pool import Pool
 class Helper:
     """Starts nothing. Ctrl-C comes while it is ended, which takes its time."""
 
+    pid = 0
+
     def __init__(self, *, ready: bool) -> None:
         self._ready = ready
         self.patience_s = -1.0
