@@ -92,6 +92,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str = ""  # why it is not to run, where the person has said so
     delays: tuple[Delay, ...] = ()
     separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
+    initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
 
     @property
     def siblings(self) -> tuple[str, int, str, int]:

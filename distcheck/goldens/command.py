@@ -8,7 +8,8 @@
 """
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distcheck import store
 from distcheck.documents import read_report
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.gate.costs import rough_s
+from distcheck.goldens.outputs import as_report
 from distcheck.goldens.records import (
     COMPARE,
     CaseComparison,
@@ -28,7 +30,8 @@ from distcheck.goldens.records import (
     TraceComparison,
 )
 from distcheck.goldens.screen import render
-from distcheck.outputs import check_writable, write_text
+from distcheck.origin import origin_here
+from distcheck.outputs import check_outputs, write_document, write_text
 from distcheck.plan import check_case
 from distcheck.provenance import changes_for_bits
 from distcheck.records import Change, VerdictName
@@ -41,7 +44,7 @@ from distcheck.worlds.pool import Pool
 
 SCHEMA = "distcheck.comparison/1"
 # Fields that have no part in what is computed.
-_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate")
+_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate", "initial")
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class SavedRun:
 
 
 def compare_command(
-    then: str, now: str | None, *, bits: bool, json_file: str | None, quiet: bool
+    then: str, now: str | None, *, bits: bool, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Compares and shows; returns the exit code."""
-    check_writable(json_file)
+    """Compares, shows and writes; returns the exit code."""
+    check_outputs(files)
+    origin = origin_here()
     earlier = saved_run(Path(then))
     if now is None:
         _check_cases(earlier)
@@ -86,11 +90,17 @@ def compare_command(
         now=now or "here and now",
         cases=tuple(compared),
         saved_to=None if keep is None else str(folder),
+        made=origin,
     )
-    if json_file != "-":
+    if "-" not in files.values():
         render(comparison, console_for(), quiet=quiet)
-    if json_file is not None:
-        write_text(json_file, render_json(comparison))
+    if "json" in files:
+        write_text(files["json"], render_json(comparison))
+    if others := {name: path for name, path in files.items() if name != "json"}:
+        words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+        known = {**earlier.cases, **later.cases}
+        document = as_report(comparison, known, made=origin, command=shlex.join(words))
+        write_document(others, document)
     codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
     return int(codes[comparison.verdict])
 
@@ -106,11 +116,24 @@ def _check_cases(earlier: SavedRun) -> None:
 
 
 def _run_again(earlier: SavedRun, keep: Store, pool: Pool, *, quiet: bool) -> None:
-    cases = [saved.case for saved in earlier.cases.values()]
+    cases = [
+        msgspec.structs.replace(
+            saved.case, initial=_initial_state(earlier.folder / "traces" / name)
+        )
+        for name, saved in earlier.cases.items()
+    ]
     with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
         report = run_cases(cases, pool=pool, keep=keep, listener=listener)
     if report.save_error:
         raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")
+
+
+def _initial_state(trace: Path) -> str:
+    """What a recorded case started from: both runs start there, so that an initialisation that
+    rounds differently does not end their comparison.
+    """
+    file = trace / "run-1" / "slot-000.safetensors"
+    return str(file.absolute()) if file.is_file() else ""
 
 
 def saved_run(folder: Path) -> SavedRun:

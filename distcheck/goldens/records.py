@@ -3,7 +3,7 @@
 import msgspec
 
 from distcheck.contract import Contract, Training
-from distcheck.records import Case, Change, Difference, VerdictName, merge_verdicts
+from distcheck.records import Case, Change, Difference, Origin, VerdictName, merge_verdicts
 from distcheck.traces.layout import TraceLayout
 
 COMPARE = "distcheck.goldens.traces:compare_job"
@@ -67,6 +67,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     now: str
     cases: tuple[CaseComparison, ...]
     saved_to: str | None = None
+    made: Origin | None = None
 
     @property
     def verdict(self) -> VerdictName:

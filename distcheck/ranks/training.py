@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from distcheck import datasets, devices, seeds
@@ -51,7 +53,10 @@ class Ingredients:
                 sample_shape=self.samples.shape, classes=self.samples.classes
             )
         own_dtypes = getattr(self.loaded.workload, "own_dtypes", False)
-        return model.to(self.device, None if own_dtypes else self.dtype).train()
+        model = model.to(self.device, None if own_dtypes else self.dtype).train()
+        if self.case.initial:
+            load_initial(model, self.case.initial)
+        return model
 
     @property
     def training(self) -> Training:
@@ -124,6 +129,34 @@ class Ingredients:
         return Batch(
             inputs=inputs.to(self.device), labels=labels.to(self.device), ids=ids, total=total
         )
+
+
+def load_initial(model: nn.Module, file: str) -> None:
+    """Gives a model the parameters and buffers that the ranks of a saved trace began with. Raises
+    UsageError where the file does not have them.
+    """
+    try:
+        recorded = load_file(file)
+        held: dict[str, list[str]] = {}  # ranks that began alike share one tensor
+        for key in recorded:
+            held.setdefault(key.partition("/")[2], []).append(key)
+        with torch.no_grad():
+            for kind, tensors in (
+                ("parameter", model.named_parameters()),
+                ("buffer", model.named_buffers()),
+            ):
+                for name, tensor in tensors:
+                    found = recorded[min(held[f"{kind}/{name}"])]
+                    if tensor.is_complex() and not found.is_complex():
+                        found = torch.view_as_complex(found)
+                    if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+                        raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}")
+                    tensor.copy_(found)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the recorded initial state {file} does not go with the model: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def open_ingredients(

@@ -104,7 +104,7 @@ def kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]
     """The comparison as JSON, with the exit code in it."""
     file = tmp_path / "comparison.json"
-    code = compare_command(str(then), now, bits=bits, json_file=str(file), quiet=False)
+    code = compare_command(str(then), now, bits=bits, files={"json": str(file)}, quiet=False)
     document = json.loads(file.read_text())
     assert document["schema"] == "distcheck.comparison/1"
     return {**document, "code": code}
@@ -204,7 +204,7 @@ def test_a_damaged_run_is_told_before_anything_runs(
     edited = json.dumps({**told, "case": {**told["case"], **case}})
     rewrite_about(about.parent, lambda _: edited)
     with pytest.raises(UsageError, match=sentence):
-        compare_command(str(tmp_path / "run"), None, bits=False, json_file=None, quiet=False)
+        compare_command(str(tmp_path / "run"), None, bits=False, files={}, quiet=False)
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
@@ -224,7 +224,9 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     quick = ("--workload", "mlp", "--dtype", "float32", "--world", "2", "--steps", "1")
     ran = command("record", "golden", "--strategy", "bad.py:good", *quick)
     assert ran.returncode == 0, ran.stderr
-    again = command("compare", "golden")
+    again = command("compare", "golden", "--junit", "c.xml", "--html", "c.html", "--github")
+    assert 'tests="1" failures="0" errors="0"' in (tmp_path / "c.xml").read_text()
+    assert "bits same" in (tmp_path / "c.html").read_text()
     assert (again.returncode, complaints(again.stderr)) == (0, [])
     assert "bits same" in again.stdout
     saved = again.stdout.rpartition("saved: ")[2].strip()
@@ -243,6 +245,38 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
         assert refused.returncode == 2, words
         assert sentence in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
+
+
+DRIFTED = """
+import pathlib, torch
+from distcheck.workloads.mlp import MLP
+
+class Drifted(MLP):
+    def model(self, **about):
+        model = super().model(**about)
+        if pathlib.Path("upgraded").exists():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 2**-22)
+        return model
+"""
+
+
+def test_an_initial_state_that_rounds_differently_is_taken_from_the_record(
+    command: Run, tmp_path: Path
+) -> None:
+    """Two recorded runs of it cannot be compared; a run from the recorded state can."""
+    (tmp_path / "drifted.py").write_text(DRIFTED)
+    words = ("--strategy", "bad.py:good", "--workload", "drifted.py:Drifted", "--dtype", "float32",
+             "--world", "2", "--steps", "1", "--no-separate")  # fmt: skip
+    assert command("record", "golden", *words).returncode == 0
+    (tmp_path / "upgraded").touch()
+    assert command("record", "later", *words).returncode == 0
+    apart = command("compare", "golden", "later")
+    assert (apart.returncode, "initial state differ" in apart.stdout) == (5, True)
+    again = command("compare", "golden")
+    assert again.returncode == 0, again.stdout
+    assert "bits same; every bit is the same" in again.stdout
 
 
 def test_a_comparison_that_is_killed_leaves_no_folder(
@@ -287,7 +321,7 @@ def test_where_the_second_run_is_kept(
     shutil.rmtree(".distcheck")
     Path(".distcheck").touch()
     with pytest.raises(CannotRunError, match=r"cannot be written: .*; save elsewhere, or run in"):
-        compare_command(str(golden / "golden"), None, bits=False, json_file=None, quiet=False)
+        compare_command(str(golden / "golden"), None, bits=False, files={}, quiet=False)
 
 
 def test_a_bundle_is_there_whole_or_not_at_all(

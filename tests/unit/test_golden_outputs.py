@@ -1,0 +1,84 @@
+"""A comparison in the formats of a report, and the recorded state that a run starts from."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from distcheck.errors import UsageError
+from distcheck.goldens.outputs import as_report
+from distcheck.goldens.records import CaseComparison, Comparison, Moment, TraceComparison
+from distcheck.ranks.training import load_initial
+from distcheck.records import Case, Change, Difference, Origin
+from distcheck.reports import github, html_report, junit
+
+BEYOND = Difference(
+    parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,
+    bound=1e-9,
+)  # fmt: skip
+TORCH = Change(kind="software", name="torch", then="2.11.0", now="2.15.0")
+
+
+def document() -> dict[str, Any]:
+    found = TraceComparison(
+        first=BEYOND, kind="gradients", beyond=BEYOND,
+        moments=(Moment(kind="gradients", tensors=8, changed=1),),
+    )  # fmt: skip
+    cases = (
+        CaseComparison(id="a", verdict="fail", bits="changed", reason="beyond what is right",
+                       found=found, changes=(TORCH,)),
+        CaseComparison(id="b", verdict="pass", bits="same", reason="every bit is the same"),
+        CaseComparison(id="c", verdict="unknown", bits="not compared", reason="one run lacks it"),
+    )  # fmt: skip
+    saved: Any = {
+        name: SimpleNamespace(
+            case=Case(id=name, strategy=f"{name}.py:f", world=2, workload="mlp"),
+            facts=SimpleNamespace(strategy_file=f"{name}.py", strategy_line=3),
+            environment={"torch": "2.15.0"},
+        )
+        for name in "abc"
+    }
+    made = Origin(date="2026-01-31T12:00:00+00:00", command="distcheck compare golden")
+    comparison = Comparison(then="golden", now="here and now", cases=cases)
+    return as_report(comparison, saved, made=made, command="distcheck compare golden")
+
+
+def test_every_format_tells_the_three_verdicts_apart() -> None:
+    found = document()
+    assert (found["verdict"], found["exit_code"]) == ("fail", 1)
+    root = ElementTree.fromstring(junit.render(found).encode())
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("3", "1", "1")
+    failed = next(root.iter("failure")).text or ""
+    assert "beyond what is right; beyond its bound: step 2, fc.weight[0,3], rank 1" in failed
+    assert "changed between the runs: torch was 2.11.0 and is 2.15.0" in failed
+    error, warning = github.annotations(found, Path("/"))
+    assert error.startswith("::error file=a.py,line=3,title=distcheck%3A fail")
+    assert warning.startswith("::warning file=c.py")
+    page = html_report.render(found).replace("<wbr>", "")
+    assert "every bit is the same" in page
+    assert "distcheck compare golden" in page
+
+
+def test_a_model_begins_with_what_was_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "slot-000.safetensors"
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    recorded = {
+        **{f"rank1/parameter/{name}": torch.full_like(p, 3.0) for name, p in
+           model.named_parameters()},
+        **{f"rank0/buffer/{name}": torch.full_like(b, 5) for name, b in model.named_buffers()},
+    }  # fmt: skip
+    save_file(recorded, file)
+    load_initial(model, str(file))
+    assert {float(x) for p in model.parameters() for x in p.flatten()} == {3.0}
+    assert {float(x) for b in model.buffers() for x in b.flatten()} == {5.0}
+    with pytest.raises(UsageError, match="does not go with the model"):
+        load_initial(nn.Linear(3, 2), str(file))
+    with pytest.raises(UsageError, match="does not go with the model: KeyError"):
+        load_initial(nn.Bilinear(2, 2, 2), str(file))
+    with pytest.raises(UsageError, match="does not go with the model: FileNotFoundError"):
+        load_initial(model, str(tmp_path / "none"))
