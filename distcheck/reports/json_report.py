@@ -36,7 +36,7 @@ def render(document: dict[str, Any]) -> str:
     """A document as JSON text."""
     try:
         data = msgspec.json.encode(document)
-    except UnicodeEncodeError:  # a name of a file that is no UTF-8
+    except UnicodeEncodeError:  # a name of a file that is not UTF-8
         data = msgspec.json.encode(encodable(document))
     return msgspec.json.format(data, indent=2).decode() + "\n"
 
@@ -52,7 +52,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is no report that --json wrote: {error}") from error
     if _is_deep(document, _MOST_DEPTH):
-        raise UsageError(f"{path} is no report that --json wrote: it is nested too deeply")
+        raise UsageError(f"{path} is not a report that --json wrote: it is nested too deeply")
     if document.get("schema") != SCHEMA:
         raise UsageError(
             f"{path} has the schema {document.get('schema')!r}, and this version reads {SCHEMA!r}; "

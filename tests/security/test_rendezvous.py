@@ -23,7 +23,6 @@ from distcheck.worlds.greetings import Greetings
 
 SECRET = b"a secret of this run's"
 COMING = wire.Coming(wire.PROTOCOL, (1,), 2, "host")
-NOBODY = 65534
 
 
 @contextmanager
