@@ -19,7 +19,7 @@ _heard = 0
 
 
 def listen() -> None:
-    """From now on both signals interrupt, unless whoever started this process had them ignored."""
+    """From now on both signals interrupt, unless the parent process had them ignored."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     for number in _SIGNALS:
         if signal.getsignal(number) is usual[number]:

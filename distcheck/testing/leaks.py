@@ -117,8 +117,8 @@ def _stray_threads(before: frozenset[int]) -> list[str]:
 
 
 def _stray_processes(before: frozenset[int]) -> list[str]:
-    """Names of the processes that go on, once those that were told to end have had time to; those
-    that libraries keep, and those that wait for somebody to ask how they ended, are no leak.
+    """Names of the processes that go on, once those that are ending have had time to; those
+    that libraries keep, and zombies, do not count.
     """
     for _ in range(_LOOKS):
         stray = [linux.name_of(pid) for pid in linux.children_of_self() if pid not in before]

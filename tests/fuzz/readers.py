@@ -207,7 +207,7 @@ def recheck(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 
 def edited(originals: Originals, folder: Path, draw: Random) -> Answer:
-    """The same, where the checksums are those of what is there: somebody edited it."""
+    """The same, where the checksums are those of what is there: an edited file."""
     place = _copied_traces(originals, folder)
     name = draw.choice(("about.json", "about.json", "run-1/index.bin"))
     kind = "json" if name.endswith(".json") else "bytes"
@@ -264,7 +264,7 @@ def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 
 def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> Answer:
-    """`distcheck recheck` with its judges, of what somebody edited."""
+    """`distcheck recheck` with its judges, of an edited about.json."""
     place = _copied_traces(originals, folder)
     _damaged_in_place(place / "about.json", draw, "json")
     seal_again(place)
