@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> None:
     asked: Line = {
         "world": options.world, "steps": options.steps, "deadline_s": DEADLINE_S,
         "workload": options.workload, "thorough": options.thorough, "dtype": options.dtype,
+        "explore_s": 0,
     }  # fmt: skip
     size = 1 if options.witness else options.together
     for at in range(0, len(found), size):

@@ -175,8 +175,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
     elif not attribute and place not in set(known):
         raise UsageError(
             f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "
-            f"{', '.join(sorted(known))}, "
-            "or give path/to/file.py:object or package.module:object"
+            f"{', '.join(sorted(known))}, or give path/to/file.py:object or package.module:object"
         )
 
 

@@ -119,8 +119,7 @@ class StepExpectation:
         its loss by, so here the ranks count f_r / f'_r times their share.
         `take` picks elements; `parts` are the ranks' own gradients, if they are known already.
         """
-        if parts is None:
-            parts = [shard.gradients[index] for shard in self.shards]
+        parts = parts or [shard.gradients[index] for shard in self.shards]
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -355,8 +354,7 @@ class StepExpectation:
         """S32, S64: the most by which a parameter's gradient may differ, as an L2 norm.
 
         What is rounded (or quantised) on its way differs from the mean of the shards by as much as
-        R allows, and that mean from the whole batch by as much as an exact sum would: the two add
-        up.
+        R allows, and that mean from the whole batch by what an exact sum would: both add up.
         """
         tolerance = self.relative_to_batch(layer, index)
         if self.contract.wire is None and not self.half_quanta:
@@ -399,5 +397,4 @@ class StepExpectation:
         """What is expected at another step."""
         if step == self.step:
             return self
-        given = (self.ingredients, self.contract, self.trace, self._references)
-        return StepExpectation(*given, step)
+        return StepExpectation(self.ingredients, self.contract, self.trace, self._references, step)
