@@ -105,6 +105,8 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     kept = sorted(path for path in run.glob("traces/*/**/*") if path.is_file()) if traces else []
     if traces and not kept:
         raise UsageError(f"{run} holds no traces; leave --traces away, or verify with --save")
+    if kept and not any(path.suffix == ".safetensors" for path in kept):
+        remarks.append(f"{run} keeps digests and no tensors: recheck refuses its traces")
     _write(target, members, run, kept)
     return manifest, remarks
 

@@ -197,9 +197,11 @@ class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):
 class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):
     """Move traces between shared memory and a folder. Descriptors: the traces, rerun last.
 
-    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`.
+    SAVE answers with the digests of the indexes, which LOAD expects in `indexes`. Without
+    `tensors`, only the indexes are moved.
     """
 
     folder: str
     layout: TraceLayout
     indexes: tuple[str, ...] = ()
+    tensors: bool = True

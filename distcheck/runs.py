@@ -27,6 +27,7 @@ def verify_command(
     cases: Sequence[Case],
     *,
     save: str | None,
+    digests: bool = False,
     files: Mapping[str, str],
     verbose: bool,
     quiet: bool,
@@ -37,10 +38,10 @@ def verify_command(
     beside: Beside = NOTHING_BESIDE,
 ) -> int:
     """Runs cases, `whole` or a part of it, and searches `beside` them, and shows the report;
-    returns the exit code.
+    returns the exit code. `digests`: what is saved holds digests in place of tensors.
     """
     check_outputs(files)
-    keep = Store.by_default() if save is None else Store.at(Path(save), launch)
+    keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
         return run_cases(

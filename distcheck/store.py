@@ -6,7 +6,8 @@
                                     is, and the reports of cases that need not be run again
     traces/CASE/about.json          what `distcheck recheck` needs besides the traces
     traces/CASE/checksums.json      of about.json and the traces' indexes, see traces/seal.py
-    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py
+    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py;
+                                    with `record --digests` run-1 alone, without tensors
 
 With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
 cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs; with all
@@ -60,6 +61,7 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     environment: dict[str, Any]
     digests: dict[str, str] = {}
+    tensors: bool = True  # whether tensors are kept, or their digests alone
 
     @property
     def made(self) -> Provenance:
@@ -74,28 +76,30 @@ class _Made(msgspec.Struct, frozen=True):
 class Store:
     """Where one run is kept. Created empty; raises before anything runs if it cannot be."""
 
-    def __init__(self, folder: Path, *, keep_everything: bool, run: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, keep_everything: bool, run: str = "", tensors: bool = True
+    ) -> None:
         self.folder = folder
-        self._run = run
+        self._run, self._tensors = run, tensors
         self.keep_everything = keep_everything
         self._made_folder = not folder.exists()
 
     @classmethod
-    def at(cls, folder: Path, launch: Launch | None = None) -> "Store":
-        """A run directory that the person named: everything is kept. Where `launch` is a restart
-        of the run that made it, that run is taken up.
+    def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
+        """A run directory that the person named: everything is kept, or without `tensors` their
+        digests alone. Where `launch` is a restart of the run that made it, that run is taken up.
 
         Raises UsageError for a folder that holds something else, CannotRunError where it
         cannot be written.
         """
         run = "" if launch is None else launch.run
         if launch is not None and _takes_up(folder, launch):
-            return cls(folder, keep_everything=True, run=run)
+            return cls(folder, keep_everything=True, run=run, tensors=tensors)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; give a folder that is new or empty")
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty; give a folder that is new or empty")
-        store = cls(folder, keep_everything=True, run=run)
+        store = cls(folder, keep_everything=True, run=run, tensors=tensors)
         store._make()
         if run:
             (folder / "launch.json").write_bytes(msgspec.json.encode({"run": run}))
@@ -164,7 +168,7 @@ class Store:
 
     def check_space(self, total_bytes: int) -> None:
         """Raises CannotRunError when traces of this size do not fit."""
-        if not self.keep_everything:
+        if not self.keep_everything or not self._tensors:
             return
         free = shutil.disk_usage(self.folder).free
         if total_bytes > free:
@@ -180,6 +184,7 @@ class Store:
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
         """Writes the traces of a case, the rerun's last. Removes them again on an error.
 
+        Without tensors the rerun's trace is left out: nothing reads its digests.
         Those that an earlier start of this run has left make room: it did not finish the case.
         Raises CannotRunError or OSError.
         """
@@ -188,7 +193,11 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True)
-            job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout)
+            job = TraceFilesJob(
+                folder=str(folder.absolute()), layout=saved.layout, tensors=self._tensors
+            )
+            fds = fds if self._tensors else fds[:1]
+            saved = msgspec.structs.replace(saved, tensors=self._tensors)
             answer = run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
             indexes = msgspec.msgpack.decode(answer, type=tuple[str, ...])
             seal.write_about(folder, msgspec.json.encode(saved), indexes)
@@ -306,12 +315,20 @@ def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
-def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
+def read_trace(
+    pool: Pool, folder: Path, *, digests_suffice: bool = False
+) -> tuple[SavedCase, list[int]]:
     """A saved case and its traces, in shared memory again; the caller closes the descriptors.
 
-    Raises UsageError where files are missing or damaged.
+    Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
+    unless `digests_suffice`.
     """
     saved, indexes = _read_about(folder)
+    if not saved.tensors and not digests_suffice:
+        raise UsageError(
+            f"the trace in {folder} keeps digests and no tensors, and judging needs the tensors; "
+            "compare it with distcheck compare, or record the run again without --digests"
+        )
     case, layout = saved.case, saved.layout
     if (layout.world, layout.steps) != (case.world, case.steps):
         raise UsageError(
@@ -319,7 +336,12 @@ def read_trace(pool: Pool, folder: Path) -> tuple[SavedCase, list[int]]:
             f"says {case.world} and {case.steps}"
         )
     fds = [os.memfd_create("distcheck-saved") for _ in indexes]
-    job = TraceFilesJob(folder=str(folder.absolute()), layout=saved.layout, indexes=indexes)
+    job = TraceFilesJob(
+        folder=str(folder.absolute()),
+        layout=saved.layout,
+        indexes=indexes,
+        tensors=saved.tensors,
+    )
     try:
         run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)
     except BaseException:

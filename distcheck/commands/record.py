@@ -12,12 +12,19 @@ from distcheck.command_line import Command
     options_metavar="[OPTIONS of distcheck verify]",
 )
 @click.argument("folder", metavar="DIR", type=click.Path())
+@click.option(
+    "--digests",
+    is_flag=True,
+    help="Keep digests in place of tensors: small enough to commit. Where bits differ, compare "
+    "finds the place but not the distance.",
+)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
-def command(folder: str, words: tuple[str, ...]) -> int:
+def command(folder: str, words: tuple[str, ...], digests: bool) -> int:
     """Verify, and keep cases, traces and verdicts in a new folder, for distcheck compare.
 
     \b
     distcheck record golden --strategy allreduce --world 4
+    distcheck record golden --digests --strategy allreduce --world 4
     """  # fmt: skip
     from distcheck.commands.verify import command as verify
     from distcheck.errors import UsageError
@@ -27,6 +34,8 @@ def command(folder: str, words: tuple[str, ...]) -> int:
     if folder.startswith("-"):
         raise UsageError("record takes the folder first: distcheck record DIR --strategy ...")
     code: int = verify.main(
-        args=[*words, "--save", folder], prog_name="distcheck record", standalone_mode=False
+        args=[*words, "--save", folder, *(["--digests"] * digests)],
+        prog_name="distcheck record",
+        standalone_mode=False,
     )
     return code

@@ -89,6 +89,7 @@ from distcheck.outputs import errors_told, output_options, taken_from
     type=click.Path(),
     help="Keep cases, traces and report in a new folder, for distcheck recheck.",
 )
+@click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
 @click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @case_options
@@ -96,6 +97,7 @@ from distcheck.outputs import errors_told, output_options, taken_from
 @machine_options
 def command(
     save: str | None,
+    digests: bool,
     verbose: bool,
     quiet: bool,
     **asked: Any,
@@ -112,8 +114,11 @@ def command(
     say TOKEN, SECRET, PASSWORD, CREDENTIAL or KEY are masked, and no other variables but those
     that bits depend on.
     """  # fmt: skip
+    from distcheck.errors import UsageError
     from distcheck.gate.asking import plan_asked
 
+    if digests and save is None:
+        raise UsageError("--digests is an option of distcheck record: distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
     if launch is not None and not launch.is_front:
@@ -132,6 +137,7 @@ def command(
             whole=planned.whole,
             beside=planned.beside,
             save=save,
+            digests=digests,
             files=files,
             verbose=verbose,
             quiet=quiet,

@@ -34,7 +34,7 @@ from distcheck.goldens.records import CompareJob
 from distcheck.oracles import rounding
 from distcheck.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.oracles.shards import declared_factor
-from distcheck.traces.layout import Kind
+from distcheck.traces.layout import Kind, State
 from distcheck.traces.reader import StepHeader, TraceReader
 
 _LAYERS = {"float32": "S32", "float64": "S64"}
@@ -60,9 +60,25 @@ class StepBounds:
         header = self._headers[self._case.with_data.index(rank)]
         return 2 * loss_tolerance(self._layer, header.loss)
 
+    def has_local(self, rank: int) -> bool:
+        """Whether `local` is derived; needs no tensors."""
+        return bool(self._layer) and rank in self._case.with_data
+
+    def has_synced(self, index: int, *, same_inputs: bool) -> bool:
+        """Whether `synced` is derived; needs no tensors. True also where only the values of the
+        tensors could show that rounding is not bounded.
+        """
+        entries = [
+            self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
+            for rank in range(self._world)
+        ]
+        if not any(entry.state is State.STORED for entry in entries):
+            return bool(self._layer)
+        return self._bounds_exchange() and (same_inputs or bool(self._layer))
+
     def local(self, rank: int, index: int) -> float | None:
         """Of a rank's gradient before the exchange, as an L2 norm."""
-        if not self._layer or rank not in self._case.with_data:
+        if not self.has_local(rank):
             return None
         position = self._case.with_data.index(rank)
         recorded = self._trace.tensors(position, Kind.LOCAL_GRADIENT, self._step)
@@ -79,7 +95,7 @@ class StepBounds:
         present = [shard for shard in shards if shard is not None]
         if not present:
             return self._unseen(index)
-        if self._training.loss_scale is not None or self._training.accumulate > 1:
+        if not self._bounds_exchange():
             return None
         filled = [torch.zeros_like(present[0]) if s is None else s for s in shards]
         try:
@@ -97,6 +113,9 @@ class StepBounds:
         shares = self._shares(self._contracts[0])
         of_means = sum(abs(s) * d for s, d in zip(shares, inputs, strict=True) if d is not None)
         return of_means + float(bound.norm())
+
+    def _bounds_exchange(self) -> bool:
+        return self._training.loss_scale is None and self._training.accumulate <= 1
 
     def _unseen(self, index: int) -> float | None:
         """Where the exchange is out of sight, a gradient is one of the whole batch."""

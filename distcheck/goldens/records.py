@@ -16,6 +16,7 @@ class CompareJob(msgspec.Struct, frozen=True, kw_only=True):
     contracts: tuple[Contract, Contract]
     training: Training
     layouts: tuple[TraceLayout, TraceLayout]
+    tensors: bool = True  # whether both traces hold tensors, or one of them digests alone
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +34,10 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     kind         what that is: initial state, sample ids, gradients, ...
     beyond       the place, at that same step, that is worst beyond its bound; None: all within
     judged       elements at that step for which a bound could be derived
+    not_judged   tensors at that step that differ and have a bound, where digests alone are known
+    by_digest    whether one of the traces holds digests alone: nothing is known of distances
     moments      per kind, how many tensors were compared and how many changed
-    drift        per step, the relative L2 distance of rank 0's parameters after it
+    drift        per step, the relative L2 distance of rank 0's parameters after it; empty by digest
     why_not      why nothing could be compared; empty where it could
     """
 
@@ -42,6 +45,8 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     beyond: Difference | None = None
     judged: int = 0
+    not_judged: int = 0
+    by_digest: bool = False
     moments: tuple[Moment, ...] = ()
     drift: tuple[float, ...] = ()
     why_not: str = ""

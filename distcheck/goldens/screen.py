@@ -50,8 +50,9 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
         lines.append(("beyond", describe_place(found.beyond)))
     counts = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
     lines.append(("tensors", ", ".join(counts)))
-    drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
-    lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
+    if not found.by_digest:
+        drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
+        lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
     return lines
 
 

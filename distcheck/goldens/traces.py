@@ -29,18 +29,31 @@ _NAMES = {
 }
 
 
+_WORDS = {
+    State.UNWRITTEN: "not recorded",
+    State.ABSENT: "not there",
+    State.STORED: "there",
+    State.MALFORMED: "of another shape or dtype",
+}
+
+
 def compare_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     """Answers with a TraceComparison."""
     job = msgspec.msgpack.decode(payload, type=CompareJob)
     seeds.pin_determinism()
-    then, now = (TraceReader(fd, layout) for fd, layout in zip(fds, job.layouts, strict=True))
+    then, now = (
+        TraceReader(fd, layout, tensors=job.tensors)
+        for fd, layout in zip(fds, job.layouts, strict=True)
+    )
     return msgspec.msgpack.encode(compare_traces(job, then, now, reporter))
 
 
 def compare_traces(
     job: CompareJob, then: TraceReader, now: TraceReader, reporter: Reporter | None = None
 ) -> TraceComparison:
-    """Everything that both recorded, by digest; values are looked at where digests differ."""
+    """Everything that both recorded, by digest; values are looked at where digests differ, if the
+    job has tensors.
+    """
     if then.layout.model != now.layout.model:
         return TraceComparison(why_not="the model has other parameters, buffers or optimizer state")
     steps = min(then.steps_written(), now.steps_written())
@@ -63,7 +76,7 @@ class _Pair:
         self._first: Difference | None = None
         self._kind = ""
         self._beyond: Difference | None = None
-        self._judged = 0
+        self._judged = self._not_judged = 0
         self._drift: list[float] = []
 
     def compare_step(self, step: int) -> None:
@@ -77,7 +90,8 @@ class _Pair:
         self._compare_kind(_NAMES[Kind.GRADIENT], Kind.GRADIENT, step, step)
         for kind in _STATE:
             self._compare_kind(_NAMES[kind], kind, step + 1, step)
-        self._drift.append(self._distance(step + 1))
+        if self._job.tensors:
+            self._drift.append(self._distance(step + 1))
         if before is None and self._kind in ("loss", "local gradients", "gradients"):
             self._hold_against_bounds(step)
 
@@ -91,6 +105,8 @@ class _Pair:
             kind=self._kind,
             beyond=self._beyond,
             judged=self._judged,
+            not_judged=self._not_judged,
+            by_digest=not self._job.tensors,
             moments=tuple(moments),
             drift=tuple(self._drift),
         )
@@ -124,8 +140,7 @@ class _Pair:
                 continue
             self._changed[name] += 1
             if self._first is None:
-                place = self._place(kind, slot, index, rank, step, bitwise)
-                self._note(name, place)
+                self._note(name, self._place(kind, slot, index, rank, step, bitwise))
 
     def _places(self, kind: Kind) -> Iterator[tuple[int, int]]:
         for rank in self._ranks:
@@ -145,17 +160,24 @@ class _Pair:
         step: int,
         compare: Callable[[torch.Tensor, torch.Tensor], Comparison],
     ) -> Difference | None:
-        """The first difference of two tensors under a way of comparing, if there is one."""
+        """The first difference of two tensors under a way of comparing, if there is one; without
+        tensors, that of their digests.
+        """
         name = self._then.layout.specs(kind)[index].name
         tally = Tally(_NAMES[kind], "-")
-        actual = self._now.tensor(rank, kind, slot, index)
-        expected = self._then.tensor(rank, kind, slot, index)
-        if actual is None or expected is None:
-            if (actual is None) != (expected is None):
-                there = "there" if expected is not None else "not there"
-                here = "there" if actual is not None else "not there"
+        one, two = (t.entry(rank, kind, slot, index) for t in (self._then, self._now))
+        if one.state is not State.STORED or two.state is not State.STORED:
+            there, here = _WORDS[one.state], _WORDS[two.state]
+            if there != here:
                 tally.fail("", parameter=name, rank=rank, step=step, actual=here, expected=there)
+        elif not self._job.tensors:
+            there, here = (f"digest {entry.digest.hex()[:8]}" for entry in (one, two))
+            tally.fail("", parameter=name, rank=rank, step=step, actual=here, expected=there)
         else:
+            actual = self._now.tensor(rank, kind, slot, index)
+            expected = self._then.tensor(rank, kind, slot, index)
+            assert actual is not None, "it is stored"
+            assert expected is not None, "it is stored"
             comparison = compare(actual, expected)
             self._judged += 0 if compare is bitwise else comparison.elements
             tally.add(comparison, parameter=name, rank=rank, step=step)
@@ -167,20 +189,34 @@ class _Pair:
             before, after = (t.header(rank, step).loss for t in (self._then, self._now))
             limit = bounds.loss(rank)
             if limit is not None and before != after:
+                self._judged += 1
                 self._keep_worst(_far_loss(rank, step, after, before, limit))
+        self._hold_gradients(bounds, step)
+
+    def _hold_gradients(self, bounds: StepBounds, step: int) -> None:
         changed_inputs = set()
         for rank, index in self._places(Kind.LOCAL_GRADIENT):
             if self._same(rank, Kind.LOCAL_GRADIENT, step, index):
                 continue
             changed_inputs.add(index)
+            if not self._job.tensors:
+                if bounds.has_local(rank):
+                    self._leave_unjudged(Kind.LOCAL_GRADIENT, step, rank, index)
+                continue
             limit = bounds.local(rank, index)
             if limit is not None:
                 self._judge(Kind.LOCAL_GRADIENT, step, rank, index, limit)
         for rank, index in self._places(Kind.GRADIENT):
-            if not self._same(rank, Kind.GRADIENT, step, index):
-                bound = bounds.synced(index, same_inputs=index not in changed_inputs)
-                if bound is not None:
-                    self._judge(Kind.GRADIENT, step, rank, index, bound)
+            if self._same(rank, Kind.GRADIENT, step, index):
+                continue
+            same_inputs = index not in changed_inputs
+            if not self._job.tensors:
+                if bounds.has_synced(index, same_inputs=same_inputs):
+                    self._leave_unjudged(Kind.GRADIENT, step, rank, index)
+                continue
+            bound = bounds.synced(index, same_inputs=same_inputs)
+            if bound is not None:
+                self._judge(Kind.GRADIENT, step, rank, index, bound)
 
     def _same(self, rank: int, kind: Kind, slot: int, index: int) -> bool:
         one, two = (t.entry(rank, kind, slot, index) for t in (self._then, self._now))
@@ -195,6 +231,14 @@ class _Pair:
             return by_norm(actual, expected, bound)
 
         self._keep_worst(self._place(kind, step, index, rank, step, compare))
+
+    def _leave_unjudged(self, kind: Kind, step: int, rank: int, index: int) -> None:
+        """What has a bound and differs, by digest: a tensor that only one run has is beyond it."""
+        entries = [t.entry(rank, kind, step, index) for t in (self._then, self._now)]
+        if all(entry.state is State.STORED for entry in entries):
+            self._not_judged += 1
+        else:
+            self._keep_worst(self._place(kind, step, index, rank, step, bitwise))
 
     def _keep_worst(self, place: Difference | None) -> None:
         if place is None:

@@ -3,6 +3,8 @@
     index.bin             headers and tables, as they lay in memory
     slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
 
+A trace that keeps digests alone has the index and no slot files.
+
 A tensor that several ranks share is stored once, under the rank that holds it. complex32 and
 complex128, which safetensors does not know, are stored as pairs of real numbers.
 """
@@ -47,7 +49,7 @@ def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             folder = Path(job.folder, f"run-{number}")
             folder.mkdir(parents=True)
             reporter.progress(number, "save")
-            indexes.append(_save(folder, job.layout, fd))
+            indexes.append(_save(folder, job.layout, fd, tensors=job.tensors))
     except safetensors.SafetensorError as error:  # it wraps the system's error in a text
         full = os.strerror(errno.ENOSPC)
         raise CannotRunError(full if full in str(error) else str(error)) from error
@@ -63,29 +65,29 @@ def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         folder = Path(job.folder, f"run-{number}")
         reporter.progress(number, "load")
         try:
-            _load(folder, job.layout, fd, digest)
+            _load(folder, job.layout, fd, digest, tensors=job.tensors)
         except _DAMAGE as error:
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
     return b""
 
 
-def _save(folder: Path, layout: TraceLayout, fd: int) -> str:
+def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -> str:
     """Writes one trace; returns the digest of its index."""
     index = os.pread(fd, layout.index_bytes, 0)
     (folder / "index.bin").write_bytes(index)
     trace = TraceReader(fd, layout)
-    for slot in range(layout.steps + 1):
-        tensors: dict[str, torch.Tensor] = {}
+    for slot in range(layout.steps + 1 if tensors else 0):
+        held: dict[str, torch.Tensor] = {}
         for rank, kind, number, spec in _held(layout, index, slot):
             tensor = trace.tensor(rank, kind, slot, number)
             assert tensor is not None, "the table says that it is stored"
             in_pairs = tensor.dtype in _IN_PAIRS
-            tensors[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
-        save_file(tensors, folder / f"slot-{slot:03}.safetensors")
+            held[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
+        save_file(held, folder / f"slot-{slot:03}.safetensors")
     return seal.digest(index)
 
 
-def _load(folder: Path, layout: TraceLayout, fd: int, digest: str) -> None:
+def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: bool = True) -> None:
     index = (folder / "index.bin").read_bytes()
     if seal.digest(index) != digest:
         raise ValueError("index.bin does not have the checksum in checksums.json")
@@ -93,10 +95,10 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str) -> None:
         raise ValueError(f"index.bin has {len(index)} bytes, not {layout.index_bytes}")
     os.ftruncate(fd, layout.total_bytes)
     write_at(fd, memoryview(index), 0)
-    for slot in range(layout.steps + 1):
-        tensors = load_file(folder / f"slot-{slot:03}.safetensors")
+    for slot in range(layout.steps + 1 if tensors else 0):
+        held = load_file(folder / f"slot-{slot:03}.safetensors")
         for rank, kind, number, spec in _held(layout, index, slot):
-            tensor = tensors[_key(rank, kind, spec)].contiguous()
+            tensor = held[_key(rank, kind, spec)].contiguous()
             if getattr(torch, spec.dtype) in _IN_PAIRS:
                 tensor = torch.view_as_complex(tensor)
             found = (tuple(tensor.shape), str(tensor.dtype))

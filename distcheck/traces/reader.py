@@ -61,7 +61,8 @@ class Entry:
 
 class TraceReader:
     """Reads the trace behind a file descriptor; it may still be growing. Nothing is copied, except
-    to a `device` that is not the CPU.
+    to a `device` that is not the CPU. Without `tensors` the trace holds only their digests, and
+    asking for a tensor raises LookupError.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class TraceReader:
         baseline: "TraceReader | None" = None,
         *,
         device: torch.device = _CPU,
+        tensors: bool = True,
     ) -> None:
         self.layout = layout
         self.ranks = tuple(range(layout.world))  # as they are numbered in the world that was run
         self._device = device
+        self._has_tensors = tensors
         self._fd = fd
         self._baseline = baseline
         self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
@@ -130,6 +133,8 @@ class TraceReader:
         entry = self.entry(rank, kind, slot, index)
         if entry.state is not State.STORED:
             return None
+        if not self._has_tensors:
+            raise LookupError("the trace holds digests and no tensors")
         if entry.source is Source.BASELINE:
             if self._baseline is None:
                 raise LookupError("the rerun's trace was opened without the first run's")

@@ -32,7 +32,7 @@ from distcheck.traces import files
 from distcheck.traces.reader import TraceReader
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
-from tests.sealing import seal_again
+from tests.sealing import keep_digests, seal_again
 
 _MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
 _PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
@@ -232,6 +232,24 @@ def compare(originals: Originals, folder: Path, draw: Random) -> Answer:
     return answer_of(lambda: _compare(originals.run, run, place.name))
 
 
+def digested(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck compare` reads of a run of `record --digests`, with any file damaged."""
+    run = folder / "run"
+    shutil.copytree(originals.run, run)
+    place = sorted((run / "traces").iterdir())[0]
+    keep_digests(place)
+    name = draw.choice(("about.json", "checksums.json", "run-1/index.bin"))
+    before = (place / name).read_bytes()
+    _damaged_in_place(place / name, draw, "json" if name.endswith(".json") else "bytes")
+    changed = (place / name).read_bytes() != before
+    if sealed := name == "about.json" and draw.random() < 0.5:
+        seal_again(place)
+    answer = answer_of(lambda: _compare(originals.run, run, place.name))
+    if changed and not sealed and answer.code == 0 and name != "checksums.json":
+        raise BrokenError(f"{name} was damaged, and nothing noticed it")
+    return answer
+
+
 def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
     """What is read of earlier runs besides, for estimates and for what has changed since: a file
     that is damaged there is left out, without a word.
@@ -274,7 +292,7 @@ def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> An
 READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
     "report": report, "merge": merge, "config": config, "replay": replay, "bundled": bundled,
     "pack": pack, "recheck": recheck, "edited": edited, "compare": compare,
-    "earlier": earlier, "baseline": baseline,
+    "digested": digested, "earlier": earlier, "baseline": baseline,
 }  # fmt: skip
 
 
@@ -287,12 +305,16 @@ def _load(place: Path) -> int:
 
 def _compare(then: Path, now: Path, name: str) -> int:
     runs = [comparing.saved_run(folder) for folder in (then, now)]
-    saved, fds = [], []
+    saved: list[store.SavedCase] = []
+    fds: list[int] = []
+    first: list[int] = []
     try:
         for folder in (then, now):
-            one, own = store.read_trace(_NO_POOL, folder / "traces" / name)
+            place = folder / "traces" / name
+            one, own = store.read_trace(_NO_POOL, place, digests_suffice=True)
             saved.append(one)
             fds += own
+            first.append(own[0])
         if name not in runs[1].cases:
             return int(ExitCode.UNKNOWN)
         job = CompareJob(
@@ -300,9 +322,12 @@ def _compare(then: Path, now: Path, name: str) -> int:
             contracts=(saved[0].facts.contract, saved[1].facts.contract),
             training=saved[0].facts.training,
             layouts=(saved[0].layout, saved[1].layout),
+            tensors=all(one.tensors for one in saved),
         )
-        first = [fds[0], fds[len(fds) // 2]]
-        readers = [TraceReader(fd, one.layout) for fd, one in zip(first, saved, strict=True)]
+        readers = [
+            TraceReader(fd, one.layout, tensors=job.tensors)
+            for fd, one in zip(first, saved, strict=True)
+        ]
         found = compare_traces(job, *readers)
         said = (runs[0].verdicts.get(name, "unknown"), runs[1].verdicts.get(name, "unknown"))
         verdict, _ = comparing._judge(found, [], said, bits=False)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,46 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
         assert refused.returncode == 2, words
         assert sentence in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
+    """A few kilobytes show whether bits are the same and where they change first; not by how much,
+    so that a change that tensors show to be within the bound is unknown.
+    """
+    (tmp_path / "my_lib.py").write_text(MEAN.format(scale="/= 3"))
+    (tmp_path / "my_sync.py").write_text(SYNC)
+    words = ("--strategy", "my_sync.py:sync", "--workload", "mlp", "--dtype", "float32",
+             "--batch", "96", "--world", "3", "--steps", "1", "--no-separate")  # fmt: skip
+    for name, digests in (("whole", ()), ("golden", ("--digests",))):
+        ran = command("record", name, *digests, *words)
+        assert ran.returncode == 0, ran.stderr
+    assert not list((tmp_path / "golden").rglob("*.safetensors"))
+    size = sum(path.stat().st_size for path in (tmp_path / "golden").rglob("*") if path.is_file())
+    assert size < 150_000
+    same = command("compare", "golden", "--bits", "-q")
+    assert (same.returncode, "bits same; every bit is the same" in same.stdout) == (0, True)
+
+    (tmp_path / "my_lib.py").write_text(MEAN.format(scale="*= 1 / 3"))
+    changed = command("compare", "golden")
+    assert changed.returncode == 5, changed.stdout
+    assert "to learn it, record the earlier run without --digests, where it was" in changed.stdout
+    first = r"first   gradients: step 0, \S+, rank 0: was digest [0-9a-f]{8}, is digest [0-9a-f]{8}"
+    assert re.search(first, changed.stdout)
+    assert "drift" not in changed.stdout
+    later = changed.stdout.rpartition("saved: ")[2].strip()
+    assert command("compare", "golden", later, "--bits", "-q").returncode == 1
+    assert command("compare", "whole", later, "-q").returncode == 0, "tensors show the distance"
+    backwards = command("compare", later, "golden", "-q")
+    assert "record the later run without --digests" in backwards.stdout
+
+    rechecked = command("recheck", "golden")
+    assert (rechecked.returncode, len(complaints(rechecked.stderr))) == (2, 1)
+    assert "keeps digests and no tensors, and judging needs the tensors" in rechecked.stderr
+    bundled = command("bundle", "golden", "--traces", "-o", "golden.zip")
+    assert "golden keeps digests and no tensors" in bundled.stderr
+    refused = command("verify", *words, "--digests")
+    assert refused.returncode == 2
+    assert "--digests is an option of distcheck record" in refused.stderr
 
 
 DRIFTED = """
