@@ -231,6 +231,14 @@ def test_pieces_are_found_where_few_integers_are_exact() -> None:
     assert gradients.compared.elements == 2 * 402_250
 
 
+def test_an_optimizer_of_its_own_keeps_all_that_groups_have() -> None:
+    """The composite's schedule reads the rate of each group from an entry that is no setting."""
+    place = f"{HERE / 'published.py'}:AveragingSGD"
+    distcheck.verify(
+        place, workload="composite", dtype="float32", batch=48, world=2, steps=2
+    ).raise_for_verdict()
+
+
 def test_a_loss_that_is_weighted_in_place() -> None:
     """On 24 and 23 samples."""
     place = f"{HERE / 'classes.py'}:WeightsInPlace"

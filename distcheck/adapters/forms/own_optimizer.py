@@ -124,10 +124,9 @@ def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]
         inner = build(parameters)
         scene.optimizer = inner  # whose learning rate may be asked for
         is_same = type(inner) is base
-        known = {p.name for p in named_parameters(target.value)} | set(inner.defaults)
+        # With all that its groups have: a schedule may read more than settings (initial_lr).
         groups = [
-            {k: v for k, v in group.items() if k == "params" or (is_same and k in known)}
-            for group in inner.param_groups
+            dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
         ]
         made = _Watched(filling.call(groups), base, scene, updates=is_same)
         watched[:] = [made]
