@@ -205,7 +205,10 @@ def _check_used(target: Target, scene: Scene, name: str) -> None:
 
 def _speaks_mpi(target: Target, scene: Scene) -> bool:
     """Whether it is handed a communicator, or its module has one."""
-    asked_for = {MEANINGS.get(p.name) for p in target.parameters} | scene.uses
+    asked_for = {
+        target.source.group_or_communicator(p.name, MEANINGS.get(p.name, ""))
+        for p in target.parameters
+    } | scene.uses
     if "communicator" in asked_for:
         return True
     if target.owner is None and inspect.ismethod(target.value):

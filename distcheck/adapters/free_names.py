@@ -17,9 +17,10 @@ from typing import Any
 from distcheck.adapters import names
 from distcheck.adapters.not_given import stand_in
 from distcheck.adapters.scene import Scene
-from distcheck.adapters.target import Target, function_of
+from distcheck.adapters.target import Source, Target, function_of
 from distcheck.errors import UsageError
 
+_FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
 _LATER = ("model", "optimizer", "step", "index", "rate", "device")  # as training goes on
 
 
@@ -32,14 +33,15 @@ class FreeNames:
         told = dict(target.adaptation.variables)
         for text in told.values():
             scene.check(text)
-        missing = sorted(_missing(function_of(target.value), target.module))
+        missing, sources = _missing(function_of(target.value), target.module)
         self.filled = {
-            n: names.FREE[n]
-            for n in missing
-            if n in names.FREE and n not in names.IMPORTED and n not in told
+            n: meaning
+            for n in sorted(missing)
+            if n not in names.IMPORTED and n not in told and (meaning := _meaning(n, sources))
         }
         self._told = told
-        self._stand_in([n for n in missing if n not in self.filled and n not in told], target)
+        unknown = [n for n in sorted(missing) if n not in self.filled and n not in told]
+        self._stand_in(unknown, target)
         self._written: set[str] = set()
 
     def _stand_in(self, unknown: list[str], target: Target) -> None:
@@ -54,7 +56,12 @@ class FreeNames:
                 f"strategy {target.spec!r} uses {name}, which its module does not define; "
                 f"give --set {name}=VALUE"
             )
-            setattr(self._module, name, stand_in(name, sentence) if value is None else value)
+            self._put(name, stand_in(name, sentence) if value is None else value)
+
+    def _put(self, name: str, value: Any) -> None:
+        """Writes a name into the module that the module does not define."""
+        setattr(self._module, name, value)
+        vars(self._module).setdefault(_FILLED, {})[name] = value
 
     def publish(self) -> None:
         """Writes into the module what is known by now. What does not change as training goes on is
@@ -64,7 +71,7 @@ class FreeNames:
             return
         for name, meaning in self.filled.items():
             if self._is_due(name, meaning):
-                setattr(self._module, name, self._scene.value(meaning))
+                self._put(name, self._scene.value(meaning))
         for name, text in self._told.items():
             meaning = names.MEANINGS.get(text[1:], "") if text.startswith("@") else ""
             if self._is_due(name, meaning):
@@ -92,16 +99,27 @@ class FreeNames:
         setattr(place, last, value)
 
 
-def _missing(value: Any, module: ModuleType | None) -> set[str]:
+def _meaning(name: str, sources: list[Source]) -> str:
+    """What a name stands for, with what the code that reads it shows; empty if nothing is known."""
+    meaning = names.FREE.get(name, "")
+    found = {source.group_or_communicator(name, meaning) for source in sources} - {meaning}
+    return found.pop() if found else meaning
+
+
+def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Source]]:
+    """The names that are read and not defined, and the sources of all that is reached."""
     if module is None:
-        return set()
+        return set(), []
     known = vars(module)
     read: set[str] = set()
     written: set[str] = set()
     seen: set[int] = set()
     waiting = [value]
+    sources = []
     while waiting:
-        for code in _codes(waiting.pop(), known):
+        reached = waiting.pop()
+        sources.append(Source(reached))
+        for code in _codes(reached, known):
             if id(code) in seen:
                 continue
             seen.add(id(code))
@@ -112,9 +130,11 @@ def _missing(value: Any, module: ModuleType | None) -> set[str]:
                     written.add(instruction.argval)
             called = [known[name] for name in code.co_names if name in known]
             waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
-    return {n for n in read - written if n not in known and not hasattr(builtins, n)} - {
-        "__class__"
-    }
+    # What was filled in for another strategy of the same module is not the module's own.
+    filled = known.get(_FILLED, {})
+    own = {n for n, v in known.items() if n not in filled or v is not filled[n]}
+    missing = {n for n in read - written if n not in own and not hasattr(builtins, n)}
+    return missing - {"__class__"}, sources
 
 
 def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:

@@ -1,6 +1,7 @@
 """Objects that were written for distcheck: their methods, and defaults for those they lack."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from distcheck.adapters.target import Target
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy, adapt_sync, source_file
+
+ScaleLoss = Callable[[torch.Tensor, Step], torch.Tensor]
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def has_methods(target: Target) -> bool:
@@ -72,6 +76,8 @@ def as_strategy(target: Target) -> LoadedStrategy:
         for name in ("wrap", "scale_loss", "close", "optimizer", "backward")
         if (method := getattr(made, name, None)) is not None
     }
+    if "scale_loss" in found:
+        found["scale_loss"] = adapt_scale_loss(target.spec, found["scale_loss"])
     sync = getattr(made, "sync", None)
     if sync is None and list(found) == ["scale_loss"]:
         others = [name for name in names.FINISH if name in own_names(type(made))]
@@ -79,6 +85,46 @@ def as_strategy(target: Target) -> LoadedStrategy:
     if sync is not None:
         found["sync"] = adapt_sync(target.spec, sync)
     return LoadedStrategy(contract=contract, file=file, **found)
+
+
+def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
+    """Accepts scale_loss(loss, step), and scale_loss(loss) as wrappers have it. Raises UsageError
+    for anything else, and where it returns no tensor, on which backward could be called.
+    """
+    try:
+        signature = inspect.signature(scale)
+    except (TypeError, ValueError):
+        return scale
+    second = [p for p in signature.parameters.values() if p.kind in _BY_PLACE][1:2]
+    takes_step = _takes(signature, 2) and any(
+        p.default is p.empty or p.name == "step" for p in second
+    )
+    other = takes_step and names.MEANINGS.get(second[0].name, "step") != "step"
+    if other or not (takes_step or _takes(signature, 1)):
+        raise UsageError(
+            f"strategy {spec!r} has the method scale_loss{signature}; expected is scale_loss(loss) "
+            "or scale_loss(loss, step)"
+        )
+
+    def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
+        found = scale(loss, step) if takes_step else scale(loss)
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(
+                f"scale_loss of {spec!r} returned a {type(found).__name__}; expected is the loss "
+                "that backward is called on, a tensor"
+            )
+        return found
+
+    return scaled
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    """Whether a call with so many arguments fits."""
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def plain_wrap(model: nn.Module) -> nn.Module:

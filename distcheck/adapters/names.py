@@ -38,7 +38,9 @@ _FACTS = {
     "world_size": "world_size size num_ranks n_ranks nranks nprocs num_procs n_procs world "
     "num_replicas num_processes num_workers n_workers number_of_processes num_proc comm_size "
     "num_gpus ngpus num_nodes n_nodes nworkers worldsize wsize",
-    "group": "group process_group pg dist_group proc_group dp_group data_parallel_group",
+    "group": "group process_group pg dist_group proc_group dp_group data_parallel_group comm_dp "
+    "dp_comm dp_pg dp_process_group data_parallel_process_group ddp_group comm_group world_group "
+    "allreduce_group all_reduce_group grad_group gradient_group",
     "device": "device dev",
     "backend": "backend",
     "optimizer": " ".join(OPTIMIZERS),
@@ -93,7 +95,8 @@ FINISH = (
     "synchronize_gradients", "sync_gradients", "sync_grads", "sync_grad", "synchronize_grads",
     "average_gradients", "average_grads", "avg_gradients", "allreduce_gradients",
     "all_reduce_gradients", "allreduce_grads", "all_reduce_grads", "reduce_gradients",
-    "reduce_grads", "reduce_grad", "gradient_sync", "grad_sync", "aggregate_gradients",
+    "reduce_grads", "reduce_grad", "apply_collective_grads", "gradient_sync", "grad_sync",
+    "aggregate_gradients",
     "finalize_gradients", "finalize_backward", "finish_backward", "wait_for_gradients",
     "wait_grads", "wait_all", "on_after_backward", "after_backward", "post_backward", "finish",
     "synchronize", "sync", "wait", "all_reduce", "allreduce", "reduce",

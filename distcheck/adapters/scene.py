@@ -217,6 +217,8 @@ class Filling:
                 self._sources.append((p, "told", told[p.name]))
             elif p.default is p.empty or p.name in given:
                 meaning = scene.meaning_of(p.name)
+                if meaning in ("group", "communicator"):
+                    meaning = Source(function).group_or_communicator(p.name, meaning)
                 if meaning:
                     meaning = self._exactly(meaning, p)
                     if meaning == "arguments":

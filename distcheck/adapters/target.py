@@ -210,6 +210,25 @@ class Source:
             and node.value.id == name
         }
 
+    def group_or_communicator(self, name: str, meaning: str) -> str:
+        """The meaning of a variable whose name stands for a group or a communicator: methods that
+        begin with a capital are mpi4py's, and `group=` takes a group. Empty where its name and its
+        use do not agree, and nothing can be filled in.
+        """
+        if meaning == "group" and any(a[:1].isupper() for a in self.attributes_of(name)):
+            return ""
+        return "group" if meaning == "communicator" and self._is_group(name) else meaning
+
+    def _is_group(self, name: str) -> bool:
+        """Whether it hands a variable on as `group=`."""
+        return any(
+            isinstance(node, ast.keyword)
+            and node.arg == "group"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == name
+            for node in ast.walk(self._tree)
+        )
+
     def calls(self, name: str, attribute: str, method: str) -> bool:
         """Whether it calls `name.attribute.method()`."""
         return any(

@@ -144,6 +144,39 @@ def names_that_are_not_reached(model):
         print(math.pi, comm_dp.Barrier(), history[0])  # noqa: F821
 
 
+def by_a_group_that_is_not_defined(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=comm_dp)  # noqa: F821
+        p.grad /= dist.get_world_size(comm_dp)  # noqa: F821
+
+
+def sums_in_a_group_that_is_not_defined(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=data_parallel_group)  # noqa: F821
+
+
+def by_a_group_called_comm(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=comm)  # noqa: F821
+        p.grad /= dist.get_world_size()
+
+
+def is_given_a_group_called_comm(model, comm):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=comm)
+        p.grad /= dist.get_world_size()
+
+
+def needs_a_communicator(model, dp_comm):
+    for p in model.parameters():
+        p.grad /= dp_comm.Get_size()
+
+
+def needs_a_communicator_of_its_module(model):
+    for p in model.parameters():
+        p.grad /= comm_dp.Get_size()  # noqa: F821
+
+
 def module_that_is_not_imported(model):
     for p in model.parameters():
         dist.all_reduce(p.grad)
@@ -225,6 +258,62 @@ class ScalesAndReduces(ScalesAlone):
     def reduce(self, model):
         for p in model.parameters():
             dist.all_reduce(p.grad)
+
+
+class ScalesByOneArgument:
+    """As wrappers have it, without the step; the exchange is missing."""
+
+    def scale_loss(self, loss):
+        return loss / dist.get_world_size()
+
+
+class ScalesByOneArgumentAndReduces(ScalesByOneArgument):
+    def sync(self, model):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+
+
+class ScalesAndCollects(nn.Module):
+    """loss = model.scale_loss(loss); loss.backward(); model.apply_collective_grads()"""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+    def scale_loss(self, loss):
+        return loss / dist.get_world_size()
+
+    def apply_collective_grads(self):
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad)
+
+
+class ScalesAndAverages(ScalesAndCollects):
+    """Divided by the number of ranks twice."""
+
+    def apply_collective_grads(self):
+        for p in self.module.parameters():
+            mean(p)
+
+
+class CollectsUnscaled(ScalesAndCollects):
+    """The loss is not divided."""
+
+    def scale_loss(self, loss):
+        return loss
+
+
+class ScalesByOptimizer(ScalesByOneArgument):
+    def scale_loss(self, loss, optimizer):
+        return loss
+
+
+class ScalesToNothing(ScalesByOneArgument):
+    def scale_loss(self, loss):
+        loss.mul_(1 / dist.get_world_size())
 
 
 class AveragingSGD(torch.optim.SGD):

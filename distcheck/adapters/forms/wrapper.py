@@ -9,7 +9,7 @@ from torch import nn
 
 from distcheck.adapters import names
 from distcheck.adapters.gradients import wait_for
-from distcheck.adapters.methods import own_names
+from distcheck.adapters.methods import adapt_scale_loss, own_names
 from distcheck.adapters.refusals import refusal
 from distcheck.adapters.scene import Filling, Scene
 from distcheck.adapters.target import Source, Target, named_parameters
@@ -94,7 +94,14 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 
         return call
 
+    def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
+        if not scales:
+            return loss
+        return adapt_scale_loss(target.spec, made[-1].scale_loss)(loss, step)
+
+    scales = inspect.isclass(build) and "scale_loss" in own_names(build)
     begins = f", reset {reset}() before every step" if reset else ""
+    begins += ", its scale_loss() before backward" if scales else ""
     begins += ", its zero_grad() in place of the optimizer's" if clears else ""
     how = f"finish {finish}()" if finish else f"no finish call among {_own_methods(build)}"
     how = "nothing is called after backward, as was said" if has_none else how
@@ -108,6 +115,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         sync=calling(finish),
         begun=calling(reset if reset != clears else ""),
         zero_grad=calling(clears) if clears else None,
+        scale_loss=scaled,
         note=f"{target.name} around the module, {how}{begins}",
     )
 
