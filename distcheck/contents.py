@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from distcheck import happenings
+from distcheck.happenings import PURPOSE, Happening
 from distcheck.jobs import CaseFacts
 from distcheck.positions import shard_sizes
 from distcheck.records import Case, CheckResult, Contents
@@ -24,19 +26,32 @@ _FEATURES: Mapping[str, str] = {
     "tied_or_unused": "parameters without a gradient",
     "absent_on_some": "gradients that are absent on some ranks only",
     "zero_on_some": "gradients that are zero on some ranks only",
+    "non_finite": "gradients that are infinite or NaN",
+    "extreme": "gradients near the largest or the smallest numbers of their dtype",
     "frozen": "frozen parameters",
     "several_dtypes": "parameters of several dtypes",
+    "complex": "complex parameters",
     "buffers": "buffers",
     "integer_buffers": "buffers of integers",
     "batch_norm": "BatchNorm",
+    "eval_mode": "modules in eval mode",
     "random_numbers": "random numbers in the forward pass",
     "unequal_shards": "shards of unequal size",
     "accumulation": "gradient accumulation",
     "clipping": "gradient clipping",
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
+    "starts_apart": "ranks that begin with different parameters",
     "late_ranks": "ranks that are slowed down",
     "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
+}
+
+# Features that a case has if its workload declares an event, and it was seen to happen.
+_EVENTS: Mapping[str, type[Happening]] = {
+    "non_finite": happenings.NotFinite,
+    "extreme": happenings.Magnitude,
+    "eval_mode": happenings.EvalMode,
+    "starts_apart": happenings.StartsApart,
 }
 
 
@@ -54,6 +69,8 @@ def contents_of(
     gradients = [one for r in results if r.check == "gradients" for one in r.shown.values()]
     shapes = [spec.shape for spec in model.parameters]
     elements = [spec.elements for spec in model.parameters]
+    purpose = any(r.check == PURPOSE and r.verdict == "pass" for r in results)
+    happened = {type(event) for event in facts.must_happen} if purpose else set()
     present = {
         "groups": facts.groups > 1,
         "schedule": facts.schedule,
@@ -63,6 +80,7 @@ def contents_of(
         "zero_on_some": any(one.zero_on_some for one in gradients),
         "frozen": facts.frozen > 0,
         "several_dtypes": len({spec.dtype for spec in model.parameters}) > 1,
+        "complex": any("complex" in spec.dtype for spec in model.parameters),
         "buffers": bool(model.buffers),
         "integer_buffers": any("int" in spec.dtype for spec in model.buffers),
         "batch_norm": facts.normalises_batches,
@@ -75,6 +93,7 @@ def contents_of(
         "late_ranks": bool(case.delays) or "delays" in surroundings.factors,
         "process_state": "interpreters" in surroundings.factors,
     }
+    present |= {name: event in happened for name, event in _EVENTS.items()}
     return Contents(
         world=case.world,
         backend=case.backend,
@@ -87,7 +106,7 @@ def contents_of(
         most_dimensions=max(map(len, shapes), default=0),
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
         kinds=facts.kinds,
-        features=tuple(name for name, there in present.items() if there),
+        features=tuple(name for name in _FEATURES if present[name]),
     )
 
 

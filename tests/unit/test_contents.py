@@ -1,7 +1,7 @@
 """What a pass does not show, from what its cases had in them."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -9,9 +9,18 @@ import pytest
 
 from distcheck.contents import _FEATURES, contents_of, not_shown, of_document
 from distcheck.contract import Contract, Training
+from distcheck.happenings import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
 from distcheck.jobs import CaseFacts
 from distcheck.mistakes import NOTHING, Shown
-from distcheck.records import Case, CheckResult, Contents, Delay, ModelLayout, TensorSpec
+from distcheck.records import (
+    Case,
+    CheckResult,
+    Contents,
+    Delay,
+    ModelLayout,
+    TensorSpec,
+    VerdictName,
+)
 from distcheck.worlds.surroundings import FACTORS, Surroundings
 
 SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)
@@ -32,6 +41,7 @@ class Run:
     facts: dict[str, object] = field(default_factory=dict)
     shown: Shown = SHOWN
     factors: tuple[str, ...] = ()
+    happened: bool = True
 
     @property
     def contents(self) -> Contents:
@@ -45,8 +55,10 @@ class Run:
         result = CheckResult(
             check="gradients", layer="R", verdict="pass", shown={"a.weight": self.shown}
         )
+        verdict: VerdictName = "pass" if self.happened else "unknown"
+        purpose = CheckResult(check=PURPOSE, layer="-", verdict=verdict)
         surroundings = Surroundings(self.factors)
-        return contents_of(self.case, facts, [result], surroundings=surroundings)
+        return contents_of(self.case, facts, [result, purpose], surroundings=surroundings)
 
 
 def also(**changes: object) -> Shown:
@@ -60,17 +72,22 @@ HAVING = {
     "tied_or_unused": Run(shown=also(absent=True)),
     "absent_on_some": Run(shown=also(absent_on_some=True)),
     "zero_on_some": Run(shown=also(zero_on_some=True)),
+    "non_finite": Run(facts={"must_happen": (NotFinite(parameter="a"),)}),
+    "extreme": Run(facts={"must_happen": (Magnitude(parameter="a", least=1e30, most=1e38),)}),
     "frozen": Run(facts={"frozen": 1}),
     "several_dtypes": Run(parameters=(spec("a", 3), spec("b", 4, dtype="float64"))),
+    "complex": Run(parameters=(spec("a", 3, dtype="complex64"),)),
     "buffers": Run(buffers=(spec("m", 3),)),
     "integer_buffers": Run(buffers=(spec("n", dtype="int64"),)),
     "batch_norm": Run(facts={"normalises_batches": True}),
+    "eval_mode": Run(facts={"must_happen": (EvalMode(buffer="n"),)}),
     "random_numbers": Run(facts={"draws_random_numbers": True}),
     "unequal_shards": Run(case=msgspec.structs.replace(PLAIN, world=3)),
     "accumulation": Run(facts={"training": Training(accumulate=2)}),
     "clipping": Run(facts={"training": Training(clip_norm=1.0)}),
     "loss_scaling": Run(facts={"training": Training(loss_scale=8.0)}),
     "resume": Run(facts={"training": Training(resume_before=2)}),
+    "starts_apart": Run(facts={"must_happen": (StartsApart(),)}),
     "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
     "process_state": Run(factors=("interpreters",)),
 }
@@ -94,6 +111,11 @@ def test_what_a_case_had_is_not_named(name: str) -> None:
         "integer_buffers": {"buffers"},
     }.get(name, set())
     assert set(had.features) == {name} | others
+
+
+@pytest.mark.parametrize("name", [n for n, run in HAVING.items() if "must_happen" in run.facts])
+def test_what_was_declared_and_did_not_happen_is_not_shown(name: str) -> None:
+    assert replace(HAVING[name], happened=False).contents.features == ()
 
 
 def test_a_separate_rerun_has_late_ranks() -> None:
@@ -140,6 +162,8 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "groups": "several parameter groups", "schedule": "a learning-rate schedule",
         "alike": "two parameters of one shape", "tied_or_unused": "without a gradient on every",
         "absent_on_some": "or on some", "zero_on_some": "gradients of zero on some ranks",
+        "non_finite": "infinite or NaN", "extreme": "largest or the smallest numbers",
+        "complex": "complex", "eval_mode": "eval mode", "starts_apart": "begin with different",
         "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
         "integer_buffers": "buffers", "batch_norm": "of another kind",
         "random_numbers": "random numbers", "unequal_shards": "unequal shards",
