@@ -8,6 +8,7 @@ from distcheck.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 from distcheck.records import Diagnosis, Outcome
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+_ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 _NO_ANSWER = "did not answer when it was asked"
 _STOPPED = "stopped (state T)"
 
@@ -37,6 +38,17 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         ]
     if is_victim(cause.detail):
         return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+    if _ZERO_BY_ZERO in cause.detail:
+        return [
+            Diagnosis(
+                cause="nonfinite",
+                evidence=f"{ranks_text([o.rank for o in bad if _ZERO_BY_ZERO in o.detail])}: where "
+                "every gradient is zero, as that of a layer is which a batch does not use, the "
+                "step leaves parameters that are infinite or NaN",
+                suggestion="look for a division by a norm or a maximum (0/0), and add a small "
+                "number to the divisor",
+            )
+        ]
     if cause.outcome != "hung":
         last = cause.detail.splitlines()[0] if cause.detail else ""
         return [
