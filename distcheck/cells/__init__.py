@@ -149,7 +149,7 @@ CELLS: Mapping[str, Cell] = {
     ),
     "huge_gradients": Cell(
         place="distcheck.cells.extremes:Huge",
-        about="gradients of 1e30, and of 2.5e38, whose sum over ranks is beyond float32",
+        about="gradients of 1e30, whose squares are beyond float32",
     ),
     "denormal_gradients": Cell(
         place="distcheck.cells.extremes:Denormal",

@@ -86,10 +86,10 @@ class NonFinite(_Extreme):
 
 
 class Huge(_Extreme):
-    """Two elements whose squares overflow, and two whose sum over ranks does: the mean of none."""
+    """Elements whose squares overflow, and whose sum over ranks does not."""
 
-    factors = (1e30, -1e30, 2.5e38, -2.5e38)
-    must_happen = (Magnitude(parameter="beside.gate", least=1e30, most=3.4e38),)
+    factors = (1e30, -1e30, 3e30, -2e30)
+    must_happen = (Magnitude(parameter="beside.gate", least=1e30, most=1e31),)
 
 
 class Denormal(_Extreme):

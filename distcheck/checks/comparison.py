@@ -93,13 +93,20 @@ def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     return bitwise(actual + 0.0, expected + 0.0)
 
 
-def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Comparison:
+def within(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
+    *,
+    nan_is_expected: bool = False,
+) -> Comparison:
     """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64.
 
-    Nothing is within a bound that is negative, infinite or not a number.
+    Nothing is within a bound that is negative, infinite or not a number. A NaN is not within any
+    bound either, unless `nan_is_expected`: then NaN is right where NaN is expected.
     """
     if actual.is_complex():
-        return _within_parts(actual, expected, bound)
+        return _within_parts(actual, expected, bound, nan_is_expected=nan_is_expected)
     if actual.numel() == 0:
         return Comparison(True, 0)
     expected, bound = expected.to(actual.device), bound.to(actual.device)
@@ -108,7 +115,7 @@ def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) ->
         place = _place(actual, expected, bound, closest)
         ulps = ulp_bins(actual, expected)
         return Comparison(True, actual.numel(), worst=place, ulps=ulps)
-    distance = _distance(actual, expected).reshape(-1)
+    distance = _distance(actual, expected, nan_is_expected=nan_is_expected).reshape(-1)
     limits = bound.reshape(-1)
     bounds = (limits >= 0) & (limits < math.inf)
     fails = ~(bounds & (distance <= limits))
@@ -126,11 +133,14 @@ def within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) ->
     )
 
 
-def _within_parts(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> Comparison:
+def _within_parts(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, *, nan_is_expected: bool
+) -> Comparison:
     """Complex numbers are within where both of their parts are; places have an index more, 0 for
     the real and 1 for the imaginary part.
     """
-    parts = within(torch.view_as_real(actual), expected, bound)
+    real = torch.view_as_real(actual)
+    parts = within(real, expected, bound, nan_is_expected=nan_is_expected)
     return replace(parts, elements=actual.numel())
 
 
@@ -150,17 +160,24 @@ def _closest_if_all_within(
     return worst if float(share[worst]) <= 1.0 else None
 
 
-def by_norm(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Comparison:
+def by_norm(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    *,
+    nan_is_expected: bool = False,
+) -> Comparison:
     """The L2 norm of the difference is at most `tolerance`, which is no tolerance if infinite; an
-    infinity that is expected is owed as such.
+    infinity that is expected is required as such; `nan_is_expected` as in `within`.
     """
     if actual.is_complex():
-        parts = by_norm(torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
+        given = (torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
+        parts = by_norm(*given, nan_is_expected=nan_is_expected)
         return replace(parts, elements=actual.numel())
     wanted = expected.to(actual.device).double()
     error = float((actual.double() - wanted).norm())
     if math.isnan(error):
-        error = float(_distance(actual, wanted).norm())
+        error = float(_distance(actual, wanted, nan_is_expected=nan_is_expected).norm())
     norm = float(wanted.norm())
     place = Place(
         index=(),
@@ -198,12 +215,16 @@ def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
     return (-magnitude if raw < 0 else magnitude) >> drop_bits
 
 
-def _distance(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _distance(
+    actual: torch.Tensor, expected: torch.Tensor, *, nan_is_expected: bool = False
+) -> torch.Tensor:
     if actual.is_complex():
         return (actual.to(torch.complex128) - expected.to(torch.complex128)).abs()
     distance = (actual.double() - expected.double()).abs()
     # Infinity minus itself is not a number: equal infinities are no difference, others endless.
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    same = actual == expected
+    if nan_is_expected:
+        same = same | (actual.isnan() & expected.isnan())
     return torch.where(distance.isnan(), torch.where(same, 0.0, math.inf), distance)
 
 

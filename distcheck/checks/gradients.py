@@ -3,7 +3,7 @@
 lattice   bitwise, against the closed form (or, where no order is promised, within R)
 X         bitwise, against the shards reduced in the declared order
 R         elementwise, within the rounding bound of any order (or, where a low-rank exchange is
-          accepted, as a projection of the mean); infinite where the sum may overflow
+          accepted, as a projection of the mean)
 S32, S64  per tensor, relative L2 norm against the whole batch in one process (S32: where rounding
           decides on which side of a kink a sample is, taken shard by shard)
 """
@@ -17,8 +17,8 @@ from distcheck.checks import rounded_sums, sensitivity
 from distcheck.checks.comparison import Comparison, Place, bitwise, by_norm, equal_numbers, within
 from distcheck.checks.evidence import Evidence
 from distcheck.checks.matching import Compare, match_ranks
-from distcheck.checks.overflowed import or_overflowed
 from distcheck.checks.tally import Tally
+from distcheck.happenings import NotFinite
 from distcheck.oracles.expectation import StepExpectation
 from distcheck.oracles.inexact_sums import exact_gradient
 from distcheck.records import TensorSpec
@@ -127,16 +127,23 @@ def _comparison(
         interval = expectation.interval(index)
         if interval is None:
             return None
-        compare = partial(within, expected=interval.mean, bound=interval.bound)
-        return or_overflowed(compare, expectation, index, tally)
+        nan = _nan_is_expected(expectation)
+        mean, bound = interval.mean, interval.bound
+        return partial(within, expected=mean, bound=bound, nan_is_expected=nan)
     full = expectation.owed_by_full_batch(index)
     if full is None:
         return None
     tolerance = expectation.full_batch_tolerance(layer, index)
-    against: Compare = partial(by_norm, expected=full, tolerance=tolerance)
-    if layer == "S32":
-        against = partial(_at_a_kink, against, expectation, tally, index)
-    return or_overflowed(against, expectation, index, tally)
+    nan = _nan_is_expected(expectation)
+    against = partial(by_norm, expected=full, tolerance=tolerance, nan_is_expected=nan)
+    return against if layer == "S64" else partial(_at_a_kink, against, expectation, tally, index)
+
+
+def _nan_is_expected(expectation: StepExpectation) -> bool:
+    """Whether the workload declares gradients that are not finite. In any other, a NaN shows that
+    something went wrong before the exchange or in it, and compares as nothing.
+    """
+    return any(isinstance(event, NotFinite) for event in expectation.ingredients.must_happen)
 
 
 def _at_a_kink(

@@ -4,7 +4,6 @@ The parts of a mean are the ranks' own gradients as they were recorded; where a 
 seen, those that were computed again. Nothing is trained for it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +11,6 @@ import msgspec
 import torch
 
 from distcheck.checks.evidence import Evidence
-from distcheck.checks.overflowed import overflow_of
 from distcheck.checks.rounded_sums import rounds
 from distcheck.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.mistakes import MISTAKES, NOTHING, Shown
@@ -112,10 +110,9 @@ def _bound(
     expectation: StepExpectation, layer: str, index: int, own: Sequence[torch.Tensor]
 ) -> Callable[[int], torch.Tensor | float]:
     """The bound in force, elementwise over every k-th element, or for the L2 norm."""
-    over = overflow_of(expectation, index)
     if layer in ("S32", "S64"):
         tolerance = expectation.full_batch_tolerance(layer, index)
-        return lambda stride: tolerance if over is None else math.inf
+        return lambda stride: tolerance
 
     def elementwise(stride: int) -> torch.Tensor:
         if layer == "lattice" and not rounds(expectation):
@@ -125,10 +122,7 @@ def _bound(
         # The lattice asks for R where sums are rounded on the way.
         found = expectation.interval(index, parts=own, take=partial(_every, stride))
         assert found is not None
-        if over is None:
-            return found.bound
-        # A mistake that overflows passes there, so nothing is claimed of these elements.
-        return torch.where(over.anywhere.reshape(-1)[::stride], math.inf, found.bound)
+        return found.bound
 
     return elementwise
 

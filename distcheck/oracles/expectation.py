@@ -14,7 +14,6 @@ from distcheck.oracles.averaging import Averages
 from distcheck.oracles.full_batch import FullBatch, module_scales, relative_tolerance, underflow
 from distcheck.oracles.inexact_sums import Standing
 from distcheck.oracles.lattice import LatticeStep
-from distcheck.oracles.overflow import Overflow
 from distcheck.oracles.references import References
 from distcheck.oracles.rounding import Interval
 from distcheck.oracles.shards import NotRecordedError, ShardResult, declared_factor, loss_scale
@@ -42,7 +41,6 @@ class StepExpectation:
         self.step = step
         # What comparisons with the shards' mean would show, by parameter: asked for by two layers.
         self.shown: dict[int, Shown | None] = {}
-        self.overflows: dict[int, Overflow | None] = {}  # where sums may leave the dtype's range
         self._references = references
         self._in_double: StepExpectation | None = None
 
