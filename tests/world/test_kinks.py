@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import distcheck
 from distcheck.contract import Batch
 from distcheck.records import CheckResult
+from distcheck.reports.json_report import render_json
+from distcheck.reports.terminal import render_text
 
 _WHOLE = 6
 
@@ -58,6 +60,10 @@ class AtAKink:
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)
+
+
+class AlsoAtAKink(AtAKink):
+    """The same, in a case of its own."""
 
 
 class SeesOthersAtAKink(AtAKink):
@@ -130,3 +136,24 @@ def test_a_perceptron_at_a_kink() -> None:
         "allreduce", world=3, batch=6, steps=4, seed=16703, workload="mlp", dtype="float32"
     )
     assert report.verdict == "pass"
+
+
+def _texts(strategy: Any, *workloads: str) -> tuple[str, str]:
+    """The screen of a run, and its JSON."""
+    report = distcheck.verify(
+        strategy, world=3, batch=_WHOLE, steps=2, workload=list(workloads), dtype="float32"
+    )
+    return render_text(report, width=100), render_json(report)
+
+
+@pytest.mark.parametrize("strategy", [correct, too_much])
+def test_no_kink_is_spoken_of_where_none_was_seen(strategy: Any) -> None:
+    """Of a model with ReLUs and maxima, whether it passes or fails."""
+    for text in _texts(strategy, "cnn"):
+        assert "of a kink" not in text
+
+
+def test_a_kink_in_two_cases_is_on_the_screen_once() -> None:
+    screen, _ = _texts(correct, f"{__name__}:AtAKink", f"{__name__}:AlsoAtAKink")
+    assert screen.startswith("distcheck")
+    assert " ".join(screen.split()).count("rounding decides on which side of a kink") == 1
