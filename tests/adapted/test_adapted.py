@@ -289,7 +289,7 @@ def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
     assert command("functions.py", "needs_a_word", *words).returncode == 1
     (case,) = (tmp_path / "kept" / "cases").glob("*.json")
     report = tmp_path / "again.json"
-    again = warm.run("replay", str(case), "--json", str(report), cwd=tmp_path)
+    again = warm.run("replay", "--trust", str(case), "--json", str(report), cwd=tmp_path)
     assert again.returncode == 1
     (found,) = json.loads(report.read_text())["cases"]
     assert (found["arguments"], found["loss"]) == ({"divisor": "3"}, "mean/world")
