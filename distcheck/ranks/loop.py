@@ -15,6 +15,7 @@ from distcheck.contract import Batch, Step
 from distcheck.errors import UsageError
 from distcheck.loading import LoadedStrategy
 from distcheck.ranks.recorder import Observer
+from distcheck.ranks.refused import lengths, refuse_other_names, refuse_steps_in_backward
 from distcheck.ranks.sharding import Shards
 from distcheck.ranks.training import Ingredients, restore, take_checkpoint
 
@@ -66,7 +67,9 @@ class Loop:
         self._observer.attach(self.model)
         ingredients.handed_over(self.model, self._rank)
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
+        names = [name for name, _ in self.model.named_parameters()]
         self.wrapped: nn.Module = self._strategy.wrap(self.model)
+        refuse_other_names(f"strategy {ingredients.case.strategy!r}", names, self.model)
         if self.wrapped is not self.model and ingredients.case.adaptation.without_data:
             raise UsageError(
                 f"--without-data is for code that is called after backward; "
@@ -112,7 +115,11 @@ class Loop:
         self._clear(step)
         self._strategy.begun(self.wrapped, step)
         if self._has_data:
+            first = number == 0 and self._strategy.contract.sync != "out-of-sight"
+            before = lengths(self.model) if first else None
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
+            if before is not None:
+                refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
         else:
             loss_value = self._stand_by(step)
         self._observer.backward_over()

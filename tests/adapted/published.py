@@ -374,6 +374,52 @@ class OwnMomentum(OwnUpdate):
                 p.sub_(kept, alpha=group["lr"])
 
 
+def steps_in_backward(model, lr=0.1):
+    """As torch's tutorial does it, to save the memory of gradients."""
+
+    def step(p):
+        mean(p)
+        p.data -= lr * p.grad
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+
+
+class StepsInBackward:
+    def wrap(self, model):
+        self.optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.take)
+        return model
+
+    def take(self, p):
+        mean(p)
+        self.optimizers[p].step()
+        self.optimizers[p].zero_grad()
+
+
+class Normed:
+    def wrap(self, model):
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.utils.parametrizations.weight_norm(module)
+        return model
+
+    def sync(self, model):
+        for p in model.parameters():
+            mean(p)
+
+
+class NoGradientsAtAll:
+    """No step either."""
+
+    def wrap(self, model):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return model
+
+
 def counts_what_it_sent(tensor):
     dist.all_reduce(tensor)
     tensor /= dist.get_world_size()
