@@ -155,6 +155,7 @@ def check_console(promise: Promise, tmp_path: Path) -> None:
     assert promise.sentence in " ".join(complaint.split())
 
 
+@pytest.mark.sweep
 def test_an_example_as_it_stands(tmp_path: Path) -> None:
     (promise,) = [p for p in PROMISES if PROOF in str(p)]
     check_console(promise, tmp_path)

@@ -72,6 +72,7 @@ def test_everything_that_a_verification_does(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_strategies(tmp_path: Path) -> None:
     """By root and leaves, from neighbour to neighbour, with a divided optimizer, through arrays."""
     names = ("gather_scatter", "ring", "zero1", "more.py:average_array")

@@ -71,6 +71,7 @@ def starts(folder: Path, count: int) -> tuple[list[int], dict[str, Any]]:
     return [code for code, _, _ in ends], json.loads((folder / "r.json").read_text())
 
 
+@pytest.mark.sweep
 def test_a_case_is_finished_when_it_is_saved(tmp_path: Path) -> None:
     """A start that lost a rank has left traces, or one was killed while it wrote them: they make
     room. What could not be saved is run again, and why it failed is what torchrun is told.
@@ -151,6 +152,7 @@ def test_a_run_that_loses_a_machine_goes_on_and_verifies_nothing(tmp_path: Path)
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.sweep
 def test_another_number_of_ranks_is_unknown(tmp_path: Path) -> None:
     """What a store says that outlives the first start, as torchrun's does."""
     serve = (

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests import real_files
 from tests.launchers.processes import QUICK, finish, start_warm
 from tests.launchers.test_one_machine import by_hand
@@ -22,6 +24,7 @@ def slow(model, step):
 """
 
 
+@pytest.mark.sweep
 def test_a_far_rank_that_computes_has_not_hung(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     quick = ("--strategy", "slow.py:slow", *QUICK[2:], "--deadline-s", "4")

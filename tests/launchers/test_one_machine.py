@@ -105,6 +105,7 @@ def test_a_crash_elsewhere_is_told_with_its_traceback(tmp_path: Path) -> None:
     assert "RuntimeError: the reason" in ends[0][1], ends[0][1]
 
 
+@pytest.mark.sweep
 def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "10")
     ends = finish([start_warm(c, tmp_path) for c in by_hand(2, "--world", "2", quick=quick)])
@@ -295,6 +296,7 @@ def test_help_and_detection_import_no_torch() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.sweep
 def test_other_commands_under_torchrun(tmp_path: Path) -> None:
     """Training is one world, of the launcher's ranks; what makes no world runs once."""
     words = ["train", "--strategy", "allreduce", "--workload", "mlp", "--steps", "2"]
@@ -308,6 +310,7 @@ def test_other_commands_under_torchrun(tmp_path: Path) -> None:
     assert (code, out.count("strategies\n")) == (0, 1), err
 
 
+@pytest.mark.sweep
 def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
     commands = by_hand(2, "--world", "2", "--deadline-s", "10")
     front, other = [start([*CONSOLE, *c], tmp_path) for c in commands]

@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.launchers.namespaces import Hosts, hosts
 from tests.launchers.processes import PYTHON, QUICK, finish, left_over, start
 
@@ -25,6 +27,7 @@ def by_hand(network: Hosts, *words: str) -> list[list[str]]:
     return [network.on(n, *PYTHON, *words, *machine, str(n)) for n in range(count)]
 
 
+@pytest.mark.sweep
 def test_four_hosts_with_latency(tmp_path: Path) -> None:
     with hosts(4, delay_ms=5) as network:
         commands = by_hand(network, *QUICK, "--world", "4")

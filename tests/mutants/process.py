@@ -41,7 +41,7 @@ def fills_a_bucket_in_the_order_of_hashes(model: nn.Module, step: Step) -> None:
     _average_flat([named[name] for name in sorted(named, key=lambda name: hash(name))], step)
 
 
-@mutant(caught="outcome", separate=True, exit_code=4)
+@mutant(caught="outcome", separate=True, exit_code=4, seldom=True)
 def chooses_a_bucket_by_hash(model: nn.Module, step: Step) -> None:
     """Buckets of different sizes meet in one collective."""
     for number in (0, 1):
@@ -50,7 +50,7 @@ def chooses_a_bucket_by_hash(model: nn.Module, step: Step) -> None:
             _average_flat(own, step)
 
 
-@mutant(caught="rerun", separate=True)
+@mutant(caught="rerun", separate=True, seldom=True)
 def shuffles_by_the_hash_of_a_class(model: nn.Module, step: Step) -> None:
     """hash() of a class is its address, which is nowhere the same."""
     listed = list(model.parameters())
@@ -65,7 +65,7 @@ def shuffles_by_the_hash_of_a_class(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(part.view_as(parameter))
 
 
-@mutant(caught="rerun", separate=True)
+@mutant(caught="rerun", separate=True, seldom=True)
 def starts_where_the_environment_says(model: nn.Module, step: Step) -> None:
     """Variables come in the order in which a process was given them."""
     listed = list(model.parameters())
@@ -87,7 +87,7 @@ def takes_the_local_rank_for_the_rank(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(own.view_as(parameter))
 
 
-@mutant(caught="rerun", separate=True)
+@mutant(caught="rerun", separate=True, seldom=True)
 def divides_by_the_ranks_of_a_machine(model: nn.Module, step: Step) -> None:
     """LOCAL_WORLD_SIZE is the world's size on one machine alone."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", step.world_size))

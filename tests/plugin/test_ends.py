@@ -58,7 +58,10 @@ def test_next(): pass
 
 @pytest.mark.parametrize(
     "options",
-    [["--timeout-method", "signal"], ["--timeout-method", "thread", "-n", "1"]],
+    [
+        ["--timeout-method", "signal"],
+        pytest.param(["--timeout-method", "thread", "-n", "1"], marks=pytest.mark.sweep),
+    ],
     ids=["signal", "thread-xdist"],
 )
 def test_a_timeout_tells_the_ranks_stacks(run: Run, tmp_path: Path, options: list[str]) -> None:

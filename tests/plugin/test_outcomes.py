@@ -54,7 +54,7 @@ def sessions() -> dict[str, pytest.RunResult]:
     return {}
 
 
-@pytest.fixture(params=["alone", "xdist"])
+@pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.sweep), "xdist"])
 def session(
     request: pytest.FixtureRequest,
     pytester: pytest.Pytester,

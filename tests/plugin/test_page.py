@@ -66,6 +66,7 @@ def test_what_the_marker_takes(pytester: pytest.Pytester) -> None:
     ran.assert_outcomes(passed=len(lines) + 1 - without, skipped=without)
 
 
+@pytest.mark.sweep
 def test_a_matrix_of_strategies(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(**{"my_pkg/__init__": "", "my_pkg/sync": MINE})
     pytester.makepyfile(test_my_sync="import pytest\n" + block("distcheck.verify("))

@@ -123,6 +123,7 @@ def run(folder: Path, text: str, *, timeout_s: float) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.sweep
 def test_five_hundred_worlds_leave_nothing(tmp_path: Path) -> None:
     """Most of them pass; some fail or are skipped, and five are kept for ten tests each."""
     text = run(tmp_path, MANY, timeout_s=500)

@@ -151,6 +151,7 @@ def test_a_fork_does_not_keep_the_turn_of_its_parent(crowd: int) -> None:
     assert got_it.is_set()
 
 
+@pytest.mark.sweep
 def test_kept_worlds_in_more_processes_than_turns(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(KEPT)
     many = ["-n", str(turns_here() + 2)]

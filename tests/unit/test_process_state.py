@@ -113,7 +113,7 @@ def test_lines_are_of_what_made_the_difference_and_few(tmp_path: Path) -> None:
         b"def sync(:\n",
         b"\xff\xfe\x00",
         b"x = " + b"(" * 5000,
-        b"f(hash(0))\n" * 200_000,
+        b"f(hash(0))\n" * 100_000,
     ],
     ids=["syntax", "bytes", "deep", "long"],
 )

@@ -26,7 +26,7 @@ def assert_everything_compared(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    "world", [*(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 3, 4)), 5]
+    "world", [*(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 4, 5)), 3]
 )
 def test_correct_strategies_pass(world: int) -> None:
     """Smaller worlds are what many another test runs."""
