@@ -25,7 +25,8 @@ _GROUPS = (
         "nnodes", "machine", "master_addr", "master_port", "init_method",
     )),
     ("What is written", (
-        "json_file", "junit_file", "html_file", "github", "save", "log_every", "verbose", "quiet",
+        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every",
+        "verbose", "quiet",
     )),
 )  # fmt: skip
 _FEW = 12

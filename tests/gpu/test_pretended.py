@@ -84,6 +84,7 @@ def test_strategies(tmp_path: Path) -> None:
     assert [case["verdict"] for case in cases] == ["pass"] * 8
 
 
+@pytest.mark.sweep
 def test_a_wrong_gradient_is_seen_and_explained(tmp_path: Path) -> None:
     ran = run(tmp_path, "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1, ran.stdout + ran.stderr

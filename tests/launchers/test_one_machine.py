@@ -150,6 +150,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert "ranks 1, 2 of 3 did not come within 5 s" in err, err
 
 
+@pytest.mark.sweep
 def test_a_master_that_is_not_there(tmp_path: Path) -> None:
     command = by_hand(2, "--world", "2", "--deadline-s", "5")[1]
     ((code, _, err),) = finish([start_warm(command, tmp_path)])
@@ -215,6 +216,7 @@ def test_different_worlds(tmp_path: Path) -> None:
     assert "was started for a world of 3 ranks, rank 0 for 2" in ends[0][2], ends[0][2]
 
 
+@pytest.mark.sweep
 def test_other_versions(tmp_path: Path) -> None:
     """A process with another version of distcheck: the version alone is changed there."""
     commands = by_hand(2, "--world", "2")
@@ -323,6 +325,7 @@ def test_a_process_that_goes_before_any_world(tmp_path: Path) -> None:
     assert lost or "rank 1 of 2 did not come" in said, "killed before it had connected"
 
 
+@pytest.mark.sweep
 def test_mpich_through_a_shell(tmp_path: Path) -> None:
     """A shell between MPICH's proxy and its ranks is no other job: they share an ancestor."""
     proxy = tmp_path / "bin" / "hydra_pmi_proxy"

@@ -205,6 +205,7 @@ def layers_of(case: CaseReport) -> set[str]:
     return {r.layer for r in case.checks if r.check == "gradients"}
 
 
+@pytest.mark.sweep
 def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
     left_out = {spec.rpartition(":")[2]: why for spec, why in OWN.items()}
     cases = in_ones_own("allreduce", *left_out)

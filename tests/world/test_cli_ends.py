@@ -44,6 +44,7 @@ def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.sweep
 def test_own_records_come_and_go_without_harm(distcheck: Run, tmp_path: Path) -> None:
     """Neither many other runs nor a lost folder change a verdict."""
     for number in range(12):
@@ -52,6 +53,7 @@ def test_own_records_come_and_go_without_harm(distcheck: Run, tmp_path: Path) ->
     assert (ran.returncode, complaints(ran.stderr)) == (0, [])
 
 
+@pytest.mark.sweep
 def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert distcheck("verify", "--strategy", "bad.py:nothing", "--save", "mine").returncode == 2
@@ -77,7 +79,10 @@ def _is_there(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("separate", "children"), [("--no-separate", 3), ("--separate", 5)])
+@pytest.mark.parametrize(
+    ("separate", "children"),
+    [pytest.param("--no-separate", 3, marks=pytest.mark.sweep), ("--separate", 5)],
+)
 def test_ctrl_c_leaves_nothing_and_reports_what_there_is(
     tmp_path: Path, separate: str, children: int
 ) -> None:

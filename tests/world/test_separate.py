@@ -132,6 +132,7 @@ def test_chance_is_not_taken_for_process_state() -> None:
     assert "os.urandom" in cause.evidence
 
 
+@pytest.mark.sweep
 def test_a_replay_in_other_interpreters_finds_the_same_and_nothing_is_left(pool: Pool) -> None:
     """What differs is where it was, with the same numbers. An interpreter that was killed in the
     meantime is started anew.

@@ -46,7 +46,9 @@ def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
 
 
-@in_worlds
+@pytest.mark.parametrize(
+    "worlds", [[3, 4], pytest.param([1, 2, 5], marks=pytest.mark.sweep)], ids=str
+)
 def test_micro_batches(worlds: list[int]) -> None:
     """Unequal ones (43 + 42 of 85 samples) have no exact sums: X judges that lattice."""
     report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32", steps=3)

@@ -41,6 +41,7 @@ def test_what_only_a_search_finds_fails_the_run(distcheck: Run, tmp_path: Path) 
     assert merged.returncode == ExitCode.MISMATCH, merged.stdout + merged.stderr
 
 
+@pytest.mark.sweep
 def test_a_search_that_finds_nothing_passes_and_says_how_far_it_went() -> None:
     report = framework.verify(
         "ddp", world=2, workload="mlp", dtype="float32", thorough=True, without=OTHERS,
