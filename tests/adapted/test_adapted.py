@@ -265,9 +265,9 @@ def test_a_loss_that_is_weighted_in_place() -> None:
     [
         ("allreduce_model", None, set()),
         ("drops_the_result", None, {*SCALE, "agreement -"}),
-        ("Communicator.my_allreduce", "tensor-sum", set()),
-        ("by_the_rank_of_its_module", None, set()),
-        ("sums_for_its_module", None, SCALE),
+        pytest.param("Communicator.my_allreduce", "tensor-sum", set(), marks=pytest.mark.sweep),
+        pytest.param("by_the_rank_of_its_module", None, set(), marks=pytest.mark.sweep),
+        pytest.param("sums_for_its_module", None, SCALE, marks=pytest.mark.sweep),
     ],
 )
 def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) -> None:

@@ -36,7 +36,14 @@ def test_there_are_examples() -> None:
 
 
 WORLDS = (2, 4, 2, 2, 2, 4, 2)
-IN_SWEEP = {0, 1, 3, 5, 6}  # what other modules here and test_mpi_verify.py start in the same ways
+IN_SWEEP = {
+    0,
+    1,
+    2,
+    3,
+    5,
+    6,
+}  # what other modules here and test_mpi_verify.py start in the same ways
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_another_file_on_one_of_the_machines(tmp_path: Path) -> None:
     assert "for rank 1 on" in ends[0][2], ends[0][2]
 
 
+@pytest.mark.sweep
 def test_another_matrix_on_one_of_the_machines(tmp_path: Path) -> None:
     commands = by_hand(2, "--world", "2", quick=())
     places = [tmp_path / "a", tmp_path / "b"]
@@ -239,6 +240,7 @@ def test_a_bad_option_is_said_once_by_each_and_waits_for_nobody(tmp_path: Path) 
     assert "could not be reached" not in err, err
 
 
+@pytest.mark.sweep
 def test_a_stranger_at_the_door(tmp_path: Path) -> None:
     """Somebody else's connection disturbs nothing."""
     import socket

@@ -104,7 +104,7 @@ def test_the_session_may_end_at_a_failure(run: Run, tmp_path: Path) -> None:
     [
         pytest.param([], signal.SIGINT, id="alone-2"),
         pytest.param([], signal.SIGKILL, id="alone-9"),
-        pytest.param(["-n", "2"], signal.SIGKILL, id="xdist-9"),
+        pytest.param(["-n", "2"], signal.SIGKILL, id="xdist-9", marks=pytest.mark.sweep),
         pytest.param([], signal.SIGTERM, id="alone-15", marks=pytest.mark.sweep),
         pytest.param(["-n", "2"], signal.SIGINT, id="xdist-2", marks=pytest.mark.sweep),
         pytest.param(["-n", "2"], signal.SIGTERM, id="xdist-15", marks=pytest.mark.sweep),

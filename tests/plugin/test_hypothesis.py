@@ -157,7 +157,9 @@ def test_shrinks(world, n):
 """
 
 
-@pytest.mark.parametrize("method", [pytest.param("signal", marks=pytest.mark.sweep), "thread"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.sweep) for method in ("signal", "thread")]
+)
 def test_a_timeout_ends_the_search(run: Run, tmp_path: Path, method: str) -> None:
     """It is one for all examples. Others would run without any, and be told as flaky."""
     text = run(LIMITED, "--timeout-method", method)

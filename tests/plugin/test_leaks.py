@@ -157,6 +157,7 @@ def test_a_leak_that_is_an_error_hides_no_rank_that_died(tmp_path: Path) -> None
     assert "test_dies - rank 1 of 2: killed (killed by SIGSEGV)" in text, text
 
 
+@pytest.mark.sweep
 def test_a_shrunk_example_is_tried_first_the_next_time(tmp_path: Path) -> None:
     """The pytest process finds, shrinks and keeps it; the ranks run it."""
     assert "n=4321" in run(tmp_path, REPLAY)

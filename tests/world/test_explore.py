@@ -110,7 +110,7 @@ def test_a_planted_bug_is_shrunk_to_its_least_case(pool: Pool, name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "least_case"),
     [
-        ("FirstGroupAlone", (2, 1, 2, "groups")),
+        pytest.param("FirstGroupAlone", (2, 1, 2, "groups"), marks=pytest.mark.sweep),
         pytest.param("RateOfTheFirstStep", (1, 2, 1, "schedule"), marks=pytest.mark.sweep),
         pytest.param("mean_over_those_that_have_it", (2, 1, 2, "absent"), marks=pytest.mark.sweep),
         pytest.param("weights_in_the_first_steps", (2, 4, 3, ""), marks=pytest.mark.sweep),

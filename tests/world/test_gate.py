@@ -203,6 +203,7 @@ def gitlab_says_the_same(service: Service, brought: list[Path]) -> None:
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("2", "1", "0")
 
 
+@pytest.mark.sweep
 def test_the_commands_of_the_guide(tmp_path: Path) -> None:
     """All of them, one after the other, in one checkout, with a sync that is wrong."""
     service = Service(tmp_path, BROKEN, MATRIX)

@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.world.command import QUICK, Run
 from tests.world.command import distcheck as console
 from tests.world.warm import distcheck
@@ -25,6 +27,7 @@ def sync(model, step):
 """
 
 
+@pytest.mark.sweep
 def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TURNS_BAD)
     verify = ("verify", "--strategy", "mine.py:sync", *QUICK)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from distcheck.worlds.pool import Pool
 from tests.large_pages import large_bytes, skip_where_nothing_is_gathered
@@ -26,6 +27,7 @@ def test_after(): print("large pages", large_bytes(os.getpid()))
 """
 
 
+@pytest.mark.sweep
 def test_the_pytest_process_gathers_before_its_fourth_world(tmp_path: Path) -> None:
     skip_where_nothing_is_gathered()
     (tmp_path / "test_worlds.py").write_text(WORLDS)

@@ -34,14 +34,17 @@ STRATEGIES = sorted(
 # Their ranks add up what they received, in an order that is the strategy's own, not MPI's.
 OWN_ORDER = {"gather_scatter", "parameter_server", "ring"}
 # One of each kind: what the others do besides is not MPI's.
-KINDS = ["allreduce", "ddp", "fsdp", "gather_scatter", "mpi_allreduce", "ring"]
+KINDS = ["ddp", "gather_scatter", "mpi_allreduce"]
 MPI = ("--backend", "mpi")
 
 
 @needs_mpi
 @pytest.mark.parametrize(
     ("world", "strategies"),
-    [(3, KINDS), *(pytest.param(n, STRATEGIES, marks=pytest.mark.sweep) for n in (2, 3, 4))],
+    [
+        (3, KINDS),
+        *(pytest.param(n, STRATEGIES, marks=pytest.mark.sweep) for n in (2, 3, 4)),
+    ],
     ids=lambda value: value if isinstance(value, int) else f"{len(value)} strategies",
 )
 def test_strategies_pass_and_owe_no_bits_of_mpis(

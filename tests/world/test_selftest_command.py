@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.world.command import COMMAND, Run, hear_interrupts
 from tests.world.warm import distcheck
@@ -35,6 +36,7 @@ def test_a_strategy_that_cannot_run_one_of_its_cases_is_not_unknown(distcheck: R
     assert "ddp_fp16_hook-w3-lattice-float32 is left out: its gradients may reach" in ran.stdout
 
 
+@pytest.mark.sweep
 def test_ctrl_c_shows_the_table_so_far(tmp_path: Path) -> None:
     """The mutant is long done, and some of the strategies, when it comes."""
     front = subprocess.Popen(

@@ -37,9 +37,14 @@ TO_THE_BIT = (
     "ddp_allreduce_hook",
 )
 
+OPTIONS = ("ddp_small_buckets", "ddp_bucket_view", "ddp_find_unused")  # for the sweep
+
 
 @in_worlds
-@pytest.mark.parametrize("strategy", TO_THE_BIT)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.sweep if s in OPTIONS else ()) for s in TO_THE_BIT],
+)
 def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
     report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
