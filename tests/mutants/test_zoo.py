@@ -1,6 +1,5 @@
 """Every mutant is caught by exactly the checks that it is listed with."""
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +17,16 @@ BLINDS = {"SameDataOnEveryRank"}  # under which a missing sync would not show
 
 
 def _parameters() -> Iterator[object]:
-    """All of them. Of those that the same checks catch, with the same causes and in workloads that
-    are given alike, the first two are enough but in the sweep.
+    """All of them. Of those that the same checks catch, with the same causes, and not in a
+    cell of their own, the first is enough but in the sweep.
     """
-    seen = Counter[object]()
+    seen: set[object] = set()
     for mutant in ALL:
         own = str(mutant.workload) in CELLS  # a cell has a mutant that it alone shows
         kind = (mutant.caught, frozenset(CAUSES[mutant.name]), mutant.workload if own else "")
-        marks = [pytest.mark.sweep] if mutant.seldom or seen[kind] == 2 else []
-        seen[kind] += not (mutant.seldom or seen[kind] == 2)
+        marks = [pytest.mark.sweep] if mutant.seldom or kind in seen else []
+        if not mutant.seldom:
+            seen.add(kind)
         yield pytest.param(mutant, marks=marks, id=mutant.name)
 
 
