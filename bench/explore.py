@@ -10,9 +10,9 @@ import statistics
 import sys
 import time
 
-from distcheck.exploring.running import Runner
-from distcheck.exploring.search import Search
-from distcheck.exploring.strategies import cases
+from distcheck.explore.running import Runner
+from distcheck.explore.search import Search
+from distcheck.explore.space import cases
 from distcheck.worlds.pool import Pool
 
 ROUNDS = 5

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.worlds.child import Reporter
 from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, join
 

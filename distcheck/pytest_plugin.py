@@ -26,9 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What the conformance suite is pointed at."""
     group = parser.getgroup("distcheck", "gradient synchronisation under test")
     for name, kind, what in (
-        ("strategy", str, "strategy for distcheck.conformance: a name, FILE.py:OBJ or MODULE:OBJ"),
-        ("world", int, "number of ranks for distcheck.conformance"),
-        ("workload", str, "workload for distcheck.conformance"),
+        (
+            "strategy",
+            str,
+            "strategy for distcheck.testing.conformance: a name, FILE.py:OBJ or MODULE:OBJ",
+        ),
+        ("world", int, "number of ranks for distcheck.testing.conformance"),
+        ("workload", str, "workload for distcheck.testing.conformance"),
     ):
         group.addoption(
             f"--distcheck-{name}", action="append", type=kind, metavar=name.upper(), default=[],

@@ -20,7 +20,7 @@ MADE = "<!-- made by docs/make_reference.py; edit the code instead -->\n\n"
 def commands() -> str:
     """Every command: what it says under --help."""
     from distcheck.cli import _group
-    from distcheck.commands import COMMANDS
+    from distcheck.cli.commands import COMMANDS
 
     context = click.Context(_group, info_name="distcheck", **_group.context_settings)
     lines = [MADE, "# Commands\n"]

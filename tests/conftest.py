@@ -2,7 +2,7 @@
 
 import pytest
 
-from distcheck.verification import shared_pool
+from distcheck.verification.run import shared_pool
 from distcheck.worlds.pool import Pool
 
 

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from distcheck.aggregates import Aggregates, Element, Losses
 from distcheck.records import (
     Case,
     CaseReport,
@@ -17,6 +16,7 @@ from distcheck.records import (
     Report,
     SinceGreen,
 )
+from distcheck.records.picture_sums import Aggregates, Element, Losses
 from distcheck.reports.json_report import as_document
 
 ENVIRONMENT = {

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from distcheck.errors import UsageError
-from distcheck.spelling import did_you_mean
+from distcheck.errors.spelling import did_you_mean
 
 if TYPE_CHECKING:
     import torch

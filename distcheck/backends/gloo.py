@@ -5,7 +5,7 @@ starts on the rank behind the one that will own it and travels down the ring, an
 its own part to what arrives. How the vector is cut into chunks follows from its size in bytes
 (gloo, allreduce.cc: kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of
 the world). Its reduce is the same ring with other chunks, whatever the root.
-`distcheck.oracles.calibration` confirms both on the machine before anything relies on them.
+`distcheck.judge.oracles.calibration` confirms both on the machine before anything relies on them.
 """
 
 from typing import TYPE_CHECKING

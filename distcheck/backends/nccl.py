@@ -2,7 +2,7 @@
 sizes, topology and release. So no order is claimed, and what it leaves is judged by bounds.
 """
 
-from distcheck import devices
+from distcheck.machine import devices
 
 
 def missing() -> str:

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from distcheck.aggregates import NONFINITE, Aggregates, Element, Losses
 from distcheck.records import CheckResult
+from distcheck.records.picture_sums import NONFINITE, Aggregates, Element, Losses
 
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a map; beyond, several tensors or steps share a cell
 _MOST_POINTS = 256  # of a series over steps

@@ -6,10 +6,10 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from distcheck.checks.merging import earliest_failure
-from distcheck.odd_ranks import is_victim
+from distcheck.errors.shown_text import shown
+from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, Outcome
-from distcheck.reports.showing import shown
+from distcheck.records.odd_ranks import is_victim
 from distcheck.reports.wording import describe_place, most_telling_first
 from distcheck.reports.wrapping import hanging
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from distcheck.errors.shown_text import shown
 from distcheck.reports.findings import Entry, Finding, describe_origin, finding_of, name_of
-from distcheck.reports.showing import shown
 from distcheck.reports.wording import searches_of
 
 MOST_SUMMARY_BYTES = 1 << 20

@@ -15,9 +15,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from distcheck.errors.shown_text import shown
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
-from distcheck.reports.showing import shown
 from distcheck.reports.wording import count, searches_of
 
 Document = dict[str, Any]

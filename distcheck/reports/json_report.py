@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.decoding import decode_json
 from distcheck.errors import UsageError
-from distcheck.mistakes import MISTAKES
+from distcheck.errors.shown_text import encodable
 from distcheck.records import (
     Allowance,
     CaseReport,
@@ -17,9 +16,10 @@ from distcheck.records import (
     Report,
     VerdictName,
 )
+from distcheck.records.decoding import decode_json
+from distcheck.records.mistakes import MISTAKES
 from distcheck.reports.aggregated import as_keys
 from distcheck.reports.shape import check_shape
-from distcheck.reports.showing import encodable
 from distcheck.reports.wording import describe_place
 
 SCHEMA = "distcheck.report/1"

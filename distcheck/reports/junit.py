@@ -11,14 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
-from distcheck.reports.findings import (
-    Entry,
-    finding_of,
-    names_of,
-    ranks_failed,
-    spent_s,
-)
-from distcheck.reports.showing import shown
+from distcheck.errors.shown_text import shown
+from distcheck.reports.findings import Entry, finding_of, names_of, ranks_failed, spent_s
 
 # What XML 1.0 has no way to write, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from distcheck.errors.shown_text import shown
 from distcheck.records import Case, VerdictName
-from distcheck.reports.showing import shown
 
 _QUIET_S = 30.0  # elsewhere than on a terminal, a line is written at least this often
 

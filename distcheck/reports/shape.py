@@ -21,7 +21,7 @@ from distcheck.records import (
     SinceGreen,
     VerdictName,
 )
-from distcheck.searches import Explored
+from distcheck.records.searches import Explored
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -12,19 +12,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distcheck.checks.merging import earliest_failure, merge_results
-from distcheck.mistakes import SENSITIVITY
-from distcheck.records import (
-    CaseReport,
-    CheckResult,
-    Compared,
-    Report,
-    VerdictName,
-    merge_verdicts,
-)
+from distcheck.errors.shown_text import Filtered, shown, without_commands
+from distcheck.judge.checks.merging import earliest_failure, merge_results
+from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
+from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports.failures import Failures
 from distcheck.reports.next_step import next_step
-from distcheck.reports.showing import Filtered, shown, without_commands
 from distcheck.reports.wording import (
     count,
     describe_accepted,

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from distcheck.mistakes import SENSITIVITY, Shown, describe, scales
 from distcheck.records import Allowance, CaseReport, CheckResult, Difference, Explored, Number
+from distcheck.records.mistakes import SENSITIVITY, Shown, describe, scales
 
 
 def describe_place(difference: Difference) -> str:

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distcheck.errors import ExitCode
-from distcheck.outputs import check_writable, write_text
+from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.terminal import console_for
 from distcheck.selftest.planning import Plan, plan_selftest
 from distcheck.selftest.records import Row, count
 from distcheck.selftest.running import look, run_plan
 from distcheck.selftest.table import Detection, render, render_json
-from distcheck.verification import shared_pool
+from distcheck.verification.run import shared_pool
 
 
 def selftest_command(

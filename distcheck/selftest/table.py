@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distcheck.reports.showing import shown
+from distcheck.errors.shown_text import shown
 from distcheck.selftest.records import Counts, Naming, Row, Verdict, show_checks
 
 SCHEMA = "distcheck.selftest/1"

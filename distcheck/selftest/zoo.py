@@ -7,12 +7,12 @@ import importlib
 
 import msgspec
 
-from distcheck.loading import load_strategy, strategy_names
 from distcheck.selftest.records import Planted, Zoo
-from distcheck.worlds.child import Reporter
+from distcheck.training.loading import load_strategy, strategy_names
+from distcheck.worlds.local.child import Reporter
 
 PACKAGE = "distcheck_mutants"
-LIST = "distcheck.selftest.zoo:list_zoo"  # the job's name, as in `distcheck.jobs`
+LIST = "distcheck.selftest.zoo:list_zoo"  # the job's name, as in `distcheck.training.jobs`
 _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong as they like
 
 

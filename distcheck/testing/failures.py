@@ -16,8 +16,8 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
-from distcheck.odd_ranks import is_victim
 from distcheck.records import Outcome
+from distcheck.records.odd_ranks import is_victim
 from distcheck.testing.messages import RankReport, Subtest
 
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 
-from distcheck import devices
 from distcheck.errors import DistcheckError, HelperError
+from distcheck.machine import devices
 from distcheck.records import Outcome
 from distcheck.testing import blas, examples, failures, fixtures, kept, rank, subtests, timeouts
 from distcheck.testing.failures import Ended
@@ -24,8 +24,8 @@ from distcheck.testing.messages import RankReport, Seen
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, wait
 from distcheck.worlds import turns
-from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
+from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 
 _TARGET = "distcheck.testing.rank:run"

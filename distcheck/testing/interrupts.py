@@ -9,7 +9,7 @@ from _pytest.terminal import TerminalReporter
 
 from distcheck.errors import HelperError
 from distcheck.testing.failures import name_of
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 

@@ -26,8 +26,8 @@ from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, outputs_of, wait
 from distcheck.worlds import messages
-from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import start_world
+from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 
 _TARGET = "distcheck.testing.kept_rank:serve"

@@ -20,7 +20,7 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight, messages
-from distcheck.worlds.child import Reporter
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous
 
 CHANNEL = "DISTCHECK_CHANNEL"  # the variable that holds the number of a kept rank's own socket

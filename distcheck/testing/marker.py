@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from distcheck.devices import DEVICES
+from distcheck.machine.devices import DEVICES
 from distcheck.records import MOST_DEADLINE_S
 
 NAME = "world"

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck import devices
 from distcheck.errors import CannotRunError
-from distcheck.reports.showing import shortened
+from distcheck.errors.shown_text import shortened
+from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
-from distcheck.worlds.child import Reporter
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
 

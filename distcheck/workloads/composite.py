@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.datasets.synthetic import hash24
 from distcheck.errors import UsageError
-from distcheck.happenings import RateChanged
+from distcheck.records.expected_events import RateChanged
+from distcheck.workloads.datasets.synthetic import hash24
 
 TOKENS, WIDTH, HEADS, BLOCKS = 6, 64, 4, 3
 VOLUME = (4, 6, 6)

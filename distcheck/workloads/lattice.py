@@ -2,7 +2,7 @@
 
 Inputs, weights and cotangents are small integers and every layer is piecewise linear, so that
 each gradient is a sum of integers that float32 holds exactly, in whatever order it is added up.
-What the gradient must be is then known in closed form (`distcheck.oracles.lattice`), by a
+What the gradient must be is then known in closed form (`distcheck.judge.oracles.lattice`), by a
 program that shares nothing with this one.
 
 Three devices keep it exact over many steps:

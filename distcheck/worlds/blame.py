@@ -6,10 +6,10 @@ import signal
 from collections.abc import Sequence
 from itertools import takewhile
 
-from distcheck.masking import masked
+from distcheck.errors.masking import masked
 from distcheck.records import Outcome, OutcomeName
 from distcheck.worlds import messages
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 
 # What gloo and NCCL say on the ranks that are left when another one has gone.
 _LOST_PEER = re.compile(

@@ -3,18 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from distcheck.errors import (
-    CannotRunError,
-    DistcheckError,
-    ExitCode,
-    HelperError,
-    UsageError,
-)
-from distcheck.jobs import LOADING
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, HelperError, UsageError
+from distcheck.training.jobs import LOADING
 from distcheck.worlds import messages
-from distcheck.worlds.children import Child
-from distcheck.worlds.local_share import LocalShare
-from distcheck.worlds.mpirun import MPIJob
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.shares import RankStart, Shared

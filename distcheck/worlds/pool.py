@@ -16,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from distcheck import interrupts
 from distcheck.errors import CannotRunError, HelperError
-from distcheck.worlds import messages
-from distcheck.worlds.children import Child
-from distcheck.worlds.helper_process import (
+from distcheck.worlds import interrupts, messages
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.helper_process import (
     CleanHelper,
     HelperProcess,
     child_environment,
     folder_and_path,
     in_order,
 )
-from distcheck.worlds.helper_watch import HelperWatch
-from distcheck.worlds.local_share import LocalShare
+from distcheck.worlds.local.helper_watch import HelperWatch
+from distcheck.worlds.local.local_share import LocalShare
 from distcheck.worlds.shares import RankStart, Readable, Share, Shared
 
 if TYPE_CHECKING:
-    from distcheck.worlds.interpreters import Interpreters
+    from distcheck.worlds.local.interpreters import Interpreters
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
 _START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
@@ -129,7 +128,7 @@ class Pool:
             if self._interpreters.usable:
                 return
             self._interpreters.close()
-        from distcheck.worlds.interpreters import Interpreters  # which are pools as well
+        from distcheck.worlds.local.interpreters import Interpreters  # which are pools as well
 
         self.open()
         self._interpreters = Interpreters(CleanHelper, self._selector)

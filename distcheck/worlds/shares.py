@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 
 Region = tuple[int, int]  # offset and length, in bytes
 

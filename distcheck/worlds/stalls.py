@@ -10,7 +10,7 @@ long.
 
 from collections.abc import Sequence
 
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0

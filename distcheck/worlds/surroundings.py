@@ -14,8 +14,8 @@ import random
 
 import msgspec
 
+from distcheck.machine.seeds import derive
 from distcheck.records import Delay
-from distcheck.seeds import derive
 
 # What points at a line most exactly comes first: a rerun that differs is taken apart in this order.
 FACTORS = ("delays", "memory", "nodes", "environment", "interpreters")

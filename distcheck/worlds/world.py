@@ -14,8 +14,8 @@ from enum import Enum, auto
 from functools import partial
 
 from distcheck.worlds import blame, messages
-from distcheck.worlds.children import Child
-from distcheck.worlds.mpirun import MPIJob
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 

@@ -21,12 +21,12 @@ import msgspec
 import pytest
 
 from distcheck import backends
-from distcheck.commands.verify import command
+from distcheck.cli.commands.verify import command
+from distcheck.cli.options import with_adaptation
 from distcheck.errors import ExitCode, UsageError
-from distcheck.options import with_adaptation
-from distcheck.plan import Request, plan_cases
+from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case, Report
-from distcheck.verification import run_cases
+from distcheck.verification.run import run_cases
 from distcheck.worlds.pool import Pool
 from tests.world.command import COMMAND
 

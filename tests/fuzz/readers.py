@@ -18,18 +18,21 @@ from typing import Any
 
 import click
 
-from distcheck import bundle, cli, store, verification
+from distcheck import cli
+from distcheck.backend_probe.document import read_sweeps, render_json
+from distcheck.backend_probe.records import Cell, Probe, Sweep
+from distcheck.compare import command as comparing
+from distcheck.compare.records import CompareJob
+from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.gate.costs import recorded_s
-from distcheck.goldens import command as comparing
-from distcheck.goldens.records import CompareJob
-from distcheck.goldens.traces import compare_traces
-from distcheck.greens import since_last_green
-from distcheck.plan import check_case
-from distcheck.probes.document import read_sweeps, render_json
-from distcheck.probes.records import Cell, Probe, Sweep
-from distcheck.traces import files
-from distcheck.traces.reader import TraceReader
+from distcheck.plan.cases import check_case
+from distcheck.plan.costs import recorded_s
+from distcheck.store import bundle
+from distcheck.store import run_folder as store
+from distcheck.store.last_pass import since_last_green
+from distcheck.training.traces import files
+from distcheck.training.traces.reader import TraceReader
+from distcheck.verification import run as verification
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
 from tests.sealing import keep_digests, seal_again

@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 import distcheck
-from distcheck import store
-from distcheck.bundle import make_bundle
 from distcheck.errors import ExitCode
 from distcheck.reports.json_report import render
+from distcheck.store import run_folder as store
+from distcheck.store.bundle import make_bundle
 from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
 from tests.fuzz import readers

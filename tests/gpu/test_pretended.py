@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import devices
+from distcheck.machine import devices
 from tests.world.command import BAD, COMMAND, QUICK, ROOT
 
 pytestmark = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch, Step
-from distcheck.datasets.synthetic import hash24
+from distcheck.workloads.datasets.synthetic import hash24
 
 _FEATURES, _CLASSES = 12, 4
 

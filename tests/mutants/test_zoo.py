@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import distcheck
-from distcheck import diagnosis
-from distcheck.cells import CELLS
-from distcheck.checks import ORDER
+from distcheck.judge import diagnosis
+from distcheck.judge.checks import ORDER
+from distcheck.workloads.cells import CELLS
 from tests.mutants import Mutant, everything
 from tests.mutants.causes import CAUSES
 

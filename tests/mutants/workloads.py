@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.datasets.synthetic import SyntheticSamples
+from distcheck.workloads.datasets.synthetic import SyntheticSamples
 from distcheck.workloads.mlp import MLP
 
 from . import mutant

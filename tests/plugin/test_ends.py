@@ -14,7 +14,7 @@ import pytest
 
 from distcheck.testing import interrupts
 from distcheck.worlds import messages
-from distcheck.worlds.links import RemoteChild
+from distcheck.worlds.remote.links import RemoteChild
 from tests.world.command import hear_interrupts
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,7 +15,7 @@ from distcheck.testing import failures, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
 from distcheck.worlds import blame
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 from tests.stored import compare
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import backends, devices
+from distcheck import backends
+from distcheck.machine import devices
 from distcheck.testing.marker import WorldOptions
 
 NO_MPI = backends.missing("mpi")  # asked here: pytester undoes what a test imports

@@ -326,7 +326,7 @@ def test_the_conformance_suite(tmp_path: Path) -> None:
     options = [word for name in strategies for word in ("--distcheck-strategy", name)]
     options += ["--distcheck-world", "2", "--distcheck-world", "3", "--distcheck-workload", "mlp"]
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance", "-v", "-rf",
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", "-v", "-rf",
          "-p", "no:cacheprovider", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
@@ -360,7 +360,7 @@ def test_the_conformance_suite_needs_a_strategy(
     tmp_path: Path, options: list[str], sentence: str
 ) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.conformance", *options],
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert ran.returncode != 0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import verification
-from distcheck.cores import cores
+from distcheck.machine.cores import cores
+from distcheck.verification import run as verification
 from distcheck.worlds import turns
 from distcheck.worlds.turns import turn
 

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck import trust, unpacking
-from distcheck.bundle import open_bundle, read_replay
 from distcheck.cli import _group
 from distcheck.errors import UsageError
 from distcheck.records import Case
+from distcheck.store import trust, unpacking
+from distcheck.store.bundle import open_bundle, read_replay
 from tests.security import zips
 from tests.world.command import COMMAND
 
@@ -129,7 +129,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
 from pathlib import Path
-from distcheck.bundle import open_bundle
+from distcheck.store.bundle import open_bundle
 from distcheck.errors import UsageError
 try:
     open_bundle(Path(sys.argv[1]))

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from distcheck.errors import CannotRunError
-from distcheck.jobs import CALIBRATE, RECORD
 from distcheck.records import Case
-from distcheck.worlds import meeting, secret, wire
-from distcheck.worlds.allowed import Allowed
-from distcheck.worlds.greetings import Greetings
+from distcheck.training.jobs import CALIBRATE, RECORD
+from distcheck.verification.allowed_jobs import Allowed
+from distcheck.worlds.remote import meeting, secret, wire
+from distcheck.worlds.remote.greetings import Greetings
 
 SECRET = b"a secret of this run's"
 COMING = wire.Coming(wire.PROTOCOL, (1,), 2, "host")
@@ -105,8 +105,8 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
 
 
 def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcheck.worlds.greetings.GREETING_S", 0.1)
-    monkeypatch.setattr("distcheck.worlds.greetings._MOST_WAITING", 3)
+    monkeypatch.setattr("distcheck.worlds.remote.greetings.GREETING_S", 0.1)
+    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
     with door() as (greetings, port):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
         for _ in range(10):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from distcheck.cli import _group
-from distcheck.documents import read_report
 from distcheck.errors import UsageError
 from distcheck.reports import github
+from distcheck.reports.documents import read_report
 from tests.unit.gate_documents import ALL, CRASHED, FAILED, PASSED, document_of
 
 Document = dict[str, Any]

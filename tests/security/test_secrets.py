@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from distcheck.bundle import make_bundle
-from distcheck.masking import masked, secrets_of
-from distcheck.outputs import write_outputs
+from distcheck.errors.masking import masked, secrets_of
 from distcheck.records import Report
-from distcheck.worlds import child
+from distcheck.reports.files import write_outputs
+from distcheck.store.bundle import make_bundle
+from distcheck.worlds.local import child
 from tests.documents import ENVIRONMENT, crash
 from tests.security import zips
 

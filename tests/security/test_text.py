@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.outputs import write_document
+from distcheck.errors.shown_text import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
 from distcheck.records import Report
 from distcheck.reports import github, html_report, junit
+from distcheck.reports.files import write_document
 from distcheck.reports.json_report import as_document, render_json
-from distcheck.reports.showing import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
 from distcheck.reports.terminal import console_for, render, render_text, summarize
-from distcheck.worlds import child
+from distcheck.worlds.local import child
 from tests.documents import ENVIRONMENT, HOSTILE, crash, hostile, mismatch
 from tests.world.command import COMMAND, QUICK
 

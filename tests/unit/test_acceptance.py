@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck import acceptance
 from distcheck.errors import UsageError
-from distcheck.oracles import low_rank, quantum
-from distcheck.oracles.rounding import NotBoundedError, interval, unit_roundoff
-from distcheck.plan import Request, plan_cases
+from distcheck.judge import acceptance
+from distcheck.judge.oracles import low_rank, quantum
+from distcheck.judge.oracles.rounding import NotBoundedError, interval, unit_roundoff
+from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case
 
 U = unit_roundoff(torch.float32)

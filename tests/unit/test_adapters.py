@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from distcheck import plan
-from distcheck.adapters import choose_form, form_names, load_form
-from distcheck.adapters.asked import adaptation_of
-from distcheck.adapters.gradients import Stillness
-from distcheck.adapters.scene import Filling, Scene
-from distcheck.adapters.target import Target
 from distcheck.errors import UsageError
-from distcheck.loading import load_strategy
+from distcheck.plan import cases as plan
 from distcheck.records import Adaptation, Case
+from distcheck.training.adapters import choose_form, form_names, load_form
+from distcheck.training.adapters.asked import adaptation_of
+from distcheck.training.adapters.gradients import Stillness
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Target
+from distcheck.training.loading import load_strategy
 
 
 def target_of(folder: Path, source: str, name: str = "f") -> Target:

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck.aggregates import MOST_ELEMENTS, NONFINITE, merge_aggregates
-from distcheck.checks.comparison import bits_of, bitwise, by_norm, ulp_distance, within
-from distcheck.checks.sums import Sums
-from distcheck.checks.ulps import ulp_bins
-from distcheck.greens import since_last_green
-from distcheck.provenance import Provenance, changes_for_bits
+from distcheck.judge.checks.comparison import bits_of, bitwise, by_norm, ulp_distance, within
+from distcheck.judge.checks.sums import Sums
+from distcheck.judge.checks.ulps import ulp_bins
+from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.records import Case, CaseReport, CheckResult
+from distcheck.records.picture_sums import MOST_ELEMENTS, NONFINITE, merge_aggregates
 from distcheck.reports.aggregated import as_keys
-from distcheck.store import Store
+from distcheck.store.last_pass import since_last_green
+from distcheck.store.run_folder import Store
 from tests import documents
 
 DTYPES = {32: torch.float32, 64: torch.float64, 16: torch.float16}

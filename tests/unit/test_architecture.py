@@ -57,17 +57,17 @@ def test_checks_launch_nothing(path: Path) -> None:
 @pytest.mark.parametrize("path", [*of("reports"), *of("reports/pictures")], ids=identify)
 def test_reports_decide_nothing(path: Path) -> None:
     allowed = (
-        "distcheck.records", "distcheck.aggregates", "distcheck.errors", "distcheck.reports",
-        "distcheck.checks.mer", "distcheck.mistakes", "distcheck.decoding", "distcheck.odd_ranks",
-        "distcheck.searches",
+        "distcheck.records", "distcheck.records.picture_sums", "distcheck.errors", "distcheck.reports",
+        "distcheck.judge.checks.mer", "distcheck.records.mistakes", "distcheck.records.decoding", "distcheck.records.odd_ranks",
+        "distcheck.records.searches",
     )  # fmt: skip
     own = {name for name in imports(path) if name.startswith("distcheck.")}
-    assert {name for name in own if not name.startswith(allowed)} <= {"distcheck.checks"}
+    assert {name for name in own if not name.startswith(allowed)} <= {"distcheck.judge.checks"}
 
 
 @pytest.mark.parametrize("path", of("oracles"), ids=identify)
 def test_oracles_know_no_strategy_and_no_loop(path: Path) -> None:
-    forbidden = ("distcheck.ranks.loop", "distcheck.ranks.recorder", "distcheck_strategies")
+    forbidden = ("distcheck.training.loop", "distcheck.training.recorder", "distcheck_strategies")
     assert not {name for name in imports(path) if name.startswith(forbidden)}
 
 
@@ -89,14 +89,14 @@ def test_what_is_owed_of_a_backend_is_known_without_torch(path: Path) -> None:
 
 
 LIGHT = (
-    "distcheck", "distcheck.cli", "distcheck.plan", "distcheck.verification", "distcheck.runs",
-    "distcheck.catalogue", "distcheck.train", "distcheck.doctor", "distcheck.contract",
-    "distcheck.store", "distcheck.session", "distcheck.reports.terminal", "distcheck.pytest_plugin",
-    "distcheck.testing", "distcheck.probes.command", "distcheck.backends.mpi",
-    "distcheck.backends.gloo", "distcheck.hosting", "distcheck.launchers",
-    "distcheck.selftest.command", "distcheck.gate.matrix", "distcheck.gate.forecast",
-    "distcheck.gate.merging",
-    "distcheck.rendering", "distcheck.reports.html_report", "distcheck.greens",
+    "distcheck", "distcheck.cli", "distcheck.plan.cases", "distcheck.verification.run", "distcheck.cli.show_and_keep",
+    "distcheck.cli.catalogue", "distcheck.cli.training_run", "distcheck.cli.doctor", "distcheck.contract",
+    "distcheck.store.run_folder", "distcheck.verification.session", "distcheck.reports.terminal", "distcheck.pytest_plugin",
+    "distcheck.testing", "distcheck.backend_probe.command", "distcheck.backends.mpi",
+    "distcheck.backends.gloo", "distcheck.cli.under_launchers", "distcheck.worlds.launchers",
+    "distcheck.selftest.command", "distcheck.plan.matrix", "distcheck.cli.forecast",
+    "distcheck.verification.merging",
+    "distcheck.cli.rendering", "distcheck.reports.html_report", "distcheck.store.last_pass",
 )  # fmt: skip
 
 

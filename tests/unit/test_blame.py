@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from distcheck.diagnosis.outcomes import explain
+from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.worlds import blame, messages
-from distcheck.worlds.links import RemoteChild
+from distcheck.worlds.remote.links import RemoteChild
 
 _FRAMES = """  File "/x/mine.py", line 8, in sync
     mean(model)

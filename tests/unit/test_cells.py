@@ -7,23 +7,16 @@ import msgspec
 import pytest
 import torch
 
-from distcheck.cells import BATCH, CELLS
-from distcheck.checks.comparison import by_norm, within
-from distcheck.contract import (
-    BackendAllReduce,
-    CellName,
-    Contract,
-    DDPBuckets,
-    Training,
-    strategy,
-)
+from distcheck.contract import BackendAllReduce, CellName, Contract, DDPBuckets, Training, strategy
 from distcheck.errors import UsageError
-from distcheck.loading import load_workload
-from distcheck.oracles.order_exact import expected_gradients
-from distcheck.oracles.rounding import interval
-from distcheck.oracles.shards import scale_after
-from distcheck.ranks.training import open_ingredients
-from distcheck.remarks import why_left_out
+from distcheck.judge.checks.comparison import by_norm, within
+from distcheck.judge.oracles.order_exact import expected_gradients
+from distcheck.judge.oracles.rounding import interval
+from distcheck.judge.oracles.shards import scale_after
+from distcheck.plan.case_remarks import why_left_out
+from distcheck.training.building import open_ingredients
+from distcheck.training.loading import load_workload
+from distcheck.workloads.cells import BATCH, CELLS
 from tests.unit.test_plan import cases, checks, facts_of
 
 SIZES = [(64,) * 4]

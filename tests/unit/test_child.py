@@ -6,8 +6,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from distcheck.worlds import child, messages
-from distcheck.worlds.child import Reporter
+from distcheck.worlds import messages
+from distcheck.worlds.local import child
+from distcheck.worlds.local.child import Reporter
 
 _PATIENCE_S = 30.0
 

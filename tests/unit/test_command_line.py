@@ -12,13 +12,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from distcheck import kept
 from distcheck.cli import _group
-from distcheck.commands import COMMANDS
+from distcheck.cli import kept_runs as kept
+from distcheck.cli.commands import COMMANDS
 from distcheck.errors import UsageError
-from distcheck.origin import Origin
 from distcheck.records import Report
 from distcheck.reports.json_report import render_json
+from distcheck.store.origin import Origin
 from tests.documents import ENVIRONMENT, passing
 
 
@@ -65,7 +65,7 @@ def test_what_was_probably_meant(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("distcheck.devices.gpu_count", lambda: 0)
+    monkeypatch.setattr("distcheck.machine.devices.gpu_count", lambda: 0)
     monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI")
     assert said in refusal(*words)
 

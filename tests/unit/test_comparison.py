@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.checks.comparison import bitwise, by_norm, equal_numbers, ulp_distance, within
+from distcheck.judge.checks.comparison import bitwise, by_norm, equal_numbers, ulp_distance, within
 
 NAN, INF = math.nan, math.inf
 

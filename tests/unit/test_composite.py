@@ -7,8 +7,8 @@ import torch
 
 from distcheck.contract import Batch
 from distcheck.errors import UsageError
-from distcheck.loading import load_workload
-from distcheck.oracles import rounding
+from distcheck.judge.oracles import rounding
+from distcheck.training.loading import load_workload
 from distcheck.workloads.composite import Composite, CompositeWorkload, workload
 
 OF_FEW_SAMPLES = ("expert.weight", "expert.bias")

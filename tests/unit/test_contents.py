@@ -7,11 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distcheck.contents import _FEATURES, contents_of, not_shown, of_document
 from distcheck.contract import Contract, Training
-from distcheck.happenings import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
-from distcheck.jobs import CaseFacts
-from distcheck.mistakes import NOTHING, Shown
 from distcheck.records import (
     Case,
     CheckResult,
@@ -21,6 +17,10 @@ from distcheck.records import (
     TensorSpec,
     VerdictName,
 )
+from distcheck.records.expected_events import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
+from distcheck.records.mistakes import NOTHING, Shown
+from distcheck.training.jobs import CaseFacts
+from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
 from distcheck.worlds.surroundings import FACTORS, Surroundings
 
 SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import cores
+from distcheck.machine import cores
 
 
 @pytest.mark.parametrize(

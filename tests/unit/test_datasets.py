@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from distcheck.datasets import ArrayDescription, open_samples
-from distcheck.datasets.files import prepare
 from distcheck.errors import CannotRunError
+from distcheck.workloads.datasets import ArrayDescription, open_samples
+from distcheck.workloads.datasets.files import prepare
 from tests import real_files
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import devices, seeds
-from distcheck.cells import CELLS
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.plan import check_case
+from distcheck.machine import devices, seeds
+from distcheck.plan.cases import check_case
+from distcheck.workloads.cells import CELLS
 from tests.unit.test_plan import cases, checks
 
 
@@ -36,7 +36,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) 
 def test_generators_come_back() -> None:
     import torch
 
-    from distcheck.traces.layout import CPU_RNG_STATE_BYTES, RNG_STATE_BYTES
+    from distcheck.training.traces.layout import CPU_RNG_STATE_BYTES, RNG_STATE_BYTES
 
     cpu = torch.device("cpu")
     state = devices.rng_state(cpu)

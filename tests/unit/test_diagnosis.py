@@ -10,11 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distcheck.diagnosis import CAUSES, diagnose, gradients
-from distcheck.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
-from distcheck.diagnosis.gradients import explain_step
-from distcheck.diagnosis.matching import permuted
-from distcheck.oracles.rounding import Interval, gamma
+from distcheck.judge.diagnosis import CAUSES, diagnose, gradients
+from distcheck.judge.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.gradients import explain_step
+from distcheck.judge.diagnosis.matching import permuted
+from distcheck.judge.oracles.rounding import Interval, gamma
 from distcheck.records import CheckResult, Difference, Outcome
 
 SIZES = (40, 7, 90)

@@ -14,15 +14,23 @@ from hypothesis import strategies as st
 
 from distcheck.cli import _group
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
-from distcheck.diagnosis.findings import APART
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.exploring import command, delays, models
-from distcheck.exploring.budget import seconds_of
-from distcheck.exploring.declined import declined_words, words_in
-from distcheck.exploring.found import KeptCases, as_python
-from distcheck.exploring.search import Search
-from distcheck.exploring.strategies import DIMENSIONS, cases
-from distcheck.exploring.words import (
+from distcheck.explore import command, delays, models
+from distcheck.explore.budget import seconds_of
+from distcheck.explore.found import KeptCases, as_python
+from distcheck.explore.search import Search
+from distcheck.explore.space import DIMENSIONS, cases
+from distcheck.judge.diagnosis.findings import APART
+from distcheck.judge.oracles.full_batch import relative_tolerance
+from distcheck.judge.oracles.order_exact import expected_gradients
+from distcheck.plan.cases import check_case
+from distcheck.plan.declined import declined_words, words_in
+from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
+from distcheck.training.building import describe_model, open_ingredients
+from distcheck.training.delays import Lateness
+from distcheck.training.epoch_positions import shard_sizes
+from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
+from distcheck.workloads.generated_words import (
     EXPLORED_DTYPES,
     PREFIX,
     SHAPE,
@@ -31,14 +39,6 @@ from distcheck.exploring.words import (
     parse,
     trains,
 )
-from distcheck.oracles.full_batch import relative_tolerance
-from distcheck.oracles.order_exact import expected_gradients
-from distcheck.plan import check_case
-from distcheck.positions import shard_sizes
-from distcheck.ranks.delays import Lateness
-from distcheck.ranks.training import describe_model, open_ingredients
-from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
-from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
 
 
 @given(models())
@@ -465,7 +465,7 @@ def test_delays_are_of_ranks_that_there_are(drawn: tuple[int, tuple[Delay, ...]]
 
 def test_a_rank_is_late_where_it_was_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("distcheck.ranks.delays.time.sleep", slept.append)
+    monkeypatch.setattr("distcheck.training.delays.time.sleep", slept.append)
     late = Lateness()
     entered = late._late(lambda: None)
     late.begin([Delay(rank=0, ms=10), Delay(rank=0, collective=2, ms=20)])

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.followups import follow_ups, leave_out, take_in
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
+from distcheck.verification.followups import follow_ups, leave_out, take_in
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
 TRACEBACK = 'step 0, sync\n  File "x.py", line 3, in f\nIndexError: slice() of a 0-dim tensor.\n\nx'

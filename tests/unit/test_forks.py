@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from distcheck.worlds import forks
+from distcheck.worlds.local import forks
 from tests.large_pages import large_bytes, skip_where_nothing_is_gathered
 
 MAPS = """\

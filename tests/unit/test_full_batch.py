@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.cells.samples import FEATURES, CellWorkload
-from distcheck.checks.comparison import by_norm
 from distcheck.contract import Batch, Contract
 from distcheck.errors import UsageError
-from distcheck.inspection import look_at
-from distcheck.oracles.full_batch import FullBatchReference, loss_tolerance
-from distcheck.oracles.shards import NotRecordedError
-from distcheck.ranks.training import Ingredients, describe_model, open_ingredients
+from distcheck.judge.checks.comparison import by_norm
+from distcheck.judge.oracles.full_batch import FullBatchReference, loss_tolerance
+from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.records import Case
-from distcheck.traces.layout import Kind
-from distcheck.traces.reader import TraceReader
+from distcheck.training.building import Ingredients, describe_model, open_ingredients
+from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.reader import TraceReader
+from distcheck.verification.inspection import look_at
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 
 SHARDS = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
 IDS = [i for shard in SHARDS for i in shard]

@@ -9,14 +9,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.commands.plan import command as plan_command
+from distcheck.cli.commands.plan import command as plan_command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.gate.configuration import Configuration, read_configuration
-from distcheck.gate.costs import rough_s
-from distcheck.gate.matrix import Planned, digest_of, part_of, plan_run, split
-from distcheck.launchers.launch import Launch
-from distcheck.naming import name_apart
+from distcheck.plan.configuration import Configuration, read_configuration
+from distcheck.plan.costs import rough_s
+from distcheck.plan.matrix import Planned, digest_of, part_of, plan_run, split
 from distcheck.records import Case
+from distcheck.records.case_ids import name_apart
+from distcheck.worlds.launchers.launch import Launch
 
 SYNC = "def sync(model):\n    pass\n"
 

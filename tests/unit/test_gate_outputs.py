@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.outputs import check_outputs, errors_told
-from distcheck.records import (
-    Report,
-)
+from distcheck.records import Report
 from distcheck.reports import github, junit
+from distcheck.reports.files import check_outputs, errors_told
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import as_document
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of, parsed

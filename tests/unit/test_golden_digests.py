@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from distcheck.compare.command import _judge
+from distcheck.compare.records import CompareJob, TraceComparison
+from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
-from distcheck.goldens.command import _judge
-from distcheck.goldens.records import CompareJob, TraceComparison
-from distcheck.goldens.traces import compare_traces
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.traces.layout import Kind, TraceLayout
-from distcheck.traces.reader import TraceReader
-from distcheck.traces.writer import TraceWriter
+from distcheck.training.traces.layout import Kind, TraceLayout
+from distcheck.training.traces.reader import TraceReader
+from distcheck.training.traces.writer import TraceWriter
 
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from distcheck.compare.outputs import as_report
+from distcheck.compare.records import CaseComparison, Comparison, Moment, TraceComparison
 from distcheck.errors import UsageError
-from distcheck.goldens.outputs import as_report
-from distcheck.goldens.records import CaseComparison, Comparison, Moment, TraceComparison
-from distcheck.ranks.training import load_initial
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.reports import github, html_report, junit
+from distcheck.training.building import load_initial
 
 BEYOND = Difference(
     parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distcheck.adapters.asked import adaptation_of
-from distcheck.adapters.forms.wrapper import Carrier
 from distcheck.contract import Step
 from distcheck.errors import UsageError
-from distcheck.loading import LoadedStrategy, load_strategy
+from distcheck.training.adapters.asked import adaptation_of
+from distcheck.training.adapters.forms.wrapper import Carrier
+from distcheck.training.loading import LoadedStrategy, load_strategy
 
 
 def loaded(tmp_path: Path, source: str, name: str = "f", **said: Any) -> LoadedStrategy:

@@ -7,10 +7,10 @@ from threading import Thread
 import pytest
 
 from distcheck.errors import RankLostError
-from distcheck.launchers.launch import Launch
-from distcheck.worlds import meeting, secret, wire
-from distcheck.worlds.greetings import Greetings
-from distcheck.worlds.host import Host
+from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.remote import meeting, secret, wire
+from distcheck.worlds.remote.greetings import Greetings
+from distcheck.worlds.remote.host import Host
 
 
 class Inattentive:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from distcheck.commands.report import command
+from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.reports import html_report, json_report
 from distcheck.reports.aggregated import as_keys

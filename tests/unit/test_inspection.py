@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from distcheck.cells.samples import FEATURES, CellWorkload
-from distcheck.inspection import look_at
 from distcheck.testing import kept
+from distcheck.verification.inspection import look_at
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 from tests.unit.test_full_batch import opened
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcheck.contract import Batch, Contract
-from distcheck.oracles.lattice import (
+from distcheck.judge.oracles.lattice import (
     HeadroomError,
     LatticeOracle,
     expand,

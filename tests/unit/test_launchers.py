@@ -3,9 +3,9 @@
 import pytest
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.launchers import detect, launch_of
-from distcheck.launchers.machines import launch_here
-from distcheck.launchers.slurm import first_host
+from distcheck.worlds.launchers import detect, launch_of
+from distcheck.worlds.launchers.machines import launch_here
+from distcheck.worlds.launchers.slurm import first_host
 
 TORCHRUN = {
     "RANK": "3",

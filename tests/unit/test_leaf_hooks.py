@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distcheck.ranks.leaf_hooks import LeafHook
+from distcheck.training.leaf_hooks import LeafHook
 
 ACTIONS = ("register", "broadcast", "backward")
 

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from distcheck.worlds import wire
-from distcheck.worlds.links import Link
+from distcheck.worlds.remote import wire
+from distcheck.worlds.remote.links import Link
 
 
 class Line:

@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from distcheck.progress import step_in_words, steps_in_words
 from distcheck.records import Case
 from distcheck.reports import live
 from distcheck.reports.live import LiveProgress
+from distcheck.verification.progress import step_in_words, steps_in_words
 
 
 class Clock:

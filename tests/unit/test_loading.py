@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcheck import loading
-from distcheck.adapters import names
-from distcheck.catalogue import catalogue, summary_of
+from distcheck.cli.catalogue import catalogue, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
-from distcheck.oracles.shards import stretch_sizes
-from distcheck.plan import Request, check_request
+from distcheck.judge.oracles.shards import stretch_sizes
+from distcheck.plan.cases import Request, check_request
+from distcheck.training import loading
+from distcheck.training.adapters import names
 
 STEP = Step(index=0, rank=1, world_size=4, samples=64, total_samples=256)
 

@@ -12,15 +12,11 @@ from click.testing import CliRunner
 
 from distcheck.cli import _group
 from distcheck.errors import DistcheckError, ExitCode, UsageError
-from distcheck.gate.merging import Part, join
-from distcheck.records import (
-    CaseReport,
-    Report,
-    RunPlan,
-)
+from distcheck.records import CaseReport, Report, RunPlan
 from distcheck.reports import github, junit
 from distcheck.reports.json_report import as_document
 from distcheck.reports.terminal import render_text
+from distcheck.verification.merging import Part, join
 from tests.unit.gate_documents import (
     ALL,
     CRASHED,

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from distcheck.diagnosis import diagnose, gradients
-from distcheck.diagnosis.facts import (
+from distcheck.judge.diagnosis import diagnose, gradients
+from distcheck.judge.diagnosis.facts import (
     Facts,
     LeftFacts,
     Match,
@@ -13,8 +13,8 @@ from distcheck.diagnosis.facts import (
     StepFacts,
     UpdateFacts,
 )
-from distcheck.diagnosis.findings import number_text
-from distcheck.diagnosis.gradients import explain_step
+from distcheck.judge.diagnosis.findings import number_text
+from distcheck.judge.diagnosis.gradients import explain_step
 from tests.unit.test_diagnosis import ENDS, causes, equal, failed, measured, named
 
 

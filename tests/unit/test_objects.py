@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from distcheck.errors import UsageError
-from distcheck.objects import names_of
+from distcheck.verification.given_objects import names_of
 
 
 def doubles(strategy: Callable[..., None]) -> Callable[..., None]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from distcheck.diagnosis import outcomes
-from distcheck.odd_ranks import outside_the_majority, usual
+from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome, OutcomeName
+from distcheck.records.odd_ranks import outside_the_majority, usual
 from distcheck.reports.pictures import agreement, timeline
 
 MISMATCH = "step 1, sync\nIs there a distributed collective mismatch in your code?"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.origin import command_line, origin_here
+from distcheck.store.origin import command_line, origin_here
 
 
 def git(*words: str) -> str:

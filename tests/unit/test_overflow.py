@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
-from distcheck.checks.comparison import bitwise, by_norm, within
-from distcheck.checks.simplest_mistakes import Parts, shown_by
-from distcheck.oracles.full_batch import norm, underflow
-from distcheck.oracles.rounding import interval
+from distcheck.judge.checks.comparison import bitwise, by_norm, within
+from distcheck.judge.checks.simplest_mistakes import Parts, shown_by
+from distcheck.judge.oracles.full_batch import norm, underflow
+from distcheck.judge.oracles.rounding import interval
 
 INF, NAN = float("inf"), float("nan")
 

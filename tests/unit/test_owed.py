@@ -3,7 +3,7 @@
 import pytest
 
 from distcheck.contract import Contract
-from distcheck.owed import Owed
+from distcheck.plan.coverage import Owed
 from distcheck.records import Adaptation, Case, Compared, ModelLayout, TensorSpec
 
 

@@ -5,24 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distcheck.case_runs import is_separate
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.jobs import CaseFacts
-from distcheck.plan import (
-    PlannedCheck,
-    Request,
-    check_case,
-    plan_cases,
-    plan_checks,
-)
-from distcheck.records import (
-    Case,
-    Compared,
-    ModelLayout,
-    TensorSpec,
-)
-from distcheck.remarks import notes_on, why_left_out, why_no_full_batch
+from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batch
+from distcheck.plan.cases import PlannedCheck, Request, check_case, plan_cases, plan_checks
+from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+from distcheck.training.jobs import CaseFacts
+from distcheck.verification.case_runs import is_separate
 
 MODEL = ModelLayout(
     parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
+from distcheck.backend_probe import judging, patterns
+from distcheck.backend_probe.document import read_sweeps, render_json
+from distcheck.backend_probe.plan import OPERATIONS, plan_probes
+from distcheck.backend_probe.records import Baseline, Cell, Probe, RankResult, Sweep, exit_code_of
+from distcheck.backend_probe.scene import FORMS, Buffer, Scene, lay_out
+from distcheck.backend_probe.sweep import cell_of
+from distcheck.backend_probe.table import render_text
 from distcheck.errors import ExitCode, UsageError
-from distcheck.probes import judging, patterns
-from distcheck.probes.document import read_sweeps, render_json
-from distcheck.probes.plan import OPERATIONS, plan_probes
-from distcheck.probes.records import Baseline, Cell, Probe, RankResult, Sweep, exit_code_of
-from distcheck.probes.scene import FORMS, Buffer, Scene, lay_out
-from distcheck.probes.sweep import cell_of
-from distcheck.probes.table import render_text
 
 WORLDS = range(2, patterns.MOST_RANKS + 1)
 SALTS = range(8, 18)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.process_state import lines_of, state_lines
-from distcheck.taking_apart import Separation
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.verification.process_state import lines_of, state_lines
 
 SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads an address"
 MACHINE, ENVIRONMENT = "reads which machine a rank is on", "iterates over the environment"

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from distcheck.worlds.child import _as_event
+from distcheck.worlds.local.child import _as_event
 
 
 class TextlessError(Exception):

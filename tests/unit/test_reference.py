@@ -21,7 +21,7 @@ def test_the_reference_is_up_to_date(tmp_path: Path) -> None:
 
 
 def test_every_command_and_every_promise_is_in_it() -> None:
-    from distcheck.commands import COMMANDS
+    from distcheck.cli.commands import COMMANDS
     from distcheck.contract import Contract
 
     commands = (PAGES / "commands.md").read_text()

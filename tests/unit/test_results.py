@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from distcheck.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.errors import ExitCode, VerdictError
+from distcheck.judge.checks.merging import earliest_failure, hold_against, merge_results
 from distcheck.records import (
     CaseReport,
     CheckResult,

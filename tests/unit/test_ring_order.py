@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.oracles.order_exact import ring_sum
+from distcheck.judge.oracles.order_exact import ring_sum
 
 
 @given(world=st.integers(1, 8), elements=st.integers(0, 100), seed=st.integers(0, 99))

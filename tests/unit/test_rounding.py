@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.oracles.rounding import (
+from distcheck.judge.oracles.rounding import (
     NotBoundedError,
     gamma,
     interval,

@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck import preparation
-from distcheck.case_runs import CaseRun
 from distcheck.contract import BackendAllReduce
-from distcheck.jobs import Calibration
 from distcheck.records import Case, Delay
-from distcheck.session import Session, _Asked, _deadline_s
-from distcheck.traces.layout import TraceLayout
-from distcheck.verification import Silent
+from distcheck.training.jobs import Calibration
+from distcheck.training.traces.layout import TraceLayout
+from distcheck.verification import preparation
+from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.run import Silent
+from distcheck.verification.session import Session, _Asked, _deadline_s
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of

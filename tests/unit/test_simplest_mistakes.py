@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck.checks.comparison import by_norm, within
-from distcheck.checks.simplest_mistakes import Parts, shown_by
-from distcheck.mistakes import MISTAKES, NOTHING, Shown, both, merge_shown, scales
+from distcheck.judge.checks.comparison import by_norm, within
+from distcheck.judge.checks.simplest_mistakes import Parts, shown_by
+from distcheck.records.mistakes import MISTAKES, NOTHING, Shown, both, merge_shown, scales
 
 
 def parts_of(gradients: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor | float) -> Parts:

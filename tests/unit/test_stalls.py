@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from distcheck.diagnosis.outcomes import explain as of_outcomes
+from distcheck.judge.diagnosis.outcomes import explain as of_outcomes
 from distcheck.worlds import blame, linux, messages
-from distcheck.worlds.children import Child
+from distcheck.worlds.local.children import Child
 from distcheck.worlds.stalls import StallWatch
 from distcheck.worlds.world import World
 

@@ -1,9 +1,9 @@
 """Causes beside the gradients, and what stands beside causes in them."""
 
-from distcheck.diagnosis import diagnose
-from distcheck.diagnosis.facts import Facts, Overlap
+from distcheck.judge.diagnosis import diagnose
+from distcheck.judge.diagnosis.facts import Facts, Overlap
+from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Difference, Outcome
-from distcheck.taking_apart import Separation
 from tests.unit.test_diagnosis import ENDS, equal, failed, measured, named
 
 

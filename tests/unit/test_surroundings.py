@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from distcheck.seeds import derive
-from distcheck.worlds.helper_process import in_order
+from distcheck.machine.seeds import derive
+from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.rendezvous import Rendezvous, environment_of
 from distcheck.worlds.surroundings import (
     FACTORS,

@@ -2,8 +2,8 @@
 
 import torch
 
-from distcheck.datasets.synthetic import SyntheticSamples, hash24
-from distcheck.memory import raw_bytes
+from distcheck.machine.shared_tensors import raw_bytes
+from distcheck.workloads.datasets.synthetic import SyntheticSamples, hash24
 
 SAMPLES = SyntheticSamples()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distcheck.taking_apart import Separation, TakingApart
+from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.worlds.surroundings import FACTORS, TOGETHER, Surroundings, separate
 
 ALL = separate(3, delayed=True)

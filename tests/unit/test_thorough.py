@@ -9,22 +9,22 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from distcheck import thorough
-from distcheck.cells import CELLS
 from distcheck.cli import _group
-from distcheck.commands import verify as verify_module
+from distcheck.cli.commands import verify as verify_module
+from distcheck.cli.forecast import say_cost
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.exploring.beside import _without, explore_beside
-from distcheck.gate.forecast import say_cost
-from distcheck.gate.matrix import Planned, plan_run
-from distcheck.gate.merging import Part, join
-from distcheck.plan import Request, plan_cases
+from distcheck.explore.beside import _without, explore_beside
+from distcheck.plan import thorough
+from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.matrix import Planned, plan_run
+from distcheck.plan.thorough import Search, beside, widened
 from distcheck.records import Report
+from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.wording import describe_search, searches_of
-from distcheck.searches import Explored
-from distcheck.thorough import Search, beside, widened
+from distcheck.verification.merging import Part, join
 from distcheck.workloads import DEFAULT_RUN
+from distcheck.workloads.cells import CELLS
 from distcheck.worlds.pool import Pool
 from tests.unit.gate_documents import FAILED, PASSED, case_report, document_of
 

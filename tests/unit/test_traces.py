@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.checks.comparison import bitwise
+from distcheck.judge.checks.comparison import bitwise
 from distcheck.records import ModelLayout, TensorSpec
-from distcheck.traces import files
-from distcheck.traces.layout import (
+from distcheck.training.traces import files
+from distcheck.training.traces.layout import (
     BYTES,
     Kind,
     Source,
@@ -23,8 +23,8 @@ from distcheck.traces.layout import (
     steps_written,
     strides_in,
 )
-from distcheck.traces.reader import TraceReader
-from distcheck.traces.writer import TraceWriter
+from distcheck.training.traces.reader import TraceReader
+from distcheck.training.traces.writer import TraceWriter
 
 MODEL = ModelLayout(
     parameters=(

@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.cells import CELLS
 from distcheck.contract import Contract
-from distcheck.jobs import CaseFacts
-from distcheck.owed import PlannedCheck
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import (
     Case,
     CaseReport,
@@ -19,8 +18,9 @@ from distcheck.records import (
     ModelLayout,
     Outcome,
 )
-from distcheck.taking_apart import Separation
-from distcheck.verdicts import recorded_elsewhere, report_of
+from distcheck.training.jobs import CaseFacts
+from distcheck.verification.verdicts import recorded_elsewhere, report_of
+from distcheck.workloads.cells import CELLS
 from distcheck.worlds.surroundings import TOGETHER, separate
 
 FACTS = CaseFacts(

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from distcheck.cli import _group
 from distcheck.contract import Contract, Step
-from distcheck.diagnosis import diagnose
-from distcheck.diagnosis.facts import Facts, Match, NotFinite, StepFacts
-from distcheck.diagnosis.gradients import explain, explain_step
 from distcheck.errors import UsageError
-from distcheck.gate.configuration import read_configuration
-from distcheck.loading import load_workload
-from distcheck.plan import Request, check_request, plan_cases
-from distcheck.ranks.sharding import Shards
+from distcheck.judge.diagnosis import diagnose
+from distcheck.judge.diagnosis.facts import Facts, Match, NotFinite, StepFacts
+from distcheck.judge.diagnosis.gradients import explain, explain_step
+from distcheck.plan.case_remarks import notes_on
+from distcheck.plan.cases import Request, check_request, plan_cases
+from distcheck.plan.configuration import read_configuration
 from distcheck.records import Adaptation, Case
-from distcheck.remarks import notes_on
-from distcheck.traces.layout import Kind
-from distcheck.traces.reader import TraceReader
-from distcheck.traces.writer import TraceWriter
+from distcheck.training.loading import load_workload
+from distcheck.training.sharding import Shards
+from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.reader import TraceReader
+from distcheck.training.traces.writer import TraceWriter
 from tests.unit.test_diagnosis import ENDS, Weights, equal, failed, measured
 from tests.unit.test_plan import checks
 from tests.unit.test_traces import LAYOUT, new_file

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck.worlds import scratch
-from distcheck.worlds.child import Reporter
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 

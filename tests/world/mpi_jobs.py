@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.worlds.child import Reporter
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
 from tests.world.jobs import Job
 

@@ -3,9 +3,9 @@
 import gc
 import os
 
-import distcheck.seeds
+import distcheck.machine.seeds
 
-os.environ.update(distcheck.seeds.PINNED_ENVIRONMENT)  # read when torch is imported
+os.environ.update(distcheck.machine.seeds.PINNED_ENVIRONMENT)  # read when torch is imported
 
 import torch
 import torch._dynamo
@@ -13,10 +13,10 @@ import torch.distributed
 import torch.utils.data
 
 import distcheck.cli
-import distcheck.commands.verify
-import distcheck.session
+import distcheck.cli.commands.verify
+import distcheck.verification.session
 import tests.world.warm
-from distcheck.worlds.forks import gather_memory
+from distcheck.worlds.local.forks import gather_memory
 
 # As the helper does it: what is forked neither collects what it inherited nor copies its tables.
 gc.collect()

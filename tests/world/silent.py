@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.cells.samples import FEATURES, CellSamples, CellWorkload
+from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
 
 
 class OneSample(CellSamples):

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from distcheck.probes.plan import plan_probes
-from distcheck.probes.records import Cell
-from distcheck.probes.sweep import sweep
+from distcheck.backend_probe.plan import plan_probes
+from distcheck.backend_probe.records import Cell
+from distcheck.backend_probe.sweep import sweep
 from distcheck.worlds.pool import Pool
 
 R, B, N, D, H, Q = "right", "wrong", "refused", "crashes", "hangs", "not tried"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from distcheck import devices
+from distcheck.backend_probe.document import read_sweeps
+from distcheck.backend_probe.sweep import look_at
+from distcheck.backend_probe.table import render_text
 from distcheck.errors import UsageError
-from distcheck.probes.document import read_sweeps
-from distcheck.probes.sweep import look_at
-from distcheck.probes.table import render_text
+from distcheck.machine import devices
 from distcheck.worlds.pool import Pool
 from tests.world import warm
 from tests.world.command import ROOT
@@ -207,7 +207,7 @@ def test_bad_words(words: list[str], said: str) -> None:
 
 def test_help_imports_no_torch() -> None:
     program = (
-        "import sys, distcheck.probes.command; from distcheck.cli import main\n"
+        "import sys, distcheck.backend_probe.command; from distcheck.cli import main\n"
         "sys.argv = ['distcheck', 'backends', '--help']\n"
         "try: main()\n"
         "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import distcheck
-from distcheck.cells import CELLS
-from distcheck.cells.samples import FEATURES, CellSamples, CellWorkload
 from distcheck.contract import Batch, Training
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport, Report
+from distcheck.workloads.cells import CELLS
+from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
 from tests.mutants.workloads import Normalised
 from tests.world.test_verify import assert_everything_compared
 
@@ -178,8 +178,8 @@ class FrozenStatistics(Normalised):
 # A workload of one's own, and what it is not judged by, and why.
 OWN = {
     f"{__name__}:Autocast": "computes in bfloat16 as well",
-    "distcheck.cells.dtypes:MixedDtypes": "computes in bfloat16 as well",
-    "distcheck.cells.schedules:LossScaling": "",
+    "distcheck.workloads.cells.dtypes:MixedDtypes": "computes in bfloat16 as well",
+    "distcheck.workloads.cells.schedules:LossScaling": "",
     f"{__name__}:Cancelling": "",
     f"{__name__}:FrozenStatistics": "",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck import devices
+from distcheck.machine import devices
 from tests.world.command import QUICK, Run, distcheck
 
 __all__ = ["distcheck"]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 import distcheck
-from distcheck import diagnosis
-from distcheck.diagnosis import gradients
-from distcheck.diagnosis.facts import Facts
+from distcheck.judge import diagnosis
+from distcheck.judge.diagnosis import gradients
+from distcheck.judge.diagnosis.facts import Facts
 from distcheck.records import CheckResult, Diagnosis, Outcome
 
 RIGHT = ["allreduce", "ring", "ddp_bf16_hook", "ddp_no_sync", "fsdp"]

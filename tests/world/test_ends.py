@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from distcheck import interrupts
 from distcheck.errors import HelperError
-from distcheck.worlds.helper_process import ForkedHelper
+from distcheck.worlds import interrupts
 from distcheck.worlds.launch import run_until_over, start_job
+from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from tests.world import warm
 from tests.world.command import COMMAND, QUICK, complaints, hear_interrupts

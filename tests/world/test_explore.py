@@ -14,13 +14,13 @@ from hypothesis.strategies import SearchStrategy
 
 from distcheck import verify
 from distcheck.errors import UsageError
-from distcheck.exploring import verify_case
-from distcheck.exploring.report import Story, as_json
-from distcheck.exploring.running import Runner
-from distcheck.exploring.search import Search
-from distcheck.exploring.strategies import cases
-from distcheck.exploring.words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
+from distcheck.explore import verify_case
+from distcheck.explore.report import Story, as_json
+from distcheck.explore.running import Runner
+from distcheck.explore.search import Search
+from distcheck.explore.space import cases
 from distcheck.records import Case, Delay
+from distcheck.workloads.generated_words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
 from distcheck.worlds.pool import Pool
 from tests import explored
 from tests.world.command import Run

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 import distcheck
-from distcheck.bundle import make_bundle, read_replay
+from distcheck.compare.command import compare_command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.goldens.command import compare_command
-from distcheck.store import Store
+from distcheck.store.bundle import make_bundle, read_replay
+from distcheck.store.run_folder import Store
 from distcheck.worlds.pool import Pool
 from tests.sealing import rewrite_about
 from tests.world.command import COMMAND, Run, complaints
@@ -99,7 +99,7 @@ def kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("distcheck.goldens.command.Pool", Kept)
+    monkeypatch.setattr("distcheck.compare.command.Pool", Kept)
 
 
 def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]
@@ -369,7 +369,7 @@ def test_a_bundle_is_there_whole_or_not_at_all(
     golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
-        "import os, pathlib, sys, zipfile; from distcheck.bundle import make_bundle\n"
+        "import os, pathlib, sys, zipfile; from distcheck.store.bundle import make_bundle\n"
         "zipfile.ZipFile.write = lambda *given: os.kill(os.getpid(), 9)\n"
         "make_bundle(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), traces=True)"
     )

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distcheck import backends
-from distcheck.worlds import mpirun
+from distcheck.worlds.mpi import started as mpirun
 from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, distcheck, hear_interrupts
 
 __all__ = ["distcheck"]

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distcheck
-from distcheck import preparation
 from distcheck.backends.gloo import all_reduce_sum, reduce_sum
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
-from distcheck.jobs import Calibration
-from distcheck.preparation import calibrate
 from distcheck.testing import WorldView
+from distcheck.training.jobs import Calibration
+from distcheck.verification import preparation
+from distcheck.verification.preparation import calibrate
 from distcheck.worlds.pool import Pool
 
 SIZES = st.one_of(

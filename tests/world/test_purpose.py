@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import distcheck
-from distcheck import happenings as events
-from distcheck.cells import CELLS
-from distcheck.cells.samples import FEATURES, CellWorkload
 from distcheck.errors import UsageError
-from distcheck.happenings import PURPOSE, Happening
-from distcheck.loading import load_workload
 from distcheck.records import CaseReport
+from distcheck.records import expected_events as events
+from distcheck.records.expected_events import PURPOSE, Happening
+from distcheck.training.loading import load_workload
+from distcheck.workloads.cells import CELLS
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 
 KINDS = set(get_args(Happening))
 WEIGHT, COUNT = "layer.weight", "count"

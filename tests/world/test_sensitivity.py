@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 import distcheck
-from distcheck.mistakes import MISTAKES
 from distcheck.records import CheckResult, Report
+from distcheck.records.mistakes import MISTAKES
 from distcheck.reports.json_report import render_json
 from distcheck.reports.terminal import render_text
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 import distcheck
-from distcheck.loading import strategy_names
-from distcheck.plan import Request, plan_cases
+from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import CaseReport, CheckResult
-from distcheck.verification import run_cases
+from distcheck.training.loading import strategy_names
+from distcheck.verification.run import run_cases
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
 from tests.world.command import ROOT

@@ -11,7 +11,7 @@ from torch import nn
 import distcheck
 from distcheck.contract import Step
 from distcheck.errors import UsageError
-from distcheck.oracles.order_exact import ring_sum
+from distcheck.judge.oracles.order_exact import ring_sum
 from distcheck.records import Report
 from distcheck.testing import WorldView
 from tests.world.test_verify import assert_everything_compared

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import distcheck as framework
-from distcheck import preparation
-from distcheck.cells import CELLS
 from distcheck.errors import CannotRunError, ExitCode
+from distcheck.verification import preparation
+from distcheck.workloads.cells import CELLS
 from tests.world.command import Run
 from tests.world.warm import distcheck
 

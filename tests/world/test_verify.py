@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import distcheck
-from distcheck import session
 from distcheck.errors import CannotRunError, UsageError, VerdictError
 from distcheck.records import Report
+from distcheck.verification import session
 from distcheck.worlds.pool import Pool
 
 STRATEGIES = ("gather_scatter", "allreduce", "ddp")

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import distcheck
-from distcheck.cells.samples import FEATURES, CellWorkload
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 from tests.world.test_verify import assert_everything_compared
 
 

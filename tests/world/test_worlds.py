@@ -17,10 +17,10 @@ import pytest
 
 from distcheck.records import Outcome
 from distcheck.worlds import blame
-from distcheck.worlds.child import _imported_since
-from distcheck.worlds.children import Child
-from distcheck.worlds.helper_process import ForkedHelper
 from distcheck.worlds.launch import run_until_over, start_job
+from distcheck.worlds.local.child import _imported_since
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 from tests.world.command import hear_interrupts

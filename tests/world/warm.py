@@ -142,7 +142,7 @@ def _console(
 
 def _settle(folder: str, environment: dict[str, str], files: list[str]) -> None:
     from distcheck.worlds import pool
-    from distcheck.worlds.helper_process import CleanHelper, ForkedHelper
+    from distcheck.worlds.local.helper_process import CleanHelper, ForkedHelper
 
     class Helper(ForkedHelper):
         import_path = CleanHelper.import_path

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distcheck.odd_ranks import outside_the_majority
+from distcheck.records.odd_ranks import outside_the_majority
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, ticks
 
 _LABEL, _TOP = 46, 22

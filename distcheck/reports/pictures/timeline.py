@@ -2,8 +2,14 @@
 
 from typing import Any
 
-from distcheck import odd_ranks
-from distcheck.odd_ranks import Key, calls_apart, first_not_called, groups_of, ranks_in_words
+from distcheck.records import odd_ranks
+from distcheck.records.odd_ranks import (
+    Key,
+    calls_apart,
+    first_not_called,
+    groups_of,
+    ranks_in_words,
+)
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
 
 _LABEL, _TOP, _ROW = 100, 32, 22

@@ -1,6 +1,6 @@
 """Pretends a GPU in every interpreter that finds this folder in PYTHONPATH.
 
-`distcheck.devices` is the one module that asks what there is and takes a process to it: when it is
+`distcheck.machine.devices` is the one module that asks what there is and takes a process to it: when it is
 imported, it is told that there is one GPU, and `enter` begins to pretend.
 """
 
@@ -14,7 +14,7 @@ class _OfDevices(importlib.abc.MetaPathFinder):
         self._looking = False
 
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
-        if name != "distcheck.devices" or self._looking:
+        if name != "distcheck.machine.devices" or self._looking:
             return None
         self._looking = True
         try:

@@ -1,1 +1,0 @@
-"""One file per form; see `distcheck.adapters` for what it has."""

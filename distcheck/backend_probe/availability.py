@@ -1,0 +1,45 @@
+"""Whether a backend can be probed on this machine, and if not, why."""
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from distcheck import backends
+from distcheck.backend_probe.jobs import Look, LookJob
+from distcheck.training.loading import load_backend
+from distcheck.verification import inspection
+from distcheck.worlds.local.child import Reporter
+
+_OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor only
+
+
+def look(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """The job of one process. Raises UsageError for a backend that nobody knows."""
+    job = msgspec.msgpack.decode(payload, type=LookJob)
+    device = job.device or _OF_DEVICES.get(job.backend, "cpu")
+    missing = _missing(job, device)
+    seen = inspection.environment(job.backend, "cpu" if missing else device)
+    environment = {**seen, "device": device}
+    return msgspec.msgpack.encode(Look(device=device, missing=missing, environment=environment))
+
+
+def _missing(job: LookJob, device: str) -> str:
+    name = job.backend
+    if ":" in name:
+        load_backend(name)
+    elif name == "gloo" and not dist.is_gloo_available():
+        return f"this build of torch ({torch.__version__}) has no gloo"
+    elif name in _OF_DEVICES:
+        if not dist.is_nccl_available():
+            return f"this build of torch ({torch.__version__}) has no {name}"
+        if device != _OF_DEVICES[name]:
+            return f"{name} moves {_OF_DEVICES[name]} tensors only, not those of {device}"
+        if torch.cuda.device_count() < job.world:
+            return f"{name} needs a GPU per rank: {job.world}, and here are " + str(
+                torch.cuda.device_count()
+            )
+    elif reason := backends.missing(name):
+        return reason
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return ""

@@ -1,0 +1,123 @@
+"""`distcheck backends`: from words to worlds to an exit code. Imports no torch."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from distcheck import backends
+from distcheck.backend_probe.document import read_baseline, render_json
+from distcheck.backend_probe.plan import plan_probes
+from distcheck.backend_probe.records import Probe, Sweep, exit_code_of
+from distcheck.backend_probe.sweep import look_at, sweep
+from distcheck.backend_probe.table import render, render_changes
+from distcheck.errors import UsageError
+from distcheck.records import MOST_DEADLINE_S
+from distcheck.reports.files import check_writable, write_text
+from distcheck.reports.terminal import console_for
+from distcheck.training import loading
+from distcheck.worlds.pool import Pool
+
+_DEVICES = ("", "cpu", "cuda")
+
+
+def backends_command(
+    *,
+    names: tuple[str, ...],
+    device: str,
+    world: int,
+    operations: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    forms: tuple[str, ...],
+    deadline_s: float,
+    baseline_file: str | None,
+    json_file: str | None,
+    verbose: bool,
+) -> int:
+    """Probes and shows; returns the exit code."""
+    probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
+    known = known_names()
+    if device not in _DEVICES:
+        raise UsageError(f"unknown --device {device!r}; known are cpu and cuda")
+    if not 0 < deadline_s <= MOST_DEADLINE_S:
+        raise UsageError(
+            f"--deadline-s {deadline_s:g} is out of range; it takes seconds, more than 0 and "
+            f"at most {MOST_DEADLINE_S}"
+        )
+    for name in names:
+        loading.check_spelling("backend", name, known)
+    baseline = read_baseline(baseline_file)
+    check_writable(json_file)
+    pool = Pool()
+    try:
+        sweeps = [
+            _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s,
+                   asked=bool(names))
+            for name in dict.fromkeys(names or known)
+        ]  # fmt: skip
+    finally:
+        pool.close()
+    code = exit_code_of(sweeps, baseline)
+    if json_file != "-":
+        console = console_for()
+        for number, one in enumerate(sweeps):
+            if number:
+                console.print()
+            render(one, console, verbose=verbose)
+        if baseline is not None:
+            render_changes(sweeps, baseline, console)
+    if json_file is not None:
+        changes = baseline.changes(sweeps) if baseline is not None else []
+        write_text(json_file, render_json(sweeps, changes, code))
+    return int(code)
+
+
+def known_names() -> list[str]:
+    """The backends that need no module of a person's own."""
+    return backends.backend_names()
+
+
+def _sweep(
+    pool: Pool,
+    name: str,
+    probes: list[Probe],
+    *,
+    device: str,
+    world: int,
+    deadline_s: float,
+    asked: bool,
+) -> Sweep:
+    look = look_at(pool, backend=name, device=device, world=world)
+    found = Sweep(
+        backend=name,
+        device=look.device,
+        world=world,
+        missing=look.missing,
+        asked=asked,
+        environment=look.environment,
+    )
+    if look.missing:
+        return found
+    columns = (TextColumn(f"{name} on {look.device}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    hidden = not (console.is_terminal and sys.stderr.isatty())
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=len(probes))
+        cells, failure = sweep(
+            pool,
+            probes,
+            backend=name,
+            device=look.device,
+            world=world,
+            deadline_s=deadline_s,
+            on_cell=lambda done: progress.update(task, completed=done),
+        )
+    return Sweep(
+        backend=name,
+        device=look.device,
+        world=world,
+        cells=tuple(cells),
+        failure=failure,
+        asked=asked,
+        environment=look.environment,
+    )

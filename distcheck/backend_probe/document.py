@@ -1,0 +1,121 @@
+"""A sweep as `distcheck.backends/1`, and back; docs/capabilities.md explains every key."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distcheck.backend_probe.records import Baseline, Cell, Change, Probe, Sweep, VerdictName
+from distcheck.errors import ExitCode, UsageError
+from distcheck.records.decoding import decode_json
+
+SCHEMA = "distcheck.backends/1"
+
+
+class _CellEntry(msgspec.Struct, kw_only=True):
+    operation: str
+    reduction: str
+    form: str
+    dtype: str
+    verdict: VerdictName
+    detail: str
+    elements: int
+
+
+class _BackendEntry(msgspec.Struct, kw_only=True):
+    backend: str
+    device: str
+    world: int
+    missing: str
+    failure: str
+    environment: dict[str, Any]
+    cells: list[_CellEntry]
+
+
+class _Document(msgspec.Struct, kw_only=True):
+    schema: str
+    exit_code: int
+    backends: list[_BackendEntry]
+    changes: list[dict[str, Any]]
+
+
+def render_json(sweeps: Sequence[Sweep], changes: Sequence[Change], exit_code: ExitCode) -> str:
+    """The whole of it as JSON text."""
+    document = _Document(
+        schema=SCHEMA,
+        exit_code=int(exit_code),
+        backends=[
+            _BackendEntry(
+                backend=sweep.backend,
+                device=sweep.device,
+                world=sweep.world,
+                missing=sweep.missing,
+                failure=sweep.failure,
+                environment=sweep.environment,
+                cells=[_entry_of(cell) for cell in sweep.cells],
+            )
+            for sweep in sweeps
+        ],
+        changes=[
+            {"backend": c.backend, "device": c.device, "cell": c.cell.probe.name,
+             "before": c.before, "now": c.cell.verdict}
+            for c in changes
+        ],
+    )  # fmt: skip
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def read_sweeps(path: Path) -> list[Sweep]:
+    """The sweeps of an earlier document. Raises UsageError for anything else."""
+    try:
+        document = decode_json(path.read_bytes(), _Document)
+    except OSError as error:
+        raise UsageError(f"--baseline {path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"--baseline {path} is not what distcheck backends --json writes: {error}"
+        ) from error
+    if document.schema != SCHEMA:
+        raise UsageError(f"--baseline {path} is {document.schema!r}; wanted is {SCHEMA!r}")
+    return [
+        Sweep(
+            backend=entry.backend,
+            device=entry.device,
+            world=entry.world,
+            missing=entry.missing,
+            failure=entry.failure,
+            environment=entry.environment,
+            cells=tuple(_cell_of(cell) for cell in entry.cells),
+        )
+        for entry in document.backends
+    ]
+
+
+def read_baseline(path: str | None) -> Baseline | None:
+    """What `--baseline` names, if anything."""
+    return None if path is None else Baseline(read_sweeps(Path(path)))
+
+
+def _entry_of(cell: Cell) -> _CellEntry:
+    probe = cell.probe
+    return _CellEntry(
+        operation=probe.operation,
+        reduction=probe.reduction,
+        form=probe.form,
+        dtype=probe.dtype,
+        verdict=cell.verdict,
+        detail=cell.detail,
+        elements=cell.elements,
+    )
+
+
+def _cell_of(entry: _CellEntry) -> Cell:
+    probe = Probe(
+        operation=entry.operation,
+        reduction=entry.reduction,
+        form=entry.form,
+        dtype=entry.dtype,
+        salt=0,
+    )
+    return Cell(probe=probe, verdict=entry.verdict, detail=entry.detail, elements=entry.elements)

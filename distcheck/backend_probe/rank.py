@@ -1,0 +1,218 @@
+"""One rank that performs probe after probe, and says of each how it went.
+
+After every call the ranks tell each other, through the store, whether it was right: nobody runs
+ahead, and everybody knows when the group may have been left out of step. Then they go on with a
+new group, whose connections and counters nothing has touched.
+"""
+
+import warnings
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from distcheck.backend_probe import judging
+from distcheck.backend_probe.jobs import ProbeJob
+from distcheck.backend_probe.plan import OPERATIONS
+from distcheck.backend_probe.records import NOT_CALLED, Probe, RankResult, Status
+from distcheck.backend_probe.scene import Buffers, Call, Layout, Scene, WrongAnswerError, lay_out
+from distcheck.machine import devices, seeds
+from distcheck.training.loading import load_backend
+from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.rendezvous import join
+
+_MOST_GROUPS = 60  # each has sockets and threads of its own; then a fresh world goes on
+_CALLS = 2  # of an operation without a root: a second answer that is the first one again is seen
+_ROWS, _COLS, _LARGE_COLS = 4, 6, 5003  # 4 x 5003 elements are more than 64 KiB but for one byte
+_DETAIL_CHARACTERS = 240
+
+
+def probe(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """The job of a rank."""
+    job = msgspec.msgpack.decode(payload, type=ProbeJob)
+    warnings.simplefilter(
+        "ignore"
+    )  # torch renames collectives; what they do is probed all the same
+    seeds.pin_determinism()
+    reporter.progress(-1, "load the backend")
+    name = load_backend(job.rendezvous.backend)
+    device = devices.enter(job.device, job.rendezvous.rank)
+    reporter.progress(-1, "init_process_group")
+    store = join(job.rendezvous, fds[0], registered=name)
+    own = dist.PrefixStore("probes", store)  # type: ignore[attr-defined]
+    prober = _Prober(job, device, own, reporter)
+    for index, one in enumerate(job.probes, job.first):
+        reporter.progress(index, one.name)
+        if not prober.run(index, one) and not prober.renew_groups():
+            break
+    return b""
+
+
+class _Prober:
+    """What a rank keeps from probe to probe."""
+
+    def __init__(self, job: ProbeJob, device: torch.device, store: Any, reporter: Reporter) -> None:
+        self._rank, self._world = job.rendezvous.rank, job.rendezvous.world
+        self._device = device
+        self._store, self._reporter = store, reporter
+        self._group: Any = None  # the default one
+        self._sub_group: Any = None
+        self._groups = 0
+        self._refused = dict(job.refused)
+
+    def run(self, index: int, probe: Probe) -> bool:
+        """Whether the group is as it was: every rank found every call right."""
+        reason = self._refused.get(probe.key("transposed"))
+        if probe.form == "mixed" and reason is not None:
+            # Half of the ranks would refuse, and the others wait for them: no news of the backend.
+            self._say(index, "refused", f"{NOT_CALLED}{reason}", 0)
+            return True
+        operation = OPERATIONS[probe.operation]
+        members = tuple(range(1 if probe.form == "sub-group" else 0, self._world))
+        elements = 0
+        said, told, detail = False, set[str](), ""
+        calls = len(members) if operation.rooted else _CALLS
+        for number in range(calls):
+            turn = f"{index}/{number}"
+            status, detail, compared = self._try(probe, members, number, turn)
+            elements += compared
+            if status in ("wrong", "refused") or number == calls - 1:
+                # Before the exchange: the rank that serves the store may die in the next probe.
+                self._say(index, status, detail, elements)
+                said = True
+            told = self._exchange(turn, status)
+            if not told <= {"right", "absent"}:
+                break
+        if not said:
+            self._say(index, status, "", elements)
+        if told <= {"refused", "absent"}:
+            self._refused[probe.key(probe.form)] = detail
+        return told <= {"right", "absent"}
+
+    def renew_groups(self) -> bool:
+        """Goes on with new groups; False where it cannot, for a fresh world to go on."""
+        self._groups += 1
+        if self._groups >= _MOST_GROUPS:
+            return False
+        self._sub_group = None
+        try:
+            self._group = dist.new_group(list(range(self._world)))
+        except Exception:
+            return False
+        return True
+
+    def _try(
+        self, probe: Probe, members: tuple[int, ...], number: int, turn: str
+    ) -> tuple[Status, str, int]:
+        """One call: how it went, in words, and how many elements were compared."""
+        try:
+            group = self._group_for(probe.form)
+        except Exception as error:
+            return "refused", f"new_group: {_first_line(error)}", 0
+        if self._rank not in members:
+            return "absent", "", 0
+        operation = OPERATIONS[probe.operation]
+        scene = self._scene(probe, members, number)
+        buffers = operation.buffers(scene)
+        form = probe.form
+        if form == "mixed":  # one rank's memory is in another order than the next one's
+            form = "transposed" if scene.rank % 2 else "plain"
+        memory = _Memory(buffers, form, scene, self._device)
+        call = Call(
+            group=group,
+            members=members,
+            scene=scene,
+            op=getattr(dist.ReduceOp, probe.reduction, None),
+            asynchronous=probe.form == "async",
+            store=self._store,
+            turn=turn,
+        )
+        try:
+            work = operation.perform(dist, memory.tensors, call)
+            if call.asynchronous:
+                if work is None:
+                    raise WrongAnswerError("async_op=True returned no work to wait for")
+                work.wait()
+            operation.witness(call)
+        except WrongAnswerError as error:
+            return "wrong", str(error), memory.elements
+        except Exception as error:
+            return "refused", _first_line(error), 0
+        difference = memory.find_difference()
+        return ("wrong" if difference else "right"), difference, memory.elements
+
+    def _group_for(self, form: str) -> Any:
+        if form != "sub-group":
+            return self._group
+        if self._sub_group is None:
+            self._sub_group = dist.new_group(list(range(1, self._world)))
+        return self._sub_group
+
+    def _scene(self, probe: Probe, members: tuple[int, ...], number: int) -> Scene:
+        rows = {"one": 1, "empty": 0}.get(probe.form, _ROWS)
+        cols = {"one": 1, "large": _LARGE_COLS}.get(probe.form, max(_COLS, self._world))
+        return Scene(
+            rank=members.index(self._rank),
+            world=len(members),
+            dtype=probe.dtype,
+            rows=rows,
+            cols=cols,
+            salt=8 * probe.salt + number,
+            reduction=probe.reduction or "SUM",
+            root=number if OPERATIONS[probe.operation].rooted else 0,
+        )
+
+    def _say(self, index: int, status: Status, detail: str, elements: int) -> None:
+        result = RankResult(index=index, status=status, detail=detail, elements=elements)
+        self._reporter.say(msgspec.msgpack.encode(result))
+
+    def _exchange(self, turn: str, status: Status) -> set[str]:
+        """Tells the other ranks, and waits for what they have to tell."""
+        self._store.set(f"{turn}/ended/{self._rank}", status)
+        told = self._store.multi_get([f"{turn}/ended/{rank}" for rank in range(self._world)])
+        return {bytes(one).decode() for one in told}
+
+
+class _Memory:
+    """The storages of one call, as they were and as they are."""
+
+    def __init__(self, buffers: Buffers, form: str, scene: Scene, device: torch.device) -> None:
+        self._scene = scene
+        self._entries: list[tuple[str, Any, Layout, list[Any], torch.Tensor]] = []
+        self.tensors: dict[str, list[torch.Tensor]] = {}
+        for name, some in buffers.items():
+            self.tensors[name] = []
+            for number, buffer in enumerate(some):
+                layout = lay_out(form, buffer.rows, scene.cols)
+                before = judging.before_call(buffer, layout, scene.dtype)
+                storage = torch.tensor(before, dtype=getattr(torch, scene.dtype), device=device)
+                view = storage.as_strided(layout.shape, layout.strides, layout.offset)
+                self.tensors[name].append(view)
+                label = f"{name} {number}" if len(some) > 1 else name
+                self._entries.append((label, buffer, layout, before, storage))
+
+    @property
+    def elements(self) -> int:
+        """How many there are, around the buffers included."""
+        return sum(layout.size for _, _, layout, _, _ in self._entries)
+
+    def find_difference(self) -> str:
+        """The first thing that is wrong, in words; empty if all is right."""
+        for label, buffer, layout, before, storage in self._entries:
+            found = judging.find_difference(
+                actual=storage.tolist(),
+                buffer=buffer,
+                layout=layout,
+                scene=self._scene,
+                before=before,
+            )
+            if found:
+                return f"{label}{found}" if found.startswith("[") else f"{label}: {found}"
+        return ""
+
+
+def _first_line(error: Exception) -> str:
+    line = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return text if len(text) <= _DETAIL_CHARACTERS else f"{text[:_DETAIL_CHARACTERS]}..."

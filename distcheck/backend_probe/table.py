@@ -1,0 +1,191 @@
+"""The capabilities table for a person: operations down, dtypes across, findings below."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from distcheck.backend_probe.patterns import DTYPES
+from distcheck.backend_probe.records import NOT_CALLED, Baseline, Cell, Sweep, VerdictName
+from distcheck.errors.shown_text import shown
+
+_WORDS: dict[VerdictName, str] = {
+    "right": "ok",
+    "refused": "no",
+    "wrong": "BAD",
+    "crashes": "DIED",
+    "hangs": "HUNG",
+    "not tried": "?",
+}
+_STYLES: dict[VerdictName, str] = {
+    "right": "green",
+    "refused": "dim",
+    "wrong": "bold red",
+    "crashes": "bold magenta",
+    "hangs": "bold magenta",
+    "not tried": "yellow",
+}
+_MEANINGS: dict[VerdictName, str] = {
+    "right": "verified right",
+    "refused": "refused, by an error on every rank",
+    "wrong": "runs, and is wrong",
+    "crashes": "a rank died",
+    "hangs": "did not come back",
+    "not tried": "not tried",
+}
+_FINDINGS: tuple[VerdictName, ...] = ("wrong", "crashes", "hangs", "not tried", "refused")
+_FORM_WIDTH = 30
+
+
+def render_text(sweep: Sweep, *, width: int) -> str:
+    """The table and its findings as plain text."""
+    stream = io.StringIO()
+    render(sweep, Console(file=stream, width=width, highlight=False, color_system=None))
+    return stream.getvalue()
+
+
+def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
+    """Prints one backend's cells; every form, and every finding by itself, if `verbose`."""
+    sweep = shown(sweep)
+    console.print(Text(_headline(sweep), style="bold"))
+    if sweep.missing or sweep.failure:
+        text = f"not available here: {sweep.missing}" if sweep.missing else sweep.failure
+        console.print(Padding(Text(text), (0, 0, 0, 2)))
+    if not sweep.cells:
+        return
+    console.print()
+    console.print(_table(sweep.cells, verbose=verbose))
+    console.print()
+    for line in (*_legend(sweep.cells), *_remarks(sweep.cells, verbose=verbose)):
+        console.print(Text(line), style="dim")
+    for verdict in _FINDINGS:
+        cells = [cell for cell in sweep.cells if cell.verdict == verdict]
+        if cells:
+            console.print()
+            console.print(Text(f"{_WORDS[verdict]:<5}{_MEANINGS[verdict]}", style="bold"))
+            for line in _findings(cells, sweep.cells, verbose=verbose):
+                console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console) -> None:
+    """Prints what has changed since the baseline, the worse first."""
+    changes = sorted(baseline.changes(sweeps), key=lambda change: change.excused)
+    console.print()
+    compared, known = baseline.overlap(sweeps)
+    console.print(Text(f"{compared:,} of the baseline's {known:,} cells were probed now."))
+    if compared and not changes:
+        console.print(Text("Each of them ended as it did there."))
+    for change in changes:
+        word = "better than" if change.excused else "worse than"
+        cell = change.cell
+        text = f"{word} the baseline: {change.backend}, {cell.probe.name}: "
+        text += f"{change.before} before, {cell.verdict} now"
+        console.print(Text(text, style="" if change.excused else "bold red"), soft_wrap=True)
+
+
+def _headline(sweep: Sweep) -> str:
+    about = sweep.environment
+    text = f"{sweep.backend} on {sweep.device}, world {sweep.world}"
+    text += f", torch {about['torch']}" if "torch" in about else ""
+    if not sweep.cells:
+        return text
+    right = sum(cell.verdict == "right" for cell in sweep.cells)
+    return f"{text}: {right:,} of {len(sweep.cells):,} cells verified right"
+
+
+def _table(cells: Sequence[Cell], *, verbose: bool) -> Table:
+    dtypes = [name for name in DTYPES if any(cell.probe.dtype == name for cell in cells)]
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("", max_width=_FORM_WIDTH)
+    for name in dtypes or [""]:
+        table.add_column(DTYPES[name].short if name else "", no_wrap=True, min_width=4)
+    for row, of_row in groupby(cells, key=lambda cell: cell.probe.row):
+        lines = _lines_of(list(of_row), dtypes or [""], verbose=verbose)
+        for number, (forms, words) in enumerate(lines):
+            label = row if number == 0 else ""
+            if number or "plain" not in forms:
+                label = f"{row} {', '.join(forms)}" if number == 0 else f"  {', '.join(forms)}"
+            table.add_row(label, *words)
+    return table
+
+
+def _lines_of(
+    cells: Sequence[Cell], dtypes: Sequence[str], *, verbose: bool
+) -> list[tuple[list[str], list[Text]]]:
+    """A row's lines: the plain call, then forms that ended otherwise, alike ones together."""
+    found: list[tuple[list[str], list[Text]]] = []
+    for form, of_form in groupby(cells, key=lambda cell: cell.probe.form):
+        verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
+        if "" in verdicts:  # the operation has no dtype; one verdict, in the first column
+            verdicts = {dtypes[0]: verdicts[""]}
+        words = [
+            Text(_WORDS[verdicts[name]], _STYLES[verdicts[name]]) if name in verdicts else Text()
+            for name in dtypes
+        ]
+        same = next((forms for forms, other in found if _fits(words, other)), None)
+        if same is None or verbose:
+            found.append(([form], words))
+        else:
+            same.append(form)
+    return found
+
+
+def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
+    """Whether a form ended as another line has it, in the dtypes that it was tried in."""
+    pairs = zip(words, others, strict=True)
+    return all(word.plain in ("", other.plain) for word, other in pairs)
+
+
+def _legend(cells: Sequence[Cell]) -> Iterator[str]:
+    there = {cell.verdict for cell in cells}
+    known = [f"{_WORDS[v]}: {_MEANINGS[v]}" for v in _WORDS if v in there]
+    yield "; ".join([*known, "blank: means nothing, or was not asked for"]) + "."
+
+
+def _remarks(cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
+    forms = [form for form in dict.fromkeys(c.probe.form for c in cells) if form != "plain"]
+    if forms and not verbose:
+        yield (
+            f"Also probed: {', '.join(forms)}. "
+            "A form has a line of its own where it ended otherwise."
+        )
+
+
+def _findings(cells: Sequence[Cell], all_cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
+    """A line for each operation and form, or each message of a refusal; its first cell's words."""
+    if verbose:
+        yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
+        return
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        what = cell.probe.form if cell.verdict != "refused" else _without_figures(cell.detail)
+        groups.setdefault((cell.probe.operation, what), []).append(cell)
+    for alike in groups.values():
+        first = alike[0]
+        others = [c for c in all_cells if c.probe.operation == first.probe.operation]
+        about = ", ".join(filter(None, _extent(alike, others)))
+        many = len(alike) > 1 and first.verdict != "refused"
+        which = " ".join(filter(None, [first.probe.reduction, first.probe.dtype])) if many else ""
+        which = f" ({which})" if which else ""
+        yield f"{first.probe.operation}{f' {about}' if about else ''}{which}: {first.detail}"
+
+
+def _without_figures(detail: str) -> str:
+    """A refusal's words, which are the same in every form and dtype."""
+    return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
+
+
+def _extent(alike: Sequence[Cell], others: Sequence[Cell]) -> Iterator[str]:
+    """Which reductions, forms and dtypes of an operation; "all dtypes" where it is all of them."""
+    for name in ("reduction", "form", "dtype"):
+        here = list(dict.fromkeys(getattr(cell.probe, name) for cell in alike))
+        everywhere = dict.fromkeys(getattr(cell.probe, name) for cell in others)
+        if len(here) == len(everywhere) > 1:
+            yield f"all {name}s"
+        elif here != ["plain"]:
+            yield " ".join(here)

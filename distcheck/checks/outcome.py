@@ -1,7 +1,0 @@
-"""Every rank finished: none raised, exited, was killed or hung.
-
-Judged by the front (`distcheck.verdicts`), which is what sees ranks end; here for its name.
-"""
-
-NAME = "outcome"
-SCOPE = "front"

@@ -1,0 +1,87 @@
+"""The command line: find the command, call it, exit. Commands are files in `commands/`."""
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from distcheck import __version__
+from distcheck.cli.commands import COMMANDS
+from distcheck.errors import DistcheckError, ExitCode
+from distcheck.errors.spelling import did_you_mean
+from distcheck.worlds import interrupts
+
+
+def main() -> NoReturn:
+    """The console script. Every way out is one of `ExitCode`."""
+    interrupts.listen()
+    try:
+        code = _group.main(standalone_mode=False, prog_name="distcheck")
+    except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
+        _complain("interrupted; nothing is left running")
+        code = ExitCode.INTERRUPTED
+    except click.ClickException as error:
+        code = ExitCode.USAGE
+        _complain(error.format_message(), code)
+    except DistcheckError as error:
+        code = error.exit_code
+        _complain(str(error), code)
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        _complain("this is a defect of distcheck itself; no verdict was reached")
+        code = ExitCode.UNKNOWN
+    interrupts.ignore()
+    sys.exit(int(code or 0))
+
+
+class _Commands(click.Group):
+    """A command's file is imported when the command is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"unknown command {args[0]!r}{did_you_mean(args[0], COMMANDS)}; known are "
+                f"{', '.join(COMMANDS)}",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        found = importlib.import_module(f"distcheck.cli.commands.{cmd_name}").command
+        assert isinstance(found, click.Command)
+        found.short_help = COMMANDS[cmd_name]
+        return found
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown.\n\n"
+    "To complete commands, options and names with Tab, put this into ~/.bashrc (for zsh: "
+    "zsh_source and ~/.zshrc):\n\n\b\n"
+    'eval "$(_DISTCHECK_COMPLETE=bash_source distcheck)"',
+)
+@click.version_option(__version__)
+def _group() -> None:
+    """Does this gradient synchronisation train the same model as one machine would?"""
+
+
+def _complain(message: str, code: ExitCode | None = None) -> None:
+    from distcheck.errors.shown_text import say
+
+    say(f"distcheck: {message}", err=True)
+    if code is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from distcheck.cli.under_launchers import write_error_file
+
+        write_error_file(int(code), message)

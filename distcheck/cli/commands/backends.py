@@ -1,0 +1,59 @@
+"""`distcheck backends`: what a backend can do."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.cli.options import json_option
+from distcheck.worlds.launchers import is_elsewhere
+
+
+@click.command("backends", cls=Command)
+@click.option(
+    "--backend",
+    "names",
+    multiple=True,
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="What to probe: a name, or a function that registers a backend. "
+    "[default: all that are known]",
+    **completion.BACKENDS,
+)
+@click.option(
+    "--device", default="", metavar="NAME", help="cpu or cuda. [default: the backend's own]"
+)
+@click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
+@click.option("--op", "operations", multiple=True, metavar="NAME", help="Only these operations.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Only these dtypes.")
+@click.option(
+    "--form", "forms", multiple=True, metavar="NAME", help="Only these forms: plain, strided, ..."
+)
+@click.option(
+    "--deadline-s",
+    default=3.0,
+    show_default=True,
+    metavar="S",
+    help="Idle seconds after which a call has hung.",
+)
+@click.option(
+    "--baseline",
+    "baseline_file",
+    metavar="FILE",
+    type=click.Path(),
+    help="An earlier --json: what was wrong there already does not fail this run.",
+)
+@json_option("cells")
+@click.option("-v", "--verbose", is_flag=True, help="Every form and every finding by itself.")
+def command(**asked: Any) -> int:
+    """Probe communication backends: which operations are right, wrong, refused, or never end.
+
+    \b
+    distcheck backends --backend gloo
+    distcheck backends --backend my_pkg.my_backend:register --op all_reduce -v
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from distcheck.backend_probe.command import backends_command
+
+    return backends_command(**asked)

@@ -1,0 +1,47 @@
+"""`distcheck bundle`: a run to hand on."""
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.worlds.launchers import is_elsewhere
+
+
+@click.command("bundle", cls=Command)
+@click.argument("run", metavar="[RUN]", required=False, type=click.Path(), **completion.RUNS)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE.zip",
+    type=click.Path(dir_okay=False),
+    help="[default: RUN's name]",
+)
+@click.option("--traces", is_flag=True, help="With everything recorded, for distcheck recheck.")
+def command(run: str | None, output: str | None, traces: bool) -> int:
+    """Pack a run, the latest by default, into a zip that a colleague can replay.
+
+    It holds cases, report and the code under test, and of the environment only variables from a
+    list of names that are no secrets. Texts of exceptions and prints are in the report; in them,
+    values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL or KEY are masked.
+    Source files are packed as they are: a secret that is written in one is in the bundle.
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from pathlib import Path
+
+    from distcheck.errors.shown_text import say
+    from distcheck.store.bundle import make_bundle
+    from distcheck.store.run_folder import latest_run
+
+    folder = Path(run) if run is not None else latest_run()
+    target = Path(output or f"{folder.resolve().name}.zip")
+    manifest, remarks = make_bundle(folder, target, traces=traces)
+    for remark in remarks:
+        say(f"distcheck: {remark}", err=True)
+    say(f"{target}: {len(manifest.cases)} cases of {folder}")
+    for source in manifest.sources:
+        say(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
+    if manifest.variables:
+        click.echo(f"  variables: {', '.join(manifest.variables)}")
+    click.echo(f"next:  distcheck replay {target}")
+    return 0

@@ -1,0 +1,33 @@
+"""`distcheck compare`: two saved runs, or one and what the same cases give now."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli.group import Command
+from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.worlds.launchers import is_elsewhere
+
+
+@click.command("compare", cls=Command)
+@click.argument("then", metavar="DIR", type=click.Path())
+@click.argument("now", metavar="[DIR]", required=False, type=click.Path())
+@click.option("--bits", is_flag=True, help="Any changed bit fails, within its bound or not.")
+@output_options
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+def command(then: str, now: str | None, bits: bool, quiet: bool, **asked: Any) -> int:
+    """Compare a recorded run with a later one, or with what its cases give here and now.
+
+    \b
+    distcheck record golden --strategy allreduce --world 4
+    distcheck compare golden              # after an upgrade: runs the cases again
+    distcheck compare golden other-run
+    distcheck compare golden --junit compare.xml --github
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from distcheck.compare.command import compare_command
+
+    files = taken_from(asked)
+    with errors_told(files):
+        return compare_command(then, now, bits=bits, files=files, quiet=quiet)

@@ -1,0 +1,71 @@
+"""`distcheck explore`: search for the smallest case in which a strategy fails."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.cli.options import adapter_options, given_options, json_option, with_adaptation
+
+
+@click.command("explore", cls=Command)
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="What to search for failures of. [default: the strategies of pyproject.toml's matrix]",
+    **completion.STRATEGIES,
+)
+@click.option(
+    "--budget",
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="How long to search: 90s, 5m, 1h; what is found is shrunk for up to a minute more.",
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="A file with the matrix. [default: pyproject.toml here or above, tool.distcheck]",
+)
+@click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Of the search.")
+@click.option("--world", default=6, show_default=True, metavar="N", help="Most ranks.")
+@click.option("--steps", default=6, show_default=True, metavar="N", help="Most steps.")
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A value to try for a parameter of the strategy's; several times, the simplest first.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="WORD",
+    help="Leave out what the strategy is known not to do: strided, frozen, unequal, accumulate, "
+    "absent, nested, norm, groups, schedule, late, ...",
+)
+@click.option(
+    "--deadline-s",
+    default=3.0,
+    show_default=True,
+    metavar="S",
+    help="Idle seconds without progress after which a world has hung.",
+)
+@json_option("findings")
+@click.option("-q", "--quiet", is_flag=True, help="The verdict and the replay line only.")
+@adapter_options
+def command(**asked: Any) -> int:
+    """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,
+    and shrink it.
+
+    \b
+    distcheck explore --strategy my_sync.py:sync --budget 5m
+    distcheck explore --strategy my_sync.py:sync --max-cases 200 --world 3
+    """  # fmt: skip
+    from distcheck.explore.command import explore_command
+    from distcheck.explore.matrix import explorations
+
+    searches = explorations(asked, given_options())
+    return explore_command([with_adaptation(search) for search in searches])

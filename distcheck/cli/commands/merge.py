@@ -1,0 +1,28 @@
+"""`distcheck merge`: the parts of a plan, put together."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli.group import Command
+from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.worlds.launchers import is_elsewhere
+
+
+@click.command("merge", cls=Command)
+@click.argument("parts", metavar="PART.json...", nargs=-1, required=True, type=click.Path())
+@output_options
+@click.option("-q", "--quiet", is_flag=True, help="The verdict line only.")
+def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
+    """Join the reports of verify --shard; a planned case that none of them holds is unknown.
+
+    \b
+    distcheck merge part-*.json --json whole.json --junit whole.xml
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from distcheck.verification.merging import merge_command
+
+    files = taken_from(asked)
+    with errors_told(files):
+        return merge_command(parts, files=files, quiet=quiet)

@@ -1,0 +1,54 @@
+"""`distcheck replay`: a case again, or those of a bundle."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.reports.files import output_options, taken_from
+
+
+@click.command("replay", cls=Command)
+@click.argument(
+    "case_file", metavar="CASE.json|RUN|BUNDLE.zip", type=click.Path(), **completion.RUNS
+)
+@output_options
+@click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
+@click.option(
+    "--trust", is_flag=True, help="Run code that is not of this checkout without a question."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked: Any) -> int:
+    """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
+
+    The report says what has changed since: files, versions, machine, settings.
+
+    Code that is not of this checkout (a bundle's, or a file elsewhere) is named first, with its
+    digest. It runs after a yes on a terminal, or with --trust.
+    """  # fmt: skip
+    from distcheck.store.bundle import read_replay
+    from distcheck.store.trust import is_own_run, require_trust, unknown_code
+    from distcheck.worlds.launchers import launch_of
+
+    replay = read_replay(case_file)
+    cases, made = replay.cases, replay.made
+    launch, _ = launch_of({}, tuple(dict.fromkeys(case.world for case in cases)))
+    if not is_own_run(case_file):
+        code = unknown_code(cases, replay.unpacked)
+        require_trust(case_file, code, trusted=trust, may_ask=launch is None)
+    if launch is not None and not launch.is_front:
+        from distcheck.cli.under_launchers import lend
+
+        return lend(launch, lambda: cases, deadline_s=cases[0].deadline_s)
+    from distcheck.cli.show_and_keep import verify_command
+
+    return verify_command(
+        cases,
+        save=save,
+        files=taken_from(asked),
+        verbose=True,
+        quiet=quiet,
+        launch=launch,
+        made=made,
+    )

@@ -1,0 +1,35 @@
+"""`distcheck selftest`: is the tool itself right, here?"""
+
+from typing import Any
+
+import click
+
+from distcheck.cli.group import Command
+from distcheck.cli.options import json_option
+from distcheck.worlds.launchers import is_elsewhere
+
+
+@click.command("selftest", cls=Command)
+@click.option("--quick", is_flag=True, help="One mutant per check and layer, two strategies.")
+@click.option(
+    "-k",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only what has this in its name, as shown; * and ? stand for what they do in file names.",
+)
+@json_option("table")
+@click.option("-v", "--verbose", is_flag=True, help="Every correct case by itself.")
+def command(**asked: Any) -> int:
+    """Run the mutant zoo: is every planted bug caught and named, and no correct code accused?
+
+    \b
+    distcheck selftest
+    distcheck selftest --quick
+    distcheck selftest -k scale -k ddp
+    """  # fmt: skip
+    if is_elsewhere():
+        return 0
+    from distcheck.selftest.command import selftest_command
+
+    return selftest_command(**asked)

@@ -1,0 +1,69 @@
+"""`distcheck train`: training without judging."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.cli.options import adapter_options, case_options, json_option, with_adaptation
+
+
+@click.command("train", cls=Command)
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="How to synchronise; without it one process trains alone.",
+    **completion.STRATEGIES,
+)
+@click.option(
+    "--world", type=int, default=None, metavar="N", help="Number of ranks. [default: 1, or 4]"
+)
+@click.option(
+    "--workload",
+    default="vgg11",
+    show_default=True,
+    metavar="NAME",
+    help="What to train.",
+    **completion.WORKLOADS,
+)
+@click.option("--epochs", default=1, show_default=True, metavar="N", help="Passes over the data.")
+@click.option("--steps", type=int, metavar="N", help="Stop every epoch after N steps.")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    metavar="NAME",
+    help="float32, float64, bfloat16 or float16.",
+    **completion.DTYPES,
+)
+@click.option(
+    "--log-every",
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Print the running loss every N steps; 0 for never.",
+)
+@json_option("figures")
+@case_options
+@adapter_options
+def command(**asked: Any) -> int:
+    """Plain training with a strategy: loss, accuracy and seconds per step.
+
+    \b
+    distcheck train --data cifar10 --data-dir ~/data
+    distcheck train --data cifar10 --data-dir ~/data --strategy ddp --world 4
+    """  # fmt: skip
+    from distcheck.cli.training_run import plan_training, train_command
+    from distcheck.worlds.launchers import launch_of
+
+    asked = with_adaptation(asked)
+    launch, _ = launch_of({}, (asked["world"],) if asked["world"] else ())
+    if launch is not None:
+        asked["world"] = launch.world
+    if launch is not None and not launch.is_front:
+        from distcheck.cli.under_launchers import lend
+
+        own = {name: asked[name] for name in asked if name != "json_file"}
+        return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
+    return train_command(**asked, launch=launch)

@@ -1,0 +1,148 @@
+"""`distcheck plan`: what would run, in which part, and about how long it would take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+
+from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
+from distcheck.plan.matrix import Planned
+from distcheck.plan.thorough import Search
+from distcheck.records import Case
+from distcheck.reports.files import check_writable, write_text
+from distcheck.store.run_folder import DEFAULT_FOLDER
+from distcheck.verification.case_runs import is_separate
+from distcheck.workloads.cells import CELLS
+
+SCHEMA = "distcheck.plan/1"
+# Owed by every case, whatever its strategy turns out to promise.
+_ALWAYS = ("outcome", "data", "initial state", "gradients", "loss", "agreement")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a case, and whether an earlier run of it took them or a rough model says so."""
+
+    case: Case
+    seconds: float
+    recorded: bool
+
+
+def say_cost(planned: Planned, *, quiet: bool) -> None:
+    """Says on standard error what a run is about to cost, before ranks start."""
+    if quiet:
+        return
+    recorded = recorded_s(DEFAULT_FOLDER)
+    estimates = [_estimate(case, recorded) for case in planned.cases]
+    worlds = sorted({case.world for case in planned.cases})
+    cells = [case for case in planned.cases if case.workload in CELLS]
+    several = f"worlds {', '.join(map(str, worlds))}" if len(worlds) > 1 else f"world {worlds[0]}"
+    within = ", ".join(map(str, sorted({case.world for case in cells})))
+    click.echo(
+        f"distcheck: {len(estimates)} cases in {several}"
+        + (f", {len(cells)} of them cells in world {within}" if cells else "")
+        + "".join(f"; {_of_search(search)}" for search in planned.beside.searches)
+        + f"; about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}",
+        err=True,
+    )
+
+
+def _of_search(search: Search) -> str:
+    if search.why_not:
+        return f"{search.strategy} {search.why_not}"
+    return f"explore {search.strategy} for {search.budget_s:g} s"
+
+
+def plan_command(planned: Planned, *, json_file: str | None) -> int:
+    """Shows a plan; returns the exit code."""
+    check_writable(json_file)
+    recorded = recorded_s(DEFAULT_FOLDER)
+    estimates = [_estimate(case, recorded) for case in planned.cases]
+    if json_file is not None:
+        document = _document(planned, estimates)
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+        write_text(json_file, text)
+    if json_file != "-":
+        for line in _lines(planned, estimates):
+            click.echo(line)
+    return 0
+
+
+def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
+    seconds = recorded.get(cell_of(case))
+    return Estimate(case, rough_s(case) if seconds is None else seconds, seconds is not None)
+
+
+def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
+    """Seconds in all. A failure that a search finds takes up to a minute more to shrink."""
+    searches_s = sum(each.budget_s for each in planned.beside.searches if not each.why_not)
+    start_s = START_S
+    if any(is_separate(estimate.case) for estimate in estimates):
+        start_s += INTERPRETERS_S
+    return start_s + sum(estimate.seconds for estimate in estimates) + searches_s
+
+
+def _basis(estimates: Sequence[Estimate]) -> str:
+    known = sum(estimate.recorded for estimate in estimates)
+    if known == len(estimates):
+        return "as earlier runs here took"
+    model = "a rough model, which may be wrong several times over"
+    if not known:
+        return f"by {model}"
+    return f"{known} cases as earlier runs here took, the others by {model}"
+
+
+def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
+    whole = planned.whole
+    part = f", part {whole.shard} of {whole.shards} of {len(planned.every)}" if whole.shard else ""
+    source = f" from {planned.file}" if planned.file else ""
+    width = max(len(estimate.case.id) for estimate in estimates)
+    lines = [f"plan    {len(estimates)} cases{source}{part}; digest {whole.digest}"]
+    lines.append(f"  {'case':<{width}}  {'batch':>7}  {'steps':>5}  {'seconds':>8}  judged by")
+    for estimate in estimates:
+        case = estimate.case
+        seconds = f"{'' if estimate.recorded else '~'}{estimate.seconds:,.1f}"
+        judged = ", ".join(case.layers) + (", rerun" if case.rerun else "")
+        lines.append(
+            f"  {case.id:<{width}}  {case.batch:>7,}  {case.steps:>5,}  {seconds:>8}  {judged}"
+        )
+    lines += [f"  {_of_search(search)}" for search in planned.beside.searches]
+    lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
+    if any("X" in estimate.case.layers for estimate in estimates):
+        lines.append("  X is owed where a strategy promises its order of summation; R stands in")
+    return lines
+
+
+def _document(planned: Planned, estimates: Sequence[Estimate]) -> dict[str, Any]:
+    whole = planned.whole
+    return {
+        "schema": SCHEMA,
+        "config": planned.file or None,
+        "digest": whole.digest,
+        "shard": whole.shard,
+        "shards": whole.shards,
+        "planned": len(planned.every),
+        "seconds": round(_total_s(estimates, planned), 1),
+        "searches": [
+            {"strategy": each.strategy, "seconds": each.budget_s, "why_not": each.why_not}
+            for each in planned.beside.searches
+        ],
+        "cases": [
+            {
+                **{name: getattr(estimate.case, name) for name in _NAMES},
+                "layers": list(estimate.case.layers),
+                "checks": [*_ALWAYS, *(["rerun"] if estimate.case.rerun else [])],
+                "seconds": round(estimate.seconds, 1),
+                "basis": "recorded" if estimate.recorded else "rough",
+            }
+            for estimate in estimates
+        ],
+    }
+
+
+_NAMES = (
+    "id", "strategy", "world", "backend", "device", "dtype", "workload", "data", "batch", "steps",
+    "seed", "deadline_s",
+)  # fmt: skip

@@ -1,0 +1,116 @@
+"""What every command of the command line has: options in groups, and a word on what was meant."""
+
+import re
+from typing import Any
+
+import click
+
+from distcheck.errors.spelling import nearest
+
+# Parameters by the heading of their group in `--help`; a short list of options has one group.
+_GROUPS = (
+    ("What is judged", (
+        "strategies", "strategy", "worlds", "workloads", "thorough", "explore_s", "without",
+        "vary", "dtype",
+        "steps", "config", "shard",
+    )),
+    ("How the strategy is called", (
+        "form", "arguments", "variables", "finish", "reset", "without_data", "loss", "accept",
+    )),
+    ("Data and ranks", (
+        "world", "batch", "data", "data_dir", "download", "seed", "backend", "device", "deadline_s",
+        "separate", "budget", "max_cases", "epochs", "rate",
+    )),
+    ("Several machines, without a launcher", (
+        "nnodes", "machine", "master_addr", "master_port", "init_method",
+    )),
+    ("What is written", (
+        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every",
+        "verbose", "quiet",
+    )),
+)  # fmt: skip
+_FEW = 12
+
+
+class Command(click.Command):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, each group under its heading, and defaults in one form."""
+        records: dict[str, tuple[str, str]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                records[param.name or ""] = (
+                    record[0],
+                    re.sub(r"\s+\[default", " [default", record[1]),
+                )
+        help_option = self.get_help_option(ctx)
+        asks = "" if help_option is None else help_option.name
+        if len(records) <= _FEW:
+            with formatter.section("Options"):
+                formatter.write_dl(list(records.values()))
+            return
+        for heading, names in (*_GROUPS[:-1], (_GROUPS[-1][0], (*_GROUPS[-1][1], asks))):
+            rows = [records.pop(name) for name in names if name in records]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+        if records:
+            with formatter.section("Other options"):
+                formatter.write_dl(list(records.values()))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but a word too many is answered with the option that takes it."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if type(error) is click.UsageError:
+                self._explain(ctx, given)
+            raise
+
+    def _explain(self, ctx: click.Context, given: list[str]) -> None:
+        """Raises a better error for words that are no option's."""
+        try:
+            _, extra, _ = self.make_parser(ctx).parse_args(given)
+        except click.UsageError:
+            return
+        spelled = {name: option for option, name in _TAKE_NAMES if option in self._options()}
+        word = next((word for word in extra if isinstance(word, str)), "")
+        if not word or not spelled or any(isinstance(p, click.Argument) for p in self.params):
+            return
+        option, meant = _option_for(word, spelled)
+        raise click.UsageError(
+            f"unexpected argument {word!r}: {ctx.command_path} takes options only; "
+            f"give {option} {meant}",
+            ctx,
+        )
+
+    def _options(self) -> set[str]:
+        return {word for param in self.params for word in param.opts}
+
+
+_TAKE_NAMES = (("--strategy", "strategy"), ("--workload", "workload"), ("--backend", "backend"))
+
+
+def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
+    """The option that takes a word, and the word as it was probably meant: a strategy's name or
+    file where nothing tells.
+    """
+    from distcheck import backends
+    from distcheck.training import loading
+
+    known: dict[str, Any] = {
+        "strategy": loading.strategy_names(),
+        "workload": loading.workload_names(),
+        "backend": backends.backend_names(),
+    }
+    for name, option in spelled.items():
+        if word in known[name]:
+            return option, word
+    for name, option in spelled.items():
+        if found := nearest(word, known[name]):
+            return option, found
+    name, option = next(iter(spelled.items()))
+    return option, word if ":" in word or name != "strategy" else "NAME or FILE.py:OBJECT"

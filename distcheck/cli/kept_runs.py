@@ -1,0 +1,64 @@
+"""What `distcheck runs` and `distcheck open` do with the runs that are kept."""
+
+import time
+import webbrowser
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from distcheck.cli.rendering import report_command
+from distcheck.errors import DistcheckError, ExitCode, UsageError
+from distcheck.reports.json_report import read_document
+from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
+
+
+def runs_command() -> int:
+    """Lists the runs, the latest last; returns the exit code."""
+    runs = kept_runs()
+    if not runs:
+        click.echo(f"no run is kept in {DEFAULT_FOLDER} here")
+    for folder in runs:
+        date, verdict, command = _about(folder)
+        click.echo(f"{date}  {verdict:<12}  {folder}")
+        if command:
+            click.echo(f"    {command}")
+    return int(ExitCode.PASS)
+
+
+def open_command(run: str | None) -> int:
+    """Shows the page of a run; returns the exit code. Raises UsageError where there is none."""
+    folder = Path(run) if run is not None else _last_finished()
+    page = (folder if folder.is_dir() else folder.parent) / "report.html"
+    report_command(str(folder), files={"html": str(page)})
+    address = page.absolute().as_uri()
+    try:
+        shown = webbrowser.open(address)
+    except webbrowser.Error:
+        shown = False
+    click.echo(address if shown else f"no browser could be started; open {address}")
+    return int(ExitCode.PASS)
+
+
+def _last_finished() -> Path:
+    finished = [folder for folder in kept_runs() if (folder / "report.json").is_file()]
+    if not finished:
+        raise UsageError(f"{DEFAULT_FOLDER} holds no run with a report; give the folder of one")
+    return finished[-1]
+
+
+def _about(folder: Path) -> tuple[str, str, str]:
+    """Date, verdict and command of a run."""
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+    file = folder / "report.json"
+    if not file.is_file():
+        return began, "not finished", ""
+    try:
+        document = read_document(file)
+        made = document.get("made") or {}
+        date = made.get("date") or ""
+        if date:
+            began = datetime.fromisoformat(date).astimezone().strftime("%Y-%m-%d %H:%M")
+        return began, str(document["verdict"]), str(made.get("command") or "")
+    except (DistcheckError, KeyError, TypeError, ValueError, AttributeError):
+        return began, "not readable", ""

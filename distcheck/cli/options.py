@@ -1,0 +1,124 @@
+"""Options that several commands share. Imports nothing heavy: `--help` reads them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from distcheck.cli import completion
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def json_option(what: str) -> Callable[[F], F]:
+    """Where to write what a command has found."""
+    return click.option(
+        "--json",
+        "json_file",
+        metavar="FILE",
+        type=click.Path(dir_okay=False),
+        help=f"Write the {what} as JSON; - for standard output.",
+    )
+
+
+def case_options(command: F) -> F:
+    """What `verify` and `train` share."""
+    options = [
+        click.option("--data", default="synthetic", show_default=True, metavar="NAME",
+                     help="synthetic, cifar10 or mnist.", **completion.DATA),
+        click.option("--data-dir", metavar="DIR", type=click.Path(),
+                     help="Where its files are: their folder, its parent, or the archive. "
+                     "[default: data]"),
+        click.option("--download", is_flag=True, help="Fetch the files if they are not there."),
+        click.option("--batch", default=256, show_default=True, metavar="N",
+                     help="Samples per step, over all ranks."),
+        click.option("--seed", default=0, show_default=True, metavar="N",
+                     help="Root of every random stream."),
+        click.option("--backend", default="gloo", show_default=True, metavar="NAME",
+                     help="What ranks communicate by: gloo, mpi or nccl.", **completion.BACKENDS),
+        click.option("--device", default="cpu", show_default=True, metavar="NAME",
+                     help="cpu or cuda.", **completion.DEVICES),
+        click.option("--deadline-s", default=30.0, show_default=True, metavar="S",
+                     help="Idle seconds without progress after which a world has hung."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def matrix_options(command: F) -> F:
+    """Where the matrix is, and which part of it is meant."""
+    options = [
+        click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
+                     help="A file with the matrix. "
+                     "[default: pyproject.toml here or above, tool.distcheck]"),
+        click.option("--shard", metavar="I/N",
+                     help="Only part I of N of the cases; distcheck merge joins the reports."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def given_options() -> frozenset[str]:
+    """The parameters of the command that is running whose options were typed."""
+    context = click.get_current_context()
+    usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    return frozenset(n for n in context.params if context.get_parameter_source(n) not in usual)
+
+
+def adapter_options(command: F) -> F:
+    """How to call code that was not written for distcheck."""
+    options = [
+        click.option("--as", "form", metavar="FORM",
+                     help="The strategy's form: model, wrapper, comm-hook, ... "
+                     "[default: by its signature]",
+                     **completion.FORMS),
+        click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE",
+                     help="Set an argument of the strategy."),
+        click.option("--set", "variables", multiple=True, metavar="NAME=VALUE",
+                     help="Set a name in the strategy's module."),
+        click.option("--finish", metavar="METHOD",
+                     help="Of a wrapper: called after backward; none: nothing is."),
+        click.option("--reset", metavar="METHOD", help="Of a wrapper: called before every step."),
+        click.option("--without-data", multiple=True, type=int, metavar="RANK",
+                     help="A rank that has no shard of the batch, such as a parameter server."),
+        click.option("--loss", default="mean", show_default=True, metavar="NAME",
+                     help="What backward is given: mean, mean/world or sum/global.",
+                     **completion.LOSSES),
+        click.option("--accept", metavar="KIND",
+                     help="What differs by design: low-precision:bf16 (fp16, fp32), "
+                     "quantised:BITS, low-rank:RANK or local-sgd:PERIOD."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def with_adaptation(asked: dict[str, Any]) -> dict[str, Any]:
+    """The options of `_adapter_options`, put together."""
+    from distcheck.training.adapters.asked import adaptation_of
+
+    names = ("form", "arguments", "variables", "finish", "reset", "without_data")
+    adaptation = adaptation_of(**{name: asked[name] for name in names})
+    rest = {name: value for name, value in asked.items() if name not in names}
+    return {**rest, "adaptation": adaptation}
+
+
+def machine_options(command: F) -> F:
+    """For ranks on several machines, where no launcher starts them."""
+    options = [
+        click.option("--nnodes", "--num-nodes", type=int, metavar="N",
+                     help="Machines that share the ranks; start the same command on each."),
+        click.option("--node-rank", "--rank", "machine", type=int, metavar="I",
+                     help="Which of them this is, from 0."),
+        click.option("--master-addr", "--master-ip", metavar="HOST",
+                     help="An address of machine 0."),
+        click.option("--master-port", type=int, metavar="PORT",
+                     help="A free port there. [default: 29500]"),
+        click.option("--init-method", metavar="URL",
+                     help="tcp://HOST:PORT or file:///PATH, in place of the two."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,212 @@
+"""`distcheck train`: plain training with a strategy, for tables of loss, accuracy and time.
+
+The loop is the one that `verify` records. Every rank computes with one thread, the single
+process too, so that times compare like with like.
+"""
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+import click
+import msgspec
+
+from distcheck.cli.under_launchers import dismiss, front_pool
+from distcheck.errors import DistcheckError, ExitCode, UsageError
+from distcheck.errors.shown_text import say
+from distcheck.plan import cases as plan
+from distcheck.plan.cases import Request
+from distcheck.records import Case
+from distcheck.reports.files import check_writable, write_text
+from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainJob
+from distcheck.verification import preparation
+from distcheck.worlds import blame
+from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.shares import Shared
+
+SCHEMA = "distcheck.training/1"
+
+
+def train_command(
+    *,
+    strategy: str | None,
+    world: int | None,
+    workload: str,
+    epochs: int,
+    steps: int | None,
+    dtype: str,
+    log_every: int,
+    json_file: str | None,
+    download: bool,
+    launch: Launch | None = None,
+    **options: Any,
+) -> int:
+    """Trains and prints a line per epoch; returns the exit code."""
+    case = plan_training(
+        strategy=strategy, world=world, workload=workload, epochs=epochs, steps=steps,
+        dtype=dtype, log_every=log_every, **options,
+    )  # fmt: skip
+    check_writable(json_file)
+    pool = front_pool(launch, [case])
+    try:
+        table, failure = _train(
+            pool, case, epochs=epochs, steps=steps, log_every=log_every, download=download
+        )
+        dismiss(pool, int(ExitCode.RANK_FAILED if failure else ExitCode.PASS), failure)
+    except DistcheckError as error:
+        dismiss(pool, int(error.exit_code), str(error))
+        raise
+    finally:
+        pool.close()
+    if failure:
+        say(f"distcheck: {failure}", err=True)
+        return int(ExitCode.RANK_FAILED)
+    if json_file is not None:
+        document = {"schema": SCHEMA, "case": case, "epochs": table}
+        write_text(json_file, msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+    return int(ExitCode.PASS)
+
+
+def plan_training(
+    *,
+    strategy: str | None,
+    world: int | None,
+    workload: str,
+    epochs: int,
+    steps: int | None,
+    dtype: str,
+    log_every: int,
+    **options: Any,
+) -> Case:
+    """What is to be trained, as a case. Raises UsageError or CannotRunError."""
+    if epochs < 1 or (steps is not None and steps < 1) or log_every < 0:
+        raise UsageError("--epochs and --steps must be at least 1, --log-every at least 0")
+    if strategy is None and world not in (None, 1):
+        raise UsageError(f"--world {world} needs a --strategy; without one a process trains alone")
+    if options["adaptation"].without_data:
+        raise UsageError("train gives every rank a shard; --without-data is for distcheck verify")
+    size = world or (4 if strategy else 1)
+    request = Request(
+        strategies=(strategy or "allreduce",),
+        worlds=(size,),
+        workloads=(workload,),
+        dtype=dtype,
+        steps=1,
+        **options,
+    )
+    case = plan.plan_cases(request)[0]  # on a GPU, others are there to be compared
+    if workload == "lattice":
+        raise UsageError("lattice has no accuracy to train for; use mlp, cnn or vgg11")
+    return msgspec.structs.replace(case, strategy=strategy or "")
+
+
+def _train(
+    pool: Pool,
+    case: Case,
+    *,
+    epochs: int,
+    steps: int | None,
+    log_every: int,
+    download: bool,
+) -> tuple[list[dict[str, Any]], str]:
+    """The table of epochs, and what went wrong (empty if nothing)."""
+    pool.wait_ready()
+    table = _Table(case, epochs)
+    with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:
+        inspected = msgspec.structs.replace(case, strategy=case.strategy or "allreduce")
+        facts = preparation.inspect(pool, [inspected], data)
+        if data.note:
+            say(f"note: {data.note}", err=True)
+
+        def payload(rendezvous: Rendezvous) -> bytes:
+            job = TrainJob(
+                case=case,
+                rendezvous=rendezvous,
+                description=data.description,
+                has_data=data.fd is not None,
+                epochs=epochs,
+                steps=steps,
+                log_every=log_every,
+            )
+            return msgspec.msgpack.encode(job)
+
+        table.head(facts.environment)
+        world = start_world(
+            pool,
+            target=TRAIN,
+            backend=case.backend,
+            size=case.world,
+            payload=payload,
+            fds=[Shared(fd=data.fd, kind="data")] if data.fd is not None else [],
+            deadline_s=case.deadline_s,
+        )
+        for child in world.children:
+            child.on_said = table.hear
+        run_until_over(pool, world)
+        failed = [
+            outcome
+            for outcome in blame.outcomes(world.children, hung=world.hung)
+            if outcome.outcome != "finished"
+        ]
+        world.close()
+    if failed:
+        return [], f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}"
+    return table.rows, ""
+
+
+class _Table:
+    """Prints an epoch as soon as every rank has said its figures."""
+
+    def __init__(self, case: Case, epochs: int) -> None:
+        self._case, self._epochs = case, epochs
+        self._heard: dict[int, list[EpochFigures]] = defaultdict(list)
+        self.rows: list[dict[str, Any]] = []
+
+    def head(self, environment: dict[str, Any]) -> None:
+        """What is being trained."""
+        case = self._case
+        how = f"{case.strategy}, world {case.world}" if case.strategy else "one process"
+        click.echo(
+            f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
+            f"{case.dtype}, 1 thread a rank, torch {environment['torch']}"
+        )
+
+    def hear(self, payload: bytes) -> None:
+        """Takes what a rank said."""
+        said = msgspec.msgpack.decode(payload, type=EpochFigures | RunningLoss)
+        if isinstance(said, RunningLoss):
+            click.echo(
+                f"  epoch {said.epoch + 1}/{self._epochs}, step {said.step}/{said.steps}: "
+                f"loss {said.loss:.4f} (rank 0)"
+            )
+            return
+        heard = self._heard[said.epoch]
+        heard.append(said)
+        if len(heard) == self._case.world:
+            self._print(heard)
+
+    def _print(self, figures: list[EpochFigures]) -> None:
+        first = min(figures, key=lambda f: f.rank)
+        loss = sum(f.loss_sum for f in figures) / sum(f.samples for f in figures)
+        timed = list(first.step_s[1:]) or list(first.step_s)
+        row = {
+            "epoch": first.epoch + 1,
+            "loss": loss,
+            "accuracy": first.correct / first.tested,
+            "tested": first.tested,
+            "steps": len(first.step_s),
+            "first_step_s": first.step_s[0],
+            "median_step_s": statistics.median(timed),
+            "mean_step_s": statistics.fmean(timed),
+            "max_step_s": max(timed),
+        }
+        self.rows.append(row)
+        click.echo(
+            f"epoch {row['epoch']}/{self._epochs}: loss {loss:.4f}, accuracy "
+            f"{100 * row['accuracy']:.2f} % of {first.tested:,}, "
+            f"{row['mean_step_s']:.3f} s per step (mean of {len(timed)}, first left out; "
+            f"median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
+        )

@@ -1,0 +1,271 @@
+"""`distcheck compare`: did an upgrade, or a change of the code, change bits, and by how much?
+
+1  read     the saved cases of both runs, and their verdicts
+2  run      without a second run, the cases of the first are run here and now
+3  pair     cases go together by their id; the rest of them must be alike
+4  compare  traces, in a process with torch in it
+5  judge    bits that are the same pass; changed ones must be within bounds, and both runs correct
+"""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from distcheck.compare.outputs import as_report
+from distcheck.compare.records import (
+    COMPARE,
+    CaseComparison,
+    CompareJob,
+    Comparison,
+    TraceComparison,
+)
+from distcheck.compare.screen import render
+from distcheck.errors import CannotRunError, ExitCode, UsageError
+from distcheck.plan.cases import check_case
+from distcheck.plan.costs import rough_s
+from distcheck.plan.provenance import changes_for_bits
+from distcheck.records import Change, VerdictName
+from distcheck.reports.documents import read_report
+from distcheck.reports.files import check_outputs, write_document, write_text
+from distcheck.reports.live import LiveProgress
+from distcheck.reports.terminal import console_for
+from distcheck.store import run_folder as store
+from distcheck.store.origin import origin_here
+from distcheck.store.run_folder import SavedCase, Store
+from distcheck.verification.run import run_cases
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.pool import Pool
+
+SCHEMA = "distcheck.comparison/1"
+# Fields that have no part in what is computed.
+_MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate", "initial")
+
+# What is recorded by value even with `record --digests`, or has no distance.
+_RECORDED_WHOLE = ("sample ids", "random numbers", "loss")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run directory: by the ids of its cases, those that have traces, and what it said of all."""
+
+    folder: Path
+    cases: dict[str, SavedCase]
+    verdicts: dict[str, VerdictName]
+
+
+def compare_command(
+    then: str, now: str | None, *, bits: bool, files: Mapping[str, str], quiet: bool
+) -> int:
+    """Compares, shows and writes; returns the exit code."""
+    check_outputs(files)
+    origin = origin_here()
+    earlier = saved_run(Path(then))
+    if now is None:
+        _check_cases(earlier)
+        keep = Store.of_own(keep_everything=True, spare=Path(then))
+        folder = keep.folder
+    else:
+        keep, folder = None, Path(now)
+    pool = Pool()
+    try:
+        if keep is not None:
+            _run_again(earlier, keep, pool, quiet=quiet)
+        later = saved_run(folder)
+        pool.wait_ready()
+        compared = [
+            _compare(pool, name, earlier, later, bits=bits)
+            for name in dict.fromkeys([*earlier.cases, *later.cases])
+        ]
+    except BaseException:
+        if keep is not None:
+            keep.discard_if_unused()
+        raise
+    finally:
+        pool.close()
+    comparison = Comparison(
+        then=then,
+        now=now or "here and now",
+        cases=tuple(compared),
+        saved_to=None if keep is None else str(folder),
+        made=origin,
+    )
+    if "-" not in files.values():
+        render(comparison, console_for(), quiet=quiet)
+    if "json" in files:
+        write_text(files["json"], render_json(comparison))
+    if others := {name: path for name, path in files.items() if name != "json"}:
+        words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+        known = {**earlier.cases, **later.cases}
+        document = as_report(comparison, known, made=origin, command=shlex.join(words))
+        write_document(others, document)
+    codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
+    return int(codes[comparison.verdict])
+
+
+def _check_cases(earlier: SavedRun) -> None:
+    """Raises UsageError for a case that cannot run, or was edited into one."""
+    for saved in earlier.cases.values():
+        try:
+            check_case(saved.case)
+        except UsageError as error:
+            text = f"{earlier.folder} holds a case that cannot run: {error}"
+            raise UsageError(text) from error
+
+
+def _run_again(earlier: SavedRun, keep: Store, pool: Pool, *, quiet: bool) -> None:
+    cases = [
+        msgspec.structs.replace(
+            saved.case, initial=_initial_state(earlier.folder / "traces" / name)
+        )
+        for name, saved in earlier.cases.items()
+    ]
+    with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
+        report = run_cases(cases, pool=pool, keep=keep, listener=listener)
+    if report.save_error:
+        raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")
+
+
+def _initial_state(trace: Path) -> str:
+    """What a recorded case started from: both runs start there, so that an initialisation that
+    rounds differently does not end their comparison.
+    """
+    file = trace / "run-1" / "slot-000.safetensors"
+    return str(file.absolute()) if file.is_file() else ""
+
+
+def saved_run(folder: Path) -> SavedRun:
+    """What a run directory holds besides its tensors. Raises UsageError."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is no folder; give one that distcheck record or verify --save has made"
+        )
+    found = {}
+    for place in store.saved_cases(folder):
+        saved = store.read_about(place)
+        if saved.case.id != place.name:
+            raise UsageError(f"the trace in {place} is that of case {saved.case.id}: renamed?")
+        found[saved.case.id] = saved
+    said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
+    return SavedRun(folder, found, said)
+
+
+def render_json(comparison: Comparison) -> str:
+    """The comparison as JSON; docs/goldens.md explains every key."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "verdict": comparison.verdict,
+        **msgspec.to_builtins(comparison),
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:
+    if name not in then.cases or name not in now.cases:
+        there, missing = (then, now) if name in then.cases else (now, then)
+        return _unknown(name, f"{there.folder} has this case and {missing.folder} has not")
+    one, two = then.cases[name], now.cases[name]
+    other = [
+        f"{field} was {getattr(one.case, field)} and is {getattr(two.case, field)}"
+        for field in one.case.__struct_fields__
+        if field not in _MAY_DIFFER and getattr(one.case, field) != getattr(two.case, field)
+    ]
+    if other:
+        return _unknown(name, f"it is not the same case: {'; '.join(other)}")
+    found = _compare_traces(pool, [run.folder / "traces" / name for run in (then, now)], one, two)
+    changed = changes_for_bits(one.made, two.made, two.case)
+    said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
+    verdict, reason = _judge(found, changed, said, bits=bits)
+    unseen = found.not_judged or found.kind not in _RECORDED_WHOLE
+    if found.by_digest and found.first is not None and unseen:
+        reason = f"{reason}; {_distance_unknown(one, two)}"
+    same = "same" if found.first is None else "changed"
+    return CaseComparison(
+        id=name,
+        verdict=verdict,
+        bits="not compared" if found.why_not else same,
+        reason=reason,
+        found=found,
+        changes=tuple(changed),
+    )
+
+
+def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
+    """What to do about a distance that digests do not show."""
+    lacking = [name for name, run in (("earlier", one), ("later", two)) if not run.tensors]
+    which = f"the {lacking[0]} run" if len(lacking) == 1 else "both runs"
+    where = "where it was made" if len(lacking) == 1 else "each where it was made"
+    return (
+        "the distance is not known from digests alone; to learn it, record "
+        f"{which} without --digests, {where}, and compare again"
+    )
+
+
+def _compare_traces(
+    pool: Pool, places: Sequence[Path], one: SavedCase, two: SavedCase
+) -> TraceComparison:
+    fds: list[int] = []
+    try:
+        firsts = []
+        for place in places:
+            _, own = store.read_trace(pool, place, digests_suffice=True)
+            fds += own
+            firsts.append(own[0])
+        job = CompareJob(
+            case=two.case,
+            contracts=(one.facts.contract, two.facts.contract),
+            training=one.facts.training,
+            layouts=(one.layout, two.layout),
+            tensors=one.tensors and two.tensors,
+        )
+        answer = run_job(pool, COMPARE, msgspec.msgpack.encode(job), firsts)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return msgspec.msgpack.decode(answer, type=TraceComparison)
+
+
+def _judge(
+    found: TraceComparison,
+    changed: list[Change],
+    said: tuple[VerdictName, VerdictName],
+    *,
+    bits: bool,
+) -> tuple[VerdictName, str]:
+    """The verdict, and the sentence that goes with it."""
+    then, now = said
+    if found.why_not:
+        return "unknown", found.why_not
+    if found.first is None:
+        if now == "pass":
+            return "pass", "every bit is the same"
+        return now, f"every bit is the same, and the later run's own verdict is {now}"
+    if found.beyond is not None:
+        return "fail", "beyond what two right results may differ by"
+    if now != "pass" or then != "pass":
+        verdict: VerdictName = "fail" if "fail" in said else "unknown"
+        return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
+    if found.kind in ("initial state", "sample ids", "random numbers"):
+        return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
+    machine = [change for change in changed if change.kind == "machine"]
+    if bits and machine:
+        return "unknown", f"bits of other machines need not be equal: {machine[0]}"
+    if found.not_judged:
+        held = "whether the first step that differs is within the bound is not known"
+    elif found.judged:
+        held = "within the bound at the first step that differs"
+    else:
+        held = "no bound is derived for what differs first"
+    reason = f"{held}; both runs are correct by their own verdicts"
+    if bits:
+        return "fail", reason
+    return ("unknown" if found.not_judged else "pass"), reason
+
+
+def _unknown(name: str, reason: str) -> CaseComparison:
+    return CaseComparison(id=name, verdict="unknown", bits="not compared", reason=reason)

@@ -1,0 +1,154 @@
+"""How far two results of one computation may be apart, when both started from the same bits.
+
+Two runs of a case start from the same state. Up to the first place where their bits differ, every
+input of that place was the same, so both results stand for one exact number; a result is within
+some bound of it, and two are within the sum of their bounds of each other. After that place
+inputs differ, and no bound on the difference holds that does not depend on the model: from there
+on each run is judged by itself, as `distcheck verify` does at every step from the state it had.
+
+local gradients   the same shard of n samples from the same weights: each is within the relative
+                  L2 distance of S32 or S64 (oracles/full_batch.py, for n samples) of the exact
+                  gradient, times the largest norm in the module; two, within twice that.
+gradients         where local gradients are the same bits: both are within R of their mean
+                  (oracles/rounding.py), each by its own promise; elementwise, within the sum.
+                  Where local gradients differ at that step already: within that of the means,
+                  which is the weighted sum of what the local ones may differ by, and the two R
+                  bounds more, as L2 norms.
+loss              the relative distance of S32 or S64, twice.
+
+Where a GradScaler multiplies the loss, local gradients carry its scale and gradients do not: no
+bound on the latter is derived there; nor where a step has several backward passes, each of which
+may exchange: what bounds that (oracles/rounding.py) is not in a trace. For float16 and bfloat16 no
+bound on a backward pass is derived: only gradients whose local gradients are the same bits are
+judged. Parameters, buffers and the optimizer's state, from the same gradients, are what each
+torch's own optimizer computes; the run's own verdict says whether they are.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from distcheck.compare.records import CompareJob
+from distcheck.contract import Contract
+from distcheck.judge.oracles import rounding
+from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
+from distcheck.judge.oracles.shards import declared_factor
+from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.reader import StepHeader, TraceReader
+
+_LAYERS = {"float32": "S32", "float64": "S64"}
+
+
+class StepBounds:
+    """The bounds of one step, the first at which `then` and `now` differ."""
+
+    def __init__(self, job: CompareJob, then: TraceReader, step: int) -> None:
+        self._case, self._contracts, self._step = job.case, job.contracts, step
+        self._training = job.training
+        self._trace = then = then.of_ranks(job.case.with_data)
+        self._world = then.layout.world
+        self._headers = [then.header(rank, step) for rank in range(self._world)]
+        self._sizes = [len(header.ids) for header in self._headers]
+        self._layer = _LAYERS.get(job.case.dtype, "")
+        self._names = [spec.name for spec in then.layout.model.parameters]
+
+    def loss(self, rank: int) -> float | None:
+        """Of a rank's mean loss."""
+        if not self._layer or rank not in self._case.with_data:
+            return None
+        header = self._headers[self._case.with_data.index(rank)]
+        return 2 * loss_tolerance(self._layer, header.loss)
+
+    def has_local(self, rank: int) -> bool:
+        """Whether `local` is derived; needs no tensors."""
+        return bool(self._layer) and rank in self._case.with_data
+
+    def has_synced(self, index: int, *, same_inputs: bool) -> bool:
+        """Whether `synced` is derived; needs no tensors. True also where only the values of the
+        tensors could show that rounding is not bounded.
+        """
+        entries = [
+            self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
+            for rank in range(self._world)
+        ]
+        if not any(entry.state is State.STORED for entry in entries):
+            return bool(self._layer)
+        return self._bounds_exchange() and (same_inputs or bool(self._layer))
+
+    def local(self, rank: int, index: int) -> float | None:
+        """Of a rank's gradient before the exchange, as an L2 norm."""
+        if not self.has_local(rank):
+            return None
+        position = self._case.with_data.index(rank)
+        recorded = self._trace.tensors(position, Kind.LOCAL_GRADIENT, self._step)
+        return 2 * self._scale(recorded, index, self._sizes[position])
+
+    def synced(self, index: int, *, same_inputs: bool) -> torch.Tensor | float | None:
+        """Of the gradient after the exchange: elementwise where inputs were the same bits,
+        otherwise as an L2 norm; None where none is known.
+        """
+        shards = [
+            self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, index)
+            for rank in range(self._world)
+        ]
+        present = [shard for shard in shards if shard is not None]
+        if not present:
+            return self._unseen(index)
+        if not self._bounds_exchange():
+            return None
+        filled = [torch.zeros_like(present[0]) if s is None else s for s in shards]
+        try:
+            bound = sum(
+                (self._rounding(filled, contract) for contract in self._contracts),
+                torch.zeros_like(present[0], dtype=torch.float64),
+            )
+        except rounding.NotBoundedError:
+            return None
+        if same_inputs:
+            return bound
+        inputs = [self.local(rank, index) for rank in self._case.with_data]
+        if not self._layer:
+            return None
+        shares = self._shares(self._contracts[0])
+        of_means = sum(abs(s) * d for s, d in zip(shares, inputs, strict=True) if d is not None)
+        return of_means + float(bound.norm())
+
+    def _bounds_exchange(self) -> bool:
+        return self._training.loss_scale is None and self._training.accumulate <= 1
+
+    def _unseen(self, index: int) -> float | None:
+        """Where the exchange is out of sight, a gradient is one of the whole batch."""
+        if not self._layer:
+            return None
+        recorded = self._trace.tensors(0, Kind.GRADIENT, self._step)
+        return 2 * self._scale(recorded, index, sum(self._sizes))
+
+    def _scale(self, gradients: Sequence[torch.Tensor | None], index: int, samples: int) -> float:
+        scales = module_scales(self._names, gradients)
+        scale = scales.get(self._names[index].rpartition(".")[0], 0.0)
+        return relative_tolerance(self._layer, samples) * scale
+
+    def _rounding(self, shards: Sequence[torch.Tensor], contract: Contract) -> torch.Tensor:
+        wire = None if contract.wire is None else getattr(torch, contract.wire)
+        rescaled = any(factor != 1.0 for factor in self._factors(contract))
+        return rounding.interval(shards, self._shares(contract), rescaled=rescaled, wire=wire).bound
+
+    def _factors(self, contract: Contract) -> list[float]:
+        total = sum(self._sizes)
+        return [
+            declared_factor(self._case.loss, size, total, self._sizes) * _observed(header, contract)
+            for size, header in zip(self._sizes, self._headers, strict=True)
+        ]
+
+    def _shares(self, contract: Contract) -> list[float]:
+        """What each rank's gradient counts for in the mean over all samples."""
+        if contract.weighting == "loss":
+            return [1.0 / self._world] * self._world
+        total = sum(self._sizes)
+        pairs = zip(self._sizes, self._factors(contract), strict=True)
+        return [size / total / factor if factor else math.nan for size, factor in pairs]
+
+
+def _observed(header: StepHeader, contract: Contract) -> float:
+    return header.loss_factor if contract.observes_loss else 1.0

@@ -1,0 +1,253 @@
+"""`distcheck explore`, from words to exit code."""
+
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from distcheck.errors import CannotRunError, ExitCode, UsageError
+from distcheck.explore.budget import seconds_of
+from distcheck.explore.found import KeptCases
+from distcheck.plan import cases as plan
+from distcheck.plan.cases import Request
+from distcheck.records import Adaptation, Case
+from distcheck.reports.files import check_writable, write_text
+from distcheck.reports.live import LiveProgress
+from distcheck.store.run_folder import DEFAULT_FOLDER
+from distcheck.training.adapters.asked import adaptation_of, check_adaptation
+from distcheck.workloads.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
+from distcheck.worlds.pool import Pool
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+_MOST_WORLD = 16
+_MOST_STEPS = 10
+_MOST_COMBINATIONS = 64
+_LAUNCHED = ("RANK", "WORLD_SIZE")
+
+
+class _Live(LiveProgress):
+    """A line of the search's own."""
+
+    def __enter__(self) -> "_Live":
+        super().__enter__()
+        return self
+
+    def show(self, text: str) -> None:
+        """Replaces what the line says."""
+        self._show(text)
+
+
+# Of several searches, the code that says most comes first.
+_WORST_FIRST = (
+    ExitCode.INTERRUPTED,
+    ExitCode.MISMATCH,
+    ExitCode.RANK_FAILED,
+    ExitCode.UNKNOWN,
+    ExitCode.PASS,
+)
+
+
+def explore_command(searches: Sequence[dict[str, Any]]) -> int:
+    """Makes searches, which share their budget alike, one after the other, and shows what each has
+    found; returns the exit code of the worst. Raises DistcheckError.
+    """
+    checked = [_checked(asked) for asked in searches]
+    check_writable(searches[0]["json_file"])
+    settle_hypothesis()
+    codes: list[ExitCode] = []
+    for asked, (strategy, budget_s, vary) in zip(searches, checked, strict=True):
+        if codes and not asked["quiet"]:
+            click.echo()
+        codes.append(_explore(asked, strategy, budget_s / len(searches), vary))
+        if codes[-1] is ExitCode.INTERRUPTED:
+            break
+    return int(min(codes, key=_WORST_FIRST.index))
+
+
+def _explore(
+    asked: dict[str, Any], strategy: str, budget_s: float, vary: dict[str, list[str]]
+) -> ExitCode:
+    from distcheck.explore import report
+    from distcheck.explore import space as strategies
+    from distcheck.explore.running import Runner
+    from distcheck.explore.search import Search
+
+    _check_without(asked["without"], strategies.DIMENSIONS)
+    begun = time.monotonic()
+    space = _space(strategy, asked, vary)
+    kept = KeptCases(strategy)
+    earlier = kept.read()
+    pool = Pool()
+    interrupted = False
+    runner = Runner(pool)
+    with _Live(Console(stderr=True, quiet=asked["quiet"])) as live:
+        search = Search(
+            runner=runner,
+            space=space(without=asked["without"]),
+            seed=asked["seed"],
+            until=begun + budget_s,
+            most_cases=asked["max_cases"],
+            show=live.show,
+            most_world=asked["world"],
+        )
+        try:
+            live.show("importing torch, looking at the strategy")
+            pool.wait_ready()
+            runner.look_at(_samples(strategy, asked, vary))
+            if runner.left_out:
+                search.space = space(without=(*asked["without"], *runner.left_out))
+            search.until = max(search.until, time.monotonic() + 1.0)  # at least one case
+            search.again(earlier)
+            if search.finding is None:
+                search.run()
+        except KeyboardInterrupt:
+            interrupted = True
+            search.give_up()
+        finally:
+            if not interrupted:
+                runner.close()
+            pool.close()
+    story = report.Story(
+        strategy=strategy,
+        seed=asked["seed"],
+        spent_s=time.monotonic() - begun,
+        search=search,
+        earlier=len(earlier),
+        unreadable=tuple(kept.unreadable),
+        interrupted=interrupted,
+        kept_as=kept.keep(search.finding.report.case) if search.finding else None,
+    )
+    if asked["json_file"] != "-":
+        report.show(story, quiet=asked["quiet"])
+    if asked["json_file"] is not None:
+        write_text(asked["json_file"], report.as_json(story))
+    if interrupted:
+        click.echo("distcheck: interrupted; nothing is left running", err=True)
+    return story.exit_code
+
+
+def _space(
+    strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]
+) -> "Callable[..., SearchStrategy[Case]]":
+    """What is searched, but for what it is to be `without`."""
+    from distcheck.explore.space import cases
+
+    return partial(
+        cases,
+        strategy,
+        most_world=asked["world"],
+        most_steps=asked["steps"],
+        adaptation=asked["adaptation"],
+        vary=vary,
+        loss=asked["loss"],
+        deadline_s=asked["deadline_s"],
+    )
+
+
+def settle_hypothesis() -> None:
+    """Raises CannotRunError without it; with it, it leaves no folder of its own where one is."""
+    if importlib.util.find_spec("hypothesis") is None:
+        raise CannotRunError(
+            "distcheck explore draws its cases with hypothesis, which is not installed: "
+            "pip install 'distcheck[explore]'"
+        )
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(DEFAULT_FOLDER / "hypothesis"))
+
+
+def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
+    """Strategy, budget in seconds, and what to vary. Raises UsageError or CannotRunError."""
+    if any(name in os.environ for name in _LAUNCHED):
+        raise UsageError("explore starts ranks of its own, and runs under no launcher")
+    budget_s = seconds_of(asked["budget"])
+    for option, value, least, most in (
+        ("--world", asked["world"], 1, _MOST_WORLD),
+        ("--steps", asked["steps"], 1, _MOST_STEPS),
+        ("--max-cases", asked["max_cases"], 1, 10**9),
+        ("--seed", asked["seed"], 0, 2**63 - 1),
+    ):
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"{option} {value} is out of range; it takes {least} to {most}")
+    if asked["accept"] is not None:
+        raise UsageError(
+            f"--accept {asked['accept']}: explore holds every result against the mean; for code "
+            "that differs from it by design, use distcheck verify"
+        )
+    if asked["adaptation"].without_data:
+        raise UsageError(
+            "explore draws cases in which every rank has a shard; --without-data is for "
+            "distcheck verify"
+        )
+    vary = _varied(asked["vary"], asked["adaptation"])
+    plan.check_request(
+        Request(
+            strategies=(asked["strategy"],) if asked["strategy"] else (),
+            deadline_s=asked["deadline_s"],
+            adaptation=asked["adaptation"],
+            loss=asked["loss"],
+        )
+    )
+    return asked["strategy"], budget_s, vary
+
+
+def _check_without(words: Sequence[str], known: Sequence[str]) -> None:
+    strange = [word for word in words if word not in known]
+    if strange:
+        raise UsageError(
+            f"--without {strange[0]}: there is no such thing to leave out; known are "
+            f"{', '.join(known)}"
+        )
+    for what in (KINDS, OPTIMIZERS, EXPLORED_DTYPES):
+        if set(what) <= set(words):
+            raise UsageError(f"--without {', '.join(what)}: one of them has to be left")
+
+
+def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
+    vary: dict[str, list[str]] = {}
+    for word in words:
+        if not word.partition("=")[2] or word.startswith("="):
+            raise UsageError(f"--vary {word!r} is not of the form NAME=VALUE")
+        ((name, value),) = adaptation_of(arguments=[word]).arguments
+        vary.setdefault(name, []).append(value)
+        if name in dict(fixed.arguments):
+            raise UsageError(f"--vary {name}: --arg gives it one value already; leave one out")
+        check_adaptation(Adaptation(arguments=((name, value),)), "mean")
+    combinations = 1
+    for values in vary.values():
+        combinations *= len(values)
+    if combinations > _MOST_COMBINATIONS:
+        raise UsageError(
+            f"--vary makes {combinations} combinations of values; give at most {_MOST_COMBINATIONS}"
+        )
+    return vary
+
+
+def _samples(strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]) -> list[Case]:
+    """A case for every way in which the strategy will be called."""
+    names = sorted(vary)
+    cases = []
+    for values in itertools.product(*(vary[name] for name in names)):
+        chosen = tuple(zip(names, values, strict=True))
+        given = asked["adaptation"]
+        request = Request(
+            strategies=(strategy,),
+            workloads=("generated:linear1",),
+            dtype="float32",
+            loss=asked["loss"],
+            adaptation=Adaptation(
+                form=given.form,
+                arguments=(*given.arguments, *chosen),
+                variables=given.variables,
+                finish=given.finish,
+                reset=given.reset,
+            ),
+        )
+        cases += plan.plan_cases(request)
+    return cases

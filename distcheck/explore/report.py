@@ -1,0 +1,233 @@
+"""What a search has found, for a person and as JSON."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from distcheck.errors import ExitCode
+from distcheck.errors.shown_text import shown
+from distcheck.explore.found import as_python
+from distcheck.explore.search import Finding, Search
+from distcheck.judge.sensitivity import why_alone_unknown
+from distcheck.plan.declined import notes_on
+from distcheck.records import Case
+from distcheck.reports.failures import describe_failure
+from distcheck.reports.terminal import console_for
+from distcheck.workloads.generated_words import PREFIX, parse
+
+SCHEMA = "distcheck.explore/1"
+_INDENT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A search that is over, and what became of what it found."""
+
+    strategy: str
+    seed: int
+    spent_s: float
+    search: Search
+    earlier: int
+    unreadable: tuple[str, ...]
+    interrupted: bool
+    kept_as: Path | None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """A search that has run nothing, or could not judge something, shows nothing."""
+        search = self.search
+        if self.interrupted:
+            return ExitCode.INTERRUPTED
+        if search.finding is not None:
+            failed = search.finding.report.ranks_failed
+            return ExitCode.RANK_FAILED if failed else ExitCode.MISMATCH
+        if search.once:
+            return ExitCode.MISMATCH
+        return ExitCode.UNKNOWN if search.unknown or not search.passed else ExitCode.PASS
+
+    @property
+    def replay(self) -> str:
+        """The line that runs the found case again; empty where nothing was found or kept."""
+        return f"distcheck replay {quote(str(self.kept_as))}" if self.kept_as else ""
+
+
+def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
+    """How many cases had what, by dimension; layers and marks are counted once per case."""
+    counts: dict[str, Counter[str]] = {}
+
+    def count(dimension: str, values: set[str]) -> None:
+        counts.setdefault(dimension, Counter()).update(values)
+
+    for case in cases:
+        model = parse(case.workload.removeprefix(PREFIX))
+        count("world", {str(case.world)})
+        count("steps", {str(case.steps)})
+        count("dtype", {case.dtype})
+        count("shards", {"unequal" if case.batch % case.world else "equal"})
+        if model.samples < case.batch * case.steps:
+            count("shards", {"short last batch"})
+        count("layers", {layer.kind for layer in model.layers})
+        count("marks", {mark for layer in model.layers for mark in layer.marks} or {"none"})
+        count("nested", {str(max(layer.nested for layer in model.layers))})
+        count("optimizer", {model.optimizer})
+        count("groups", {"2" if model.groups else "1"})
+        count("rates", {"change" if model.schedule else "constant"})
+        count("accumulate", {str(model.accumulate)})
+        count("late ranks", {str(len({late.rank for late in case.delays}))})
+        for name, value in case.adaptation.arguments:
+            count(f"argument {name}", {value})
+    return {name: dict(sorted(found.items())) for name, found in counts.items()}
+
+
+def show(story: Story, *, quiet: bool) -> None:
+    """Prints it, the verdict first."""
+    console = console_for()
+    console.print(_headline(story), soft_wrap=True)
+    for label, text in _lines(story) if not quiet else ():
+        for number, line in enumerate(shown(text).splitlines() or [""]):
+            head = f"{' ' * _INDENT}{label if number == 0 else '':<10}"
+            console.print(Text(head + line), soft_wrap=True)
+    if story.replay:
+        console.print(Text(f"{' ' * _INDENT}replay    {shown(story.replay)}"), soft_wrap=True)
+    if quiet:
+        return
+    if story.search.finding is None:
+        _show_coverage(story, console)
+        return
+    console.print()  # at the margin, so that it can be copied
+    console.print(Text(as_python(story.search.finding.report.case).rstrip()), soft_wrap=True)
+
+
+def as_json(story: Story) -> str:
+    """The document, with a newline at its end."""
+    search, finding = story.search, story.search.finding
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "strategy": story.strategy,
+        "seed": story.seed,
+        "exit_code": int(story.exit_code),
+        "interrupted": story.interrupted,
+        "spent_s": round(story.spent_s, 3),
+        "cases": len(search.cases),
+        "passed": len(search.passed),
+        "unknown": [report.case for report in search.unknown],
+        "insensitive": [report.case for report in search.insensitive],
+        "failed_once": [report.case for report in search.once],
+        "kept_cases": story.earlier,
+        "shrunk_in": search.shrunk_in,
+        "coverage": coverage(search.cases),
+        "left_out": search.runner.left_out,
+        "finding": None,
+    }
+    if finding is not None:
+        document["finding"] = {
+            "report": finding.report,
+            "failed": finding.failed,
+            "replays": finding.replays,
+            "unshrunk": finding.unshrunk,
+            "file": str(story.kept_as) if story.kept_as else None,
+            "python": as_python(finding.report.case),
+        }
+    return msgspec.json.format(msgspec.json.encode(document)).decode() + "\n"
+
+
+def _headline(story: Story) -> Text:
+    search = story.search
+    code = story.exit_code
+    bad = search.finding is not None or bool(search.once)
+    word = "FAIL" if bad else "PASS" if code is ExitCode.PASS else "UNKNOWN"
+    style = {"FAIL": "bold red", "PASS": "bold green"}.get(word, "bold yellow")
+    count, spent = len(search.cases), f"{story.spent_s:.0f} s"
+    cases = f"{count} case{'s' * (count != 1)}"
+    if search.finding is not None:
+        said = f"found in {cases}, {search.shrunk_in} of them to shrink it; {spent}"
+    elif search.once:
+        said = f"a failure that was not repeated, in {cases}; {spent}"
+    elif not count:
+        said = "no case was run"
+    else:
+        said = f"nothing found in {cases}; {spent}"
+    interrupted = ", interrupted" if story.interrupted else ""
+    return Text.assemble(
+        (f"{word:<8}", style), f"{story.strategy}: {said}, seed {story.seed}{interrupted}"
+    )
+
+
+def _lines(story: Story) -> Iterator[tuple[str, str]]:
+    search = story.search
+    if search.finding is not None:
+        yield from _lines_of(search.finding)
+    for report in search.once:
+        outcome = "a rank failed" if report.ranks_failed else "a mismatch"
+        yield (
+            "once",
+            f"{outcome} in {report.case.workload}, world {report.case.world}, among ranks that had "
+            "trained other cases; not repeated by fresh ones: a rare race, or state that is kept "
+            "from one model to the next",
+        )
+    for report in search.unknown[:3]:
+        reasons = {c.reason for c in report.checks if c.verdict == "unknown"}
+        yield "unknown", f"{report.case.workload}: {'; '.join(sorted(reasons))}"
+    if search.insensitive:
+        yield "note", _about_insensitive(search)
+    for word, why in search.runner.left_out.items():
+        yield "note", f"{word} was left out: {why}"
+    if search.runner.distrusts_kept:
+        yield "note", search.runner.distrusts_kept
+    if story.earlier:
+        yield "kept", f"{story.earlier} found earlier; run first"
+    for text in story.unreadable:
+        yield "kept", f"left out: {text}"
+
+
+def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
+    case = finding.report.case
+    steps = f"{case.steps} step{'s' * (case.steps != 1)}"
+    samples = f"{case.batch} sample{'s' * (case.batch != 1)}"
+    given = "".join(f", {name}={value}" for name, value in case.adaptation.arguments)
+    yield (
+        "case",
+        f"world {case.world}, {steps} of {samples}, {case.dtype}, {case.workload}{given}",
+    )
+    for late in case.delays:
+        before = f"collective {late.collective}" if late.collective else "backward"
+        yield "late", f"rank {late.rank} by {late.ms} ms before {before} of every step"
+    yield from describe_failure(finding.report)
+    if finding.replays and finding.failed < finding.replays:
+        yield (
+            "flaky",
+            f"failed in {finding.failed} of {finding.replays} replays in fresh ranks: a race",
+        )
+    for note in notes_on(case):
+        yield "note", note
+    if finding.unshrunk:
+        yield "note", f"it may not be the smallest: {finding.unshrunk}"
+
+
+def _about_insensitive(search: Search) -> str:
+    """What is not counted as passed, and the first reason."""
+    first = search.insensitive[0]
+    count, of = len(search.insensitive), len(search.cases)
+    return (
+        f"{count} of {of} cases {'are' if count > 1 else 'is'} not counted as passed: nothing "
+        f"differed, but not every simple mistake could have shown. In {first.case.workload}, world "
+        f"{first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
+    )
+
+
+def _show_coverage(story: Story, console: Console) -> None:
+    for name, counts in coverage(story.search.cases).items():
+        found = ", ".join(f"{value} {number}" for value, number in counts.items())
+        console.print(Text(f"{' ' * _INDENT}{name:<10}  {found}"), soft_wrap=True)
+    if story.search.passed:
+        console.print(
+            "\nA search that found nothing shows nothing about cases that it did not draw.",
+            soft_wrap=True,
+        )

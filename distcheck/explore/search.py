@@ -1,0 +1,304 @@
+"""The search: cases are drawn in rounds, run, and what fails is shrunk by hypothesis.
+
+A round is drawn twice from the same seed: first only to know its cases, so that one can be judged
+while the next is trained; then with their verdicts, so that hypothesis meets the failure where it
+was drawn, and shrinks it. A verdict once reached is kept for as long as the search lasts:
+hypothesis insists that what failed fails again, which a race does not.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.strategies import SearchStrategy
+
+from distcheck.errors import DistcheckError
+from distcheck.explore.running import Runner
+from distcheck.explore.space import MOST_WORLD, identify
+from distcheck.judge import sensitivity
+from distcheck.judge.diagnosis.findings import APART
+from distcheck.machine.seeds import derive
+from distcheck.records import Case, CaseReport, Delay
+
+_FIRST_ROUND, _ROUND = 25, 100
+_REPLAYS = 3  # of what was found, in fresh ranks
+_LATE_MS = 200
+_LEAST_SHRINKING_S = 60.0
+_MOST_SHRINKING_CASES = 300
+
+
+class _WrongError(Exception):
+    """A case whose ranks finished and were wrong."""
+
+
+class _RankFailedError(Exception):
+    """A case in which a rank crashed or hung; another bug than a mismatch, and shrunk apart."""
+
+
+class _TimeIsUpError(BaseException):
+    """Passes through hypothesis, which takes every Exception for a failure of the case."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The smallest case that fails, its report, and how often it failed when it was replayed in
+    fresh ranks. `unshrunk` says why it may not be the smallest.
+    """
+
+    report: CaseReport
+    failed: int
+    replays: int
+    unshrunk: str = ""
+
+
+@dataclass
+class Search:
+    """One search. What it knows so far can be read at any time, also after Ctrl-C.
+
+    `until` is a time of the monotonic clock, in seconds; at most `most_cases` cases are drawn.
+    """
+
+    runner: Runner
+    space: SearchStrategy[Case]
+    seed: int
+    until: float
+    most_cases: int | None = None
+    show: Callable[[str], None] = lambda text: None
+    most_world: int = MOST_WORLD
+    passed: list[Case] = field(default_factory=list)
+    unknown: list[CaseReport] = field(default_factory=list)
+    # Compared all and found nothing, but some of the simplest mistakes could not have shown.
+    insensitive: list[CaseReport] = field(default_factory=list)
+    finding: Finding | None = None
+    once: list[CaseReport] = field(default_factory=list)  # failed in kept ranks, not in fresh ones
+    shrunk_in: int = 0  # cases
+    _verdicts: dict[str, CaseReport] = field(default_factory=dict)
+    _failed: dict[str, CaseReport] = field(default_factory=dict)
+    _last_failed: CaseReport | None = None
+
+    @property
+    def cases(self) -> list[Case]:
+        """Every case that was run, in order."""
+        return [report.case for report in self._verdicts.values()]
+
+    def again(self, kept: Sequence[Case]) -> None:
+        """Runs what was found earlier; ends with the first that still fails."""
+        for case in kept:
+            if self.runner.why_left_out(case):  # the strategy was another then
+                continue
+            self.show(f"kept case {case.id}")
+            if self._examine(case).verdict == "fail":
+                self._conclude(self._verdicts[case.id], "", replays=1)
+                return
+
+    def run(self) -> None:
+        """Draws and runs cases until the budget is used up or something is found."""
+        number = 0
+        try:
+            while self.finding is None and not self._used_up():
+                before = len(self._verdicts)
+                self._round(number)
+                number += 1
+                if len(self._verdicts) == before and number > 3:
+                    return  # there is nothing new to draw
+        except _TimeIsUpError:
+            pass
+        if self.finding is None and self._failed:
+            self._conclude(min(self._failed.values(), key=_weight), "the time was up")
+
+    def give_up(self) -> None:
+        """After Ctrl-C: what failed so far is what was found, though nobody has replayed it."""
+        if self.finding is None and self._failed:
+            best = min(self._failed.values(), key=_weight)
+            self.finding = Finding(best, 0, 0, "interrupted")
+
+    def _used_up(self) -> bool:
+        too_many = self.most_cases is not None and len(self._verdicts) >= self.most_cases
+        return too_many or time.monotonic() >= self.until
+
+    def _round(self, number: int) -> None:
+        size = _FIRST_ROUND if number == 0 else _ROUND
+        drawn: dict[str, Case] = {}
+        self._draw(number, size, lambda case: drawn.setdefault(case.id, case))
+        if not self._fails_among(
+            [case for name, case in drawn.items() if name not in self._verdicts]
+        ):
+            return
+        begun, already = time.monotonic(), len(self._verdicts)
+        spare = max(self.until - begun, _LEAST_SHRINKING_S)
+        until, most = begun + spare, already + _MOST_SHRINKING_CASES
+
+        def fails_again(case: Case) -> None:
+            if time.monotonic() > until or len(self._verdicts) > most:
+                raise _TimeIsUpError
+            report = self._examine(case)
+            if report.verdict == "fail":
+                self._last_failed = report
+                if report.ranks_failed:
+                    raise _RankFailedError
+                raise _WrongError
+
+        try:
+            self._draw(number, size, fails_again)
+        except (_WrongError, _RankFailedError):
+            assert self._last_failed is not None
+            self.shrunk_in = len(self._verdicts) - already
+            self._conclude(self._last_failed, "")
+
+    def _draw(self, number: int, size: int, examine: Callable[[Case], object]) -> None:
+        @seed(derive(self.seed, "explore", number))
+        @settings(
+            max_examples=size,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=(Phase.generate, Phase.shrink),
+            report_multiple_bugs=False,
+            print_blob=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.space)
+        def body(case: Case) -> None:
+            examine(case)
+
+        try:
+            body()
+        except HypothesisException as error:  # of its own making: none of ours is one
+            self.show(f"hypothesis ended a round: {error}")
+
+    def _fails_among(self, cases: list[Case]) -> bool:
+        """Whether one of them fails, before the budget is used up; runs as few as it takes."""
+        while cases and not self._used_up():
+            for report in self.runner.run_many(cases):
+                cases = cases[1:]
+                if report.verdict == "fail":
+                    break
+                self._enter(report)
+                if self._used_up():
+                    return False
+            else:
+                return False
+            if self._enter(report).verdict == "fail":
+                return True
+        return False
+
+    def _examine(self, case: Case) -> CaseReport:
+        """What is known of a case, or is found out now."""
+        known = self._verdicts.get(case.id)
+        return known if known is not None else self._enter(self.runner.run(case))
+
+    def _enter(self, report: CaseReport) -> CaseReport:
+        """Takes note of a report; of the first failure only what it is worth."""
+        case = report.case
+        if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
+            report = self._believed(report)
+        self._verdicts[case.id] = report
+        if report.verdict == "fail":
+            self._failed[case.id] = report
+        elif report.verdict == "unknown":
+            could_not_show = sensitivity.why_alone_unknown(report.checks)
+            (self.insensitive if could_not_show else self.unknown).append(report)
+        else:
+            self.passed.append(case)
+        what = "shrinking" if self._failed else "searching"
+        self.show(f"{what}: {len(self._verdicts)} cases; {case.workload}, world {case.world}")
+        return report
+
+    def _believed(self, report: CaseReport) -> CaseReport:
+        """The first failure, if fresh ranks fail as well, or new ones that are kept. Otherwise what
+        fresh ranks say; and from now on only fresh ranks are asked, if kept ones get in each
+        other's way.
+        """
+        case = report.case
+        fresh = self.runner.run_fresh(case)
+        if fresh.verdict == "fail":
+            return fresh
+        once = msgspec.structs.replace(case, rerun=False)  # which would be a second time by itself
+        alone, after = self.runner.run(once), self.runner.run(once)
+        if alone.verdict == "fail":
+            return report
+        if after.verdict == "fail":
+            self.runner.distrusts_kept = (
+                "the strategy cannot be used twice in one process; every case had fresh ranks"
+            )
+            return fresh
+        if case.rerun and self.runner.run(case).verdict == "fail":
+            return report
+        replays = self.runner.replay(case, _REPLAYS - 1)
+        if any(replay.verdict == "fail" for replay in replays):
+            return report
+        self.once.append(report)
+        return fresh
+
+    def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
+        """Replays what was found in fresh ranks, as `distcheck replay` will."""
+        self.show("replaying what was found")
+        self.finding = self._replayed(report, unshrunk, replays)
+        if self.finding.failed == replays and report.case.world == 1:
+            self.finding = self._with_a_cause(self.finding)
+        for case in _steadier(report.case) if self.finding.failed < replays else ():
+            steadier = self._replayed(msgspec.structs.replace(report, case=case), unshrunk, replays)
+            if steadier.failed == replays:
+                self.finding = steadier
+                return
+
+    def _with_a_cause(self, alone: Finding) -> Finding:
+        """What was found, or the same in the smallest world of several ranks where its cause has
+        another name: one rank cannot show which rank is wrong, nor what an exchange did.
+        """
+        case, named = alone.report.case, _causes(alone.report)
+        if alone.report.ranks_failed:
+            return alone
+        for world in range(2, self.most_world + 1):
+            larger = msgspec.structs.replace(case, world=world, batch=case.batch * world)
+            larger = msgspec.structs.replace(larger, id=identify(larger))
+            report = msgspec.structs.replace(alone.report, case=larger)
+            try:
+                found = self._replayed(report, alone.unshrunk, alone.replays)
+            except DistcheckError:
+                continue  # such a world cannot run here
+            causes = _causes(found.report)
+            if found.failed == found.replays and causes and causes != named:
+                return found
+            if causes and causes == named:
+                return alone
+        return alone
+
+    def _replayed(self, report: CaseReport, unshrunk: str, replays: int) -> Finding:
+        seen = self.runner.replay(report.case, replays)
+        failed = [replay for replay in seen if replay.verdict == "fail"]
+        return Finding(failed[0] if failed else report, len(failed), len(seen), unshrunk)
+
+
+def _steadier(case: Case) -> Iterator[Case]:
+    """The case with ranks that are later still, for a race that is not lost every time: shrinking
+    has left a delay that only just suffices, or none.
+    """
+    if case.world == 1:
+        return
+    late: list[tuple[Delay, ...]] = []
+    if case.delays:
+        late = [tuple(msgspec.structs.replace(d, ms=d.ms + _LATE_MS) for d in case.delays)]
+    for rank in dict.fromkeys((1, case.world - 1, 0)):
+        late += [(Delay(rank=rank, collective=n, ms=_LATE_MS),) for n in (0, 1)]
+    for delays in late:
+        changed = msgspec.structs.replace(case, delays=delays, rerun=True)
+        yield msgspec.structs.replace(changed, id=identify(changed))
+
+
+def _causes(report: CaseReport) -> set[str]:
+    """The causes that were named; none where they cannot be told apart."""
+    named = [found for found in report.diagnosis if found.cause != "unexplained"]
+    if any(APART in found.evidence for found in named):
+        return set()
+    return {found.cause for found in named}
+
+
+def _weight(report: CaseReport) -> tuple[int, ...]:
+    """Smaller is simpler, where hypothesis had no time to decide."""
+    case = report.case
+    layers = case.workload.count("-")
+    return (layers, case.world, case.steps, len(case.delays), len(case.workload), case.batch)

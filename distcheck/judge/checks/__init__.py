@@ -1,0 +1,57 @@
+"""The checks: pure functions from what was recorded and what was expected to a verdict.
+
+One file a check, in the order of the report:
+
+    outcome, data, initial_state, local_gradients, gradients, loss, parameters, buffers,
+    agreement, rerun
+
+A check module defines NAME, SCOPE (`step`: judged step by step; `run`: over the whole run) and
+`compare(evidence, tally)`; `tally.layer` says by which layer. It starts no process, reads no
+clock, and decides nothing about other checks. `outcome` alone needs no trace and is judged by
+the front.
+
+`purpose` is none of those that may fail: it says whether what a workload is for happened.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from distcheck.judge.checks.evidence import Evidence
+    from distcheck.judge.checks.tally import Tally
+
+ORDER = (
+    "outcome",
+    "data",
+    "initial_state",
+    "local_gradients",
+    "gradients",
+    "loss",
+    "parameters",
+    "buffers",
+    "agreement",
+    "rerun",
+)
+
+
+class Check(Protocol):
+    """What a check module offers."""
+
+    NAME: str
+    SCOPE: str
+
+    def compare(self, evidence: "Evidence", tally: "Tally") -> None:
+        """Compares everything it is about, and tells the tally."""
+        ...
+
+
+def module_names() -> dict[str, str]:
+    """Every check in the order of the report: name to module."""
+    return {name.replace("_", " "): f"{__name__}.{name}" for name in ORDER}
+
+
+def load(name: str) -> Check:
+    """The check called `name`."""
+    place = f"{__name__}.{name.replace(' ', '_')}"
+    module: Check = importlib.import_module(place)  # type: ignore[assignment]
+    return module

@@ -1,0 +1,81 @@
+"""All ranks hold the same gradients, parameters and (unless sharded) optimizer state, to the bit.
+
+Agreement alone proves little (all may agree on the wrong answer), but replicas that disagree by
+one bit drift apart, whatever any bound says. Ranks that may train by themselves agree in their
+parameters after every average.
+"""
+
+from functools import partial
+
+import xxhash
+
+from distcheck.judge.checks.comparison import bitwise
+from distcheck.judge.checks.evidence import Evidence
+from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.tally import Tally
+from distcheck.training.traces.layout import Kind, State
+
+NAME = "agreement"
+SCOPE = "step"
+
+
+def compare(evidence: Evidence, tally: Tally) -> None:
+    """Every rank against the first (with data), by digest; values are looked at where digests
+    differ.
+    """
+    layout, trace, compared_with = evidence.trace.layout, evidence.trace, evidence.with_data[0]
+    _remark_on_idle(evidence, tally)
+    kinds = [Kind.GRADIENT, Kind.PARAMETER]
+    if evidence.contract.optimizer_state != "sharded":
+        kinds.append(Kind.OPTIMIZER)
+    for expectation in evidence.expectations:
+        averages = expectation.averages
+        if averages is not None and not averages.at(expectation.step):
+            continue
+        if averages is not None and not averages.seen:
+            tally.remark(
+                f"parameters of all ranks agree after none of the first {averages.period} steps, "
+                "and one of those owes their average"
+            )
+        for kind in kinds if averages is None else [Kind.PARAMETER]:
+            slot = expectation.step + (kind is not Kind.GRADIENT)
+            digests = [
+                _digest(evidence, rank, kind, slot) if rank in evidence.holding else ""
+                for rank in evidence.ranks
+            ]
+            tally.sums.add_digests(expectation.step, kind.name.lower(), digests)
+            for index in range(len(layout.specs(kind))):
+                state = trace.entry(compared_with, kind, slot, index).state
+                if state not in (State.STORED, State.ABSENT):
+                    continue  # nothing to agree with: counted as not compared
+                first = trace.tensor(compared_with, kind, slot, index)
+                match_ranks(
+                    tally,
+                    trace,
+                    kind=kind,
+                    slot=slot,
+                    step=expectation.step,
+                    index=index,
+                    ranks=evidence.holding,
+                    compare=None if first is None else partial(bitwise, expected=first),
+                )
+
+
+def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:
+    """A pass is not to be read as saying something of a rank that was not compared."""
+    idle = [str(rank) for rank in evidence.ranks if rank not in evidence.holding]
+    if idle:
+        tally.remark(
+            f"rank {', '.join(idle)}, without data, left its gradients at zero: it owes neither "
+            "the mean nor the parameters that follow, and was not compared"
+        )
+
+
+def _digest(evidence: Evidence, rank: int, kind: Kind, slot: int) -> str:
+    """One digest over what a rank recorded of a kind; empty where it never got there."""
+    indices = range(len(evidence.trace.layout.specs(kind)))
+    entries = [evidence.trace.entry(rank, kind, slot, index) for index in indices]
+    if any(entry.state is State.UNWRITTEN for entry in entries):
+        return ""
+    text = b"".join(bytes([entry.state]) + entry.digest for entry in entries)
+    return xxhash.xxh3_64_hexdigest(text)[:8]

@@ -1,0 +1,88 @@
+"""Running statistics and other buffers moved as one machine's would, shard by shard.
+
+Where a forward pass starts from is part of the contract: each rank's own buffers, or rank 0's. A
+strategy that promises nothing may do either. It may also average a buffer over the ranks after the
+forward pass, evenly or by samples: then the bound is that of any mean, `oracles/rounding.py`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from distcheck.judge.checks.comparison import Comparison, bitwise, within
+from distcheck.judge.checks.evidence import Evidence
+from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles import rounding
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.training.traces.layout import Kind
+
+NAME = "buffers"
+SCOPE = "step"
+
+
+def compare(evidence: Evidence, tally: Tally) -> None:
+    """Bitwise, per rank, against the shard's forward pass computed again."""
+    for expectation in evidence.expectations:
+        for position, rank in enumerate(evidence.with_data):
+            for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
+                match_ranks(
+                    tally,
+                    evidence.trace,
+                    kind=Kind.BUFFER,
+                    slot=expectation.step + 1,
+                    step=expectation.step,
+                    index=index,
+                    ranks=[rank],
+                    compare=_comparison(evidence, expectation, tally, rank, index, expected),
+                )
+
+
+def _comparison(
+    evidence: Evidence,
+    expectation: StepExpectation,
+    tally: Tally,
+    rank: int,
+    index: int,
+    expected: torch.Tensor,
+) -> Callable[[torch.Tensor], Comparison]:
+    """To the bit, unless the buffer is the mean of what the ranks' forward passes left."""
+    actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
+    to_the_bit = partial(bitwise, expected=expected)
+    if (
+        actual is None
+        or not expectation.contract.takes_any_buffers
+        or not actual.is_floating_point()
+        or actual.itemsize == 1  # for which no rounding is known
+        or torch.equal(actual, expected)
+    ):
+        return to_the_bit
+    left = [shard.buffers[index] for shard in expectation.shards]
+    even = [1.0 / len(left)] * len(left)
+    for shares in (even, [weight / len(left) for weight in expectation.weights]):
+        mean = rounding.interval(left, shares)
+        if within(actual, mean.mean, mean.bound).ok:
+            tally.remark(
+                "buffers are averaged over the ranks after the forward pass, and compared with the "
+                "mean of what it left, within the rounding of a mean"
+            )
+            return partial(within, expected=mean.mean, bound=mean.bound)
+    return to_the_bit
+
+
+def _expected(
+    evidence: Evidence, expectation: StepExpectation, rank: int, position: int
+) -> list[torch.Tensor]:
+    """The way that the rank's buffers went, where two are allowed; else the first."""
+    slot = expectation.step + 1
+    layout = evidence.trace.layout
+    actual = [
+        evidence.trace.tensor(rank, Kind.BUFFER, slot, index)
+        for index in range(len(layout.model.buffers))
+    ]
+    ways = expectation.buffers(position)
+    for way in ways[1:]:
+        if all(a is not None and torch.equal(a, e) for a, e in zip(actual, way, strict=True)):
+            return way
+    return ways[0]

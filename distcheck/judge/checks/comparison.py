@@ -1,0 +1,279 @@
+"""The three ways of comparing two tensors: to the bit, within a bound, by relative L2 norm.
+
+Each returns the place that comes closest to failing (or fails worst) and the first that fails.
+`index` is the position in the tensor; nothing here knows about ranks or steps.
+"""
+
+import math
+import struct
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from distcheck.judge.checks.ulps import ulp_bins
+
+_SHOWN = 4  # of the elements of one tensor that fail
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STRUCT = {torch.float64: ("d", "q"), torch.float32: ("f", "i"), torch.float16: ("e", "h")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One element (or, with an empty index, a whole tensor): how far it is from expected."""
+
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+    error: float
+    bound: float
+    ulp: int | None
+    unit: str
+    actual_bits: str = ""  # hexadecimal, in the tensor's dtype; so are expected's, rounded to it
+    expected_bits: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result over one tensor; of one that fails, the worst few `places`.
+
+    `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`).
+    """
+
+    ok: bool
+    elements: int
+    worst: Place | None = None
+    first: Place | None = None
+    places: tuple[Place, ...] = ()
+    ulps: dict[int, int] = field(default_factory=dict)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers, so that -0 is not +0 and NaN equals itself."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
+
+
+def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
+    """Equal to the bit, or not. NaN equals any NaN: IEEE 754 does not say which sign and payload
+    the sum of two of them has (2019, section 6.2.3), and processors and compilers differ.
+    """
+    expected = expected.to(actual.device)
+    if torch.equal(bits(actual), bits(expected)):
+        return Comparison(True, actual.numel(), ulps={0: actual.numel()})
+    same = (bits(actual) == bits(expected)) | _both_nan(actual, expected)
+    if bool(same.all()):
+        return Comparison(True, actual.numel(), ulps={0: actual.numel()})
+    if actual.is_complex():  # a number is the same if both its parts are
+        same = same.all(-1)
+    differs = ~same.reshape(-1)
+    error = torch.where(differs, _distance(actual, expected).reshape(-1), -1.0)
+    zero = torch.zeros((), dtype=torch.float64)
+    return Comparison(
+        False,
+        actual.numel(),
+        worst=_place(actual, expected, zero, int(error.argmax())),
+        first=_place(actual, expected, zero, int(differs.int().argmax())),
+        places=_places(actual, expected, zero, error, differs),
+        ulps=ulp_bins(actual, expected),
+    )
+
+
+def _both_nan(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """In the shape of `bits`."""
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return torch.zeros_like(actual, dtype=torch.bool)
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    return actual.isnan() & expected.isnan()
+
+
+def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
+    """Equal to the bit, except that -0 equals +0: for expectations that are exact numbers."""
+    return bitwise(actual + 0.0, expected + 0.0)
+
+
+def within(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
+    *,
+    nan_is_expected: bool = False,
+) -> Comparison:
+    """|actual - expected| <= bound, elementwise; `expected` and `bound` in float64.
+
+    Nothing is within a bound that is negative, infinite or not a number. A NaN is not within any
+    bound either, unless `nan_is_expected`: then NaN is right where NaN is expected.
+    """
+    if actual.is_complex():
+        return _within_parts(actual, expected, bound, nan_is_expected=nan_is_expected)
+    if actual.numel() == 0:
+        return Comparison(True, 0)
+    expected, bound = expected.to(actual.device), bound.to(actual.device)
+    closest = _closest_if_all_within(actual, expected, bound)
+    if closest is not None:
+        place = _place(actual, expected, bound, closest)
+        ulps = ulp_bins(actual, expected)
+        return Comparison(True, actual.numel(), worst=place, ulps=ulps)
+    distance = _distance(actual, expected, nan_is_expected=nan_is_expected).reshape(-1)
+    limits = bound.reshape(-1)
+    bounds = (limits >= 0) & (limits < math.inf)
+    fails = ~(bounds & (distance <= limits))
+    share = torch.where(bounds & (limits > 0), distance / limits, torch.where(fails, math.inf, 0.0))
+    share = share.nan_to_num(nan=math.inf)
+    ok = not bool(fails.any())
+    first = None if ok else _place(actual, expected, bound, int(fails.int().argmax()))
+    return Comparison(
+        ok,
+        actual.numel(),
+        worst=_place(actual, expected, bound, int(share.argmax())),
+        first=first,
+        places=() if ok else _places(actual, expected, bound, share, fails),
+        ulps=ulp_bins(actual, expected),
+    )
+
+
+def _within_parts(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, *, nan_is_expected: bool
+) -> Comparison:
+    """Complex numbers are within where both of their parts are; places have an index more, 0 for
+    the real and 1 for the imaginary part.
+    """
+    real = torch.view_as_real(actual)
+    parts = within(real, expected, bound, nan_is_expected=nan_is_expected)
+    return replace(parts, elements=actual.numel())
+
+
+def _closest_if_all_within(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+) -> int | None:
+    """Where the error is the largest share of its bound, if it is all of it nowhere.
+
+    The common case in few passes over memory. A NaN makes argmax point at something that is not at
+    most 1; at it, and at bounds that are not positive numbers, the caller looks more closely.
+    """
+    least, most = bound.aminmax()
+    if not 0.0 < float(least) <= float(most) < math.inf:
+        return None
+    share = (actual.double() - expected).abs_().div_(bound).reshape(-1)
+    worst = int(share.argmax())
+    return worst if float(share[worst]) <= 1.0 else None
+
+
+def by_norm(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    *,
+    nan_is_expected: bool = False,
+) -> Comparison:
+    """The L2 norm of the difference is at most `tolerance`, which is no tolerance if infinite; an
+    infinity that is expected is required as such; `nan_is_expected` as in `within`.
+    """
+    if actual.is_complex():
+        given = (torch.view_as_real(actual), torch.view_as_real(expected), tolerance)
+        parts = by_norm(*given, nan_is_expected=nan_is_expected)
+        return replace(parts, elements=actual.numel())
+    wanted = expected.to(actual.device).double()
+    error = float((actual.double() - wanted).norm())
+    if math.isnan(error):
+        error = float(_distance(actual, wanted, nan_is_expected=nan_is_expected).norm())
+    norm = float(wanted.norm())
+    place = Place(
+        index=(),
+        actual=float(actual.double().norm()),
+        expected=norm,
+        error=error,
+        bound=tolerance,
+        ulp=None,
+        unit="L2 norm",
+    )
+    ok = error <= tolerance < math.inf
+    first = None if ok else place
+    return Comparison(ok, actual.numel(), place, first, places=() if ok else (place,))
+
+
+def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
+    """How many representable numbers lie between the two; None where that means nothing."""
+    if not (math.isfinite(actual) and math.isfinite(expected)):
+        return None
+    if dtype == torch.bfloat16:
+        return _ordered(actual, "f", "i", 16) - _ordered(expected, "f", "i", 16)
+    if dtype not in _STRUCT:
+        return None
+    kind, integer = _STRUCT[dtype]
+    try:
+        return _ordered(actual, kind, integer, 0) - _ordered(expected, kind, integer, 0)
+    except OverflowError:  # a float64 expectation beyond the dtype's range
+        return None
+
+
+def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
+    """Integers in the order of the floats they encode, neighbours one apart."""
+    raw: int = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))[0]
+    magnitude = raw & ((1 << (8 * struct.calcsize(integer) - 1)) - 1)
+    return (-magnitude if raw < 0 else magnitude) >> drop_bits
+
+
+def _distance(
+    actual: torch.Tensor, expected: torch.Tensor, *, nan_is_expected: bool = False
+) -> torch.Tensor:
+    if actual.is_complex():
+        return (actual.to(torch.complex128) - expected.to(torch.complex128)).abs()
+    distance = (actual.double() - expected.double()).abs()
+    # Infinity minus itself is not a number: equal infinities are no difference, others endless.
+    same = actual == expected
+    if nan_is_expected:
+        same = same | (actual.isnan() & expected.isnan())
+    return torch.where(distance.isnan(), torch.where(same, 0.0, math.inf), distance)
+
+
+def _places(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
+    order: torch.Tensor,
+    fails: torch.Tensor,
+) -> tuple[Place, ...]:
+    """The worst few of the elements that fail, by `order`."""
+    found = order.topk(min(_SHOWN, order.numel())).indices.tolist()
+    return tuple(_place(actual, expected, bound, int(at)) for at in found if bool(fails[at]))
+
+
+def _place(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, position: int
+) -> Place:
+    index = torch.unravel_index(torch.tensor(position), actual.shape)
+    got = actual.reshape(-1)[position]
+    want = expected.reshape(-1)[position]
+    limit = bound.reshape(-1)[position if bound.numel() > 1 else 0]
+    actual_value, expected_value = _scalar(got), _scalar(want)
+    distance = ulp_distance(actual_value, expected_value, actual.dtype)
+    return Place(
+        index=tuple(int(i) for i in index),
+        actual=actual_value,
+        expected=expected_value,
+        error=float(_distance(got, want)),
+        bound=float(limit),
+        ulp=None if distance is None else abs(distance),
+        unit="absolute",
+        actual_bits=bits_of(actual_value, actual.dtype),
+        expected_bits=bits_of(expected_value, actual.dtype),
+    )
+
+
+def bits_of(value: float, dtype: torch.dtype) -> str:
+    """The bits of a number in a dtype, as hexadecimal digits; empty where there are none."""
+    if dtype == torch.bfloat16:
+        nearest = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+        return struct.pack(">f", nearest).hex()[:4]
+    if dtype not in _STRUCT:
+        return ""
+    try:
+        return struct.pack(f">{_STRUCT[dtype][0]}", value).hex()
+    except OverflowError:  # beyond the dtype's range
+        return ""
+
+
+def _scalar(element: torch.Tensor) -> float:
+    return float(element.abs()) if element.is_complex() else float(element)

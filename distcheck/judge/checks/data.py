@@ -1,0 +1,100 @@
+"""Every sample that one machine would read at a step is read by exactly one rank.
+
+The expectation is computed by position, without a sampler: position p of the epoch's shuffle
+belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
+sampler of its own owes less: no sample twice in an epoch, shards of the right size, another order
+in another epoch.
+"""
+
+import torch
+
+from distcheck.judge.checks.evidence import Evidence
+from distcheck.judge.checks.tally import Tally
+from distcheck.machine import seeds
+from distcheck.training.traces.reader import StepHeader
+
+NAME = "data"
+SCOPE = "run"
+
+
+def compare(evidence: Evidence, tally: Tally) -> None:
+    """All steps, all ranks."""
+    case, world = evidence.case, len(evidence.with_data)
+    size = evidence.ingredients.samples.size(train=True)
+    own_sampler = evidence.ingredients.loaded.sampler is not None
+    per_epoch = size // case.batch + (size % case.batch >= world)
+    seen: dict[int, dict[int, tuple[int, int]]] = {}  # epoch -> sample -> (rank, step)
+    for step in range(evidence.trace.steps_written()):
+        epoch, within = divmod(step, per_epoch)
+        first = within * case.batch
+        count = min(case.batch, size - first)
+        order = _shuffle(size, case.seed, epoch)
+        for position, rank in enumerate(evidence.with_data):
+            header = evidence.trace.header(rank, step)
+            mine = [p for p in range(first, first + count) if p % world == position]
+            expected = [order[p] for p in mine]
+            tally.count(parameter="", rank=rank, step=step, elements=len(header.ids))
+            if len(header.ids) != len(expected) or not own_sampler:
+                _compare_ids(tally, header, expected, rank, step)
+            _no_sample_twice(tally, header, seen.setdefault(epoch, {}), rank, step)
+    if own_sampler:
+        _orders_differ(tally, evidence, per_epoch)
+
+
+def _shuffle(size: int, seed: int, epoch: int) -> list[int]:
+    """The order in which a single process with torch's shuffle reads an epoch."""
+    generator = torch.Generator()
+    generator.manual_seed(seeds.derive(seed, "data order") % 2**31 + epoch)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
+
+
+def _compare_ids(
+    tally: Tally, header: StepHeader, expected: list[int], rank: int, step: int
+) -> None:
+    if list(header.ids) == expected:
+        return
+    missing = len(set(expected) - set(header.ids))
+    tally.fail(
+        f"rank {rank} read {len(header.ids)} samples at step {step}, {missing} of its "
+        f"{len(expected)} are not among them",
+        parameter="sample ids",
+        rank=rank,
+        step=step,
+        actual=float(header.ids[0]) if header.ids else "none",
+        expected=float(expected[0]),
+    )
+
+
+def _no_sample_twice(
+    tally: Tally, header: StepHeader, seen: dict[int, tuple[int, int]], rank: int, step: int
+) -> None:
+    twice = 0
+    for sample in header.ids:
+        if sample in seen:
+            twice += 1
+            where = seen[sample]
+        seen[sample] = (rank, step)
+    if twice:
+        tally.fail(
+            f"{twice} samples of rank {rank} at step {step} had been read before in the same "
+            f"epoch (by rank {where[0]} at step {where[1]})",
+            parameter="sample ids",
+            rank=rank,
+            step=step,
+        )
+
+
+def _orders_differ(tally: Tally, evidence: Evidence, per_epoch: int) -> None:
+    for step in range(per_epoch, evidence.trace.steps_written()):
+        for rank in evidence.with_data:
+            now = evidence.trace.header(rank, step)
+            before = evidence.trace.header(rank, step - per_epoch)
+            if now.ids == before.ids:
+                tally.fail(
+                    f"rank {rank} read the same samples in the same order in epochs "
+                    f"{before.epoch} and {now.epoch}",
+                    parameter="sample ids",
+                    rank=rank,
+                    step=step,
+                )

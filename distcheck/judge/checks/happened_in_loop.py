@@ -1,0 +1,214 @@
+"""Whether events of the training loop happened: its steps, epochs, modes and random numbers.
+
+A function for each kind of event returns "" where it happened, and otherwise what was seen in its
+place. What ranks did with an event plays no part: a GradScaler met an overflow whether or not the
+strategy then hid it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from distcheck.judge.checks.recording import Recording
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import real_parts
+from distcheck.records import expected_events as events
+from distcheck.training.building import trainable
+from distcheck.training.traces.layout import Kind
+
+
+def _steps(found: Collection[int]) -> str:
+    listed = ", ".join(map(str, sorted(set(found))))
+    return f"step{'s' * (len(set(found)) != 1)} {listed}" if found else "no step"
+
+
+def short_batch(event: events.ShortBatch, run: Recording) -> str:
+    """Fewer samples over all ranks than the case's batch."""
+    sizes = [sum(len(header.ids) for header in step.headers) for step in run.steps]
+    if any(size < run.case.batch for size in sizes):
+        return ""
+    return f"seen: {', '.join(map(str, sizes))} samples, step by step"
+
+
+def other_order(event: events.OtherOrder, run: Recording) -> str:
+    """Two epochs, whose first steps a rank read differently."""
+    first: dict[int, list[tuple[int, ...]]] = {}
+    for step in run.steps:
+        first.setdefault(step.headers[0].epoch, [header.ids for header in step.headers])
+    if len(first) < 2:
+        return f"seen: {len(first)} epoch"
+    orders = list(first.values())
+    return "" if any(order != orders[0] for order in orders[1:]) else "seen: the same order"
+
+
+def resumed(event: events.Resumed, run: Recording) -> str:
+    """The loop resumes before a step, so a step from there on was taken by what was resumed."""
+    before = run.ingredients.training.resume_before
+    if before is not None and any(step.step >= before for step in run.steps):
+        return ""
+    when = "is not resumed" if before is None else f"is resumed before step {before}"
+    return f"seen: {len(run.steps)} steps of a run that {when}"
+
+
+def rate_changed(event: events.RateChanged, run: Recording) -> str:
+    """The workload's schedule, called again for the steps that were taken."""
+    rates = []
+    for step in run.steps:
+        optimizer = run.ingredients.optimizer(run.model.parameters())
+        run.ingredients.schedule(optimizer, step.step)
+        rates.append([group.get("lr") for group in getattr(optimizer, "param_groups", ())])
+    if any(rate != rates[0] for rate in rates[1:]):
+        return ""
+    return f"seen: one rate in all {len(rates)} steps"
+
+
+def accumulated(event: events.Accumulated, run: Recording) -> str:
+    """A shard is cut into as many stretches as it has samples, at most."""
+    passes = run.ingredients.training.accumulate
+    least = [min(passes, *(len(header.ids) for header in step.headers)) for step in run.steps]
+    return "" if max(least, default=0) > 1 else f"seen: {max(least, default=0)} backward pass"
+
+
+def clipped(event: events.Clipped, run: Recording) -> str:
+    """By what rank 0 held after the exchange."""
+    limit, norms = run.ingredients.training.clip_norm, []
+    for step in run.steps:
+        found = run.trace.tensors(0, Kind.GRADIENT, step.step)
+        sizes = [real_parts(g).double().norm() for g in found if g is not None]
+        norms.append(float(torch.stack(sizes).norm()) if sizes else 0.0)
+    if limit is not None and any(norm > limit for norm in norms):
+        return ""
+    return f"seen: norms up to {max(norms, default=0.0):.3g}, limit {limit}"
+
+
+def _not_finite(run: Recording, step: StepExpectation) -> bool:
+    owns = (run.own(step, index) for index in range(len(run.specs)))
+    return any(g is not None and not bool(g.isfinite().all()) for own in owns for g in own)
+
+
+def scaler_skips(event: events.ScalerSkips, run: Recording) -> str:
+    """By the ranks' own gradients, which are scaled."""
+    scale = run.ingredients.training.loss_scale
+    over = [step.step for step in run.steps if _not_finite(run, step)]
+    if scale is not None and 0 < len(over) < len(run.steps):
+        return ""
+    with_scaler = "no GradScaler" if scale is None else "a GradScaler"
+    return f"seen: {with_scaler}, overflow at {_steps(over)} of {len(run.steps)}"
+
+
+def called_twice(event: events.CalledTwice, run: Recording) -> str:
+    """Rank 0's forward pass of the first step, again."""
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    ids = torch.tensor(run.steps[0].headers[0].ids, dtype=torch.int64)
+    hook = run.model.register_forward_hook(count)
+    run.ingredients.prepare(run.model, run.steps[0].step)
+    run.ingredients.loaded.workload.loss(run.model, run.ingredients.batch(ids, len(ids)))
+    hook.remove()
+    return "" if calls > 1 else f"seen: {calls} call"
+
+
+def own_random_numbers(event: events.OwnRandomNumbers, run: Recording) -> str:
+    """By the state of torch's generators before each step."""
+    states = [[header.rng_digest for header in step.headers] for step in run.steps]
+    drew = any(
+        before != after
+        for one, two in pairwise(states)
+        for before, after in zip(one, two, strict=True)
+    )
+    apart = any(len(set(state)) == len(state) > 1 for state in states)
+    if drew and apart:
+        return ""
+    said = "numbers were drawn" if drew else "no number was drawn between two steps"
+    return f"seen: {said}; generators {'differ' if apart else 'are alike'}"
+
+
+def starts_apart(event: events.StartsApart, run: Recording) -> str:
+    """What the workload does to each rank's model before the strategy is given it, again."""
+    models = [run.ingredients.model() for _ in run.ranks]
+    for rank, model in enumerate(models):
+        run.ingredients.handed_over(model, rank)
+    flat = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    if any(not torch.equal(flat[0], other) for other in flat[1:]):
+        return ""
+    return "seen: the same parameters on every rank"
+
+
+def frozen(event: events.Frozen, run: Recording) -> str:
+    """By the workload's model as it is prepared for each step that was taken."""
+    trains = []
+    for step in run.steps:
+        run.ingredients.prepare(run.model, step.step)
+        parameter = dict(trainable(run.model)).get(event.parameter)
+        trains.append(parameter is None or parameter.requires_grad)
+    trained = not event.after_training
+    for now in trains:
+        if trained and not now:
+            return ""
+        trained = trained or now
+    said = "it trains" if any(trains) else "it does not train"
+    return f"seen: {said} in all {len(trains)} steps"
+
+
+def eval_mode(event: events.EvalMode, run: Recording) -> str:
+    """By the modules' mode as the workload prepares them, and by what became of a buffer."""
+    still, moved, trains = set[int](), set[int](), dict[int, bool]()
+    for expectation in run.steps:
+        run.ingredients.prepare(run.model, expectation.step)
+        trains[expectation.step] = all(module.training for module in run.model.modules())
+    for step, before, after in run.buffers(event.buffer):
+        same = torch.equal(before, after)
+        if same and not trains[step]:
+            still.add(step)
+        if not same and trains[step]:
+            moved.add(step)
+    if still and moved:
+        return ""
+    return f"seen: {_steps(still)} in eval mode, {_steps(moved)} in training mode"
+
+
+def buffer_replaced(event: events.BufferReplaced, run: Recording) -> str:
+    """On any rank."""
+    found = [not torch.equal(before, after) for _, before, after in run.buffers(event.buffer)]
+    if any(found):
+        return ""
+    return f"seen: {event.buffer} " + ("stays the same" if found else "is not a buffer")
+
+
+def integers_changed(event: events.IntegersChanged, run: Recording) -> str:
+    """On any rank."""
+    seen = f"seen: {event.buffer} is not a buffer"
+    for _, before, after in run.buffers(event.buffer):
+        whole = not after.is_floating_point() and after.dtype != torch.bool
+        largest = int(after.abs().max()) if whole and after.numel() else 0
+        changed = not torch.equal(before, after)
+        if whole and changed and largest >= event.least:
+            return ""
+        dtype = str(after.dtype).removeprefix("torch.")
+        kept = "changed" if changed else "stays the same"
+        seen = f"seen: {event.buffer} of {dtype}, up to {largest:,}, {kept}"
+    return seen
+
+
+LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
+    events.ShortBatch: short_batch,
+    events.OtherOrder: other_order,
+    events.Resumed: resumed,
+    events.RateChanged: rate_changed,
+    events.Accumulated: accumulated,
+    events.Clipped: clipped,
+    events.ScalerSkips: scaler_skips,
+    events.CalledTwice: called_twice,
+    events.OwnRandomNumbers: own_random_numbers,
+    events.StartsApart: starts_apart,
+    events.Frozen: frozen,
+    events.EvalMode: eval_mode,
+    events.BufferReplaced: buffer_replaced,
+    events.IntegersChanged: integers_changed,
+}

@@ -1,0 +1,213 @@
+"""Whether events of the ranks' own gradients, and of the tensors that have them, happened.
+
+As in `happened_in_loop.py`: "" where an event happened, and otherwise what was seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distcheck.judge.checks.recording import Recording, all_there, holds_any
+from distcheck.judge.oracles.rounding import real_parts
+from distcheck.records import TensorSpec
+from distcheck.records import expected_events as events
+from distcheck.training.traces.layout import Kind, memory_order, spec_bytes
+
+
+def _is_on(on: str, holds: Sequence[bool]) -> bool:
+    number, ranks = sum(holds), len(holds)
+    return {
+        "every rank": number == ranks,
+        "some ranks": 0 < number < ranks,
+        "one rank": number == 1 < ranks,
+        "every rank but one": ranks > 1 and number == ranks - 1,
+    }[on]
+
+
+def _counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
+    """How many ranks it held on, step by step."""
+    if not found:
+        return "seen: no such parameter"
+    shown = ", ".join(f"{sum(holds)} of {len(holds)} at step {step}" for step, holds in found)
+    return f"seen: {what} on {shown}"
+
+
+def no_gradient(event: events.NoGradient, run: Recording) -> str:
+    """None is what backward leaves where the loss does not reach a parameter."""
+    found = [(step, [g is None for g in own]) for step, own in run.named(event.parameter)]
+    had = not event.after_one
+    for _, absent in found:
+        if had and _is_on(event.on, absent):
+            return ""
+        had = had or not any(absent)
+    return _counts(found, f"no gradient of {event.parameter}")
+
+
+def zero_gradient(event: events.ZeroGradient, run: Recording) -> str:
+    """There, and zero everywhere."""
+    found = [
+        (step, [g is not None and not holds_any(g) for g in own])
+        for step, own in run.named(event.parameter)
+    ]
+    if any(_is_on(event.on, zero) for _, zero in found):
+        return ""
+    return _counts(found, f"a gradient of zero of {event.parameter}")
+
+
+def not_finite(event: events.NotFinite, run: Recording) -> str:
+    """On any rank, at any step."""
+    if run.ingredients.training.loss_scale is not None:
+        return "seen: a GradScaler"
+    for _, own in run.named(event.parameter):
+        if any(g is not None and not bool(g.isfinite().all()) for g in own):
+            return ""
+    return f"seen: finite gradients of {event.parameter} in all {len(run.steps)} steps"
+
+
+def magnitude(event: events.Magnitude, run: Recording) -> str:
+    """At some step, on every rank."""
+    seen = f"seen: no gradient of {event.parameter} on every rank"
+    for step, own in run.named(event.parameter):
+        there = [real_parts(g).double().abs().flatten() for g in own if g is not None]
+        sizes = torch.cat(there) if len(there) == len(own) else torch.empty(0)
+        sizes = sizes[sizes > 0]
+        if not sizes.numel():
+            continue
+        least, most = float(sizes.min()), float(sizes.max())
+        if event.least <= least and most <= event.most:
+            return ""
+        seen = f"seen: sizes from {least:.3g} to {most:.3g} at step {step}"
+    return seen
+
+
+def rows_apart(event: events.RowsApart, run: Recording) -> str:
+    """By which rows hold anything but zeros."""
+    for _, own in run.named(event.parameter):
+        rows = {tuple(g.reshape(len(g), -1).any(1).tolist()) for g in own if g is not None}
+        if len(rows) > 1:
+            return ""
+    return f"seen: the same rows of {event.parameter} on every rank"
+
+
+def _in_both_parts(gradient: torch.Tensor | None) -> bool:
+    """Whether it is not zero, neither in its real nor in its imaginary part."""
+    if gradient is None or not gradient.is_complex():
+        return holds_any(gradient)
+    return holds_any(gradient.real) and holds_any(gradient.imag)
+
+
+def dtypes(event: events.Dtypes, run: Recording) -> str:
+    """Complex ones need both parts."""
+    found = {
+        spec.dtype
+        for index, spec in enumerate(run.specs)
+        for step in (run.steps if spec.dtype in event.dtypes else ())
+        if any(_in_both_parts(gradient) for gradient in run.own(step, index))
+    }
+    missing = [dtype for dtype in event.dtypes if dtype not in found]
+    return f"seen: none of {', '.join(missing)}" if missing else ""
+
+
+def twins(event: events.Twins, run: Recording) -> str:
+    """At one step, on one rank."""
+    most = 0
+    for step in run.steps:
+        groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for index, spec in enumerate(run.specs):
+            gradient = run.own(step, index)[0]
+            if gradient is None or not holds_any(gradient):
+                continue
+            alike = groups.setdefault((spec.shape, spec.dtype), [])
+            if not any(torch.equal(gradient, other) for other in alike):
+                alike.append(gradient)
+        most = max([most, *map(len, groups.values())])
+    return "" if most >= event.least else f"seen: at most {most}"
+
+
+def _there(run: Recording, holds: Callable[[TensorSpec], bool]) -> list[TensorSpec]:
+    """The parameters with a property that every rank had a gradient of, at one step at least."""
+    owns = ((s, i) for i, s in enumerate(run.specs) if holds(s))
+    return [
+        spec
+        for spec, index in owns
+        if any(all_there(run.own(expectation, index)) for expectation in run.steps)
+    ]
+
+
+def shapes(event: events.Shapes, run: Recording) -> str:
+    """Also of shapes without elements, whose gradients cannot be other than zero."""
+    found = {spec.shape for spec in _there(run, lambda spec: spec.shape in event.shapes)}
+    missing = [shape for shape in event.shapes if shape not in found]
+    return f"seen: none of shape {', '.join(map(str, missing))}" if missing else ""
+
+
+def more_elements(event: events.MoreElements, run: Recording) -> str:
+    """The largest parameter that was exchanged."""
+    most = max((s.elements for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
+    return "" if most > event.elements else f"seen: at most {most:,}"
+
+
+def more_bytes(event: events.MoreBytes, run: Recording) -> str:
+    """The largest parameter that was exchanged."""
+    most = max((spec_bytes(s) for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
+    return "" if most > event.nbytes else f"seen: at most {most:,}"
+
+
+def remainder(event: events.Remainder, run: Recording) -> str:
+    """Of any parameter that was exchanged."""
+    world = len(run.ranks)
+    found = _there(run, lambda spec: spec.elements % world != 0)
+    return "" if found else f"seen: every number of elements is a multiple of {world}"
+
+
+def permuted(event: events.Permuted, run: Recording) -> str:
+    """As the ranks recorded it before the first step."""
+    for index, spec in enumerate(run.specs):
+        strides = torch.empty(spec.shape, device="meta").stride()
+        order = run.trace.entry(0, Kind.PARAMETER, 0, index).order
+        if order and order != memory_order(spec.shape, strides) and run.exchanged(index):
+            return ""
+    return "seen: every parameter lies in the order of its indices"
+
+
+def tied(event: events.Tied, run: Recording) -> str:
+    """By the names that the model has for its parameters."""
+    every = list(run.model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(every)}
+    twice = {first[id(p)] for name, p in every if name != first[id(p)]}
+    found = [i for i, spec in enumerate(run.specs) if spec.name in twice and run.exchanged(i)]
+    return "" if found else f"seen: {len(twice)} parameters with two names"
+
+
+def kinds(event: events.Kinds, run: Recording) -> str:
+    """Every parameter, on some rank and at some step."""
+    there = {type(module).__name__ for module in run.model.modules()}
+    there |= {type(parameter).__name__ for parameter in run.model.parameters()}
+    missing = [kind for kind in event.kinds if kind not in there]
+    if missing:
+        return f"seen: no {', '.join(missing)}"
+    silent = [
+        spec.name
+        for index, spec in enumerate(run.specs)
+        if not any(holds_any(g) for step in run.steps for g in run.own(step, index))
+    ]
+    return f"seen: no gradient of {', '.join(silent)}" if silent else ""
+
+
+LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
+    events.NoGradient: no_gradient,
+    events.ZeroGradient: zero_gradient,
+    events.NotFinite: not_finite,
+    events.Magnitude: magnitude,
+    events.RowsApart: rows_apart,
+    events.Dtypes: dtypes,
+    events.Twins: twins,
+    events.Shapes: shapes,
+    events.MoreElements: more_elements,
+    events.MoreBytes: more_bytes,
+    events.Remainder: remainder,
+    events.Permuted: permuted,
+    events.Tied: tied,
+    events.Kinds: kinds,
+}

@@ -1,0 +1,109 @@
+"""Putting the results of one check together, and holding them against what was owed. No torch."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck.records import CheckResult, Compared, Difference, VerdictName, merge_verdicts
+from distcheck.records.mistakes import merge_shown
+
+
+def share_of_bound(difference: Difference) -> float:
+    """Error as a share of its bound; under a bound of zero every error is beyond measure."""
+    error, bound = float(difference.error), float(difference.bound)
+    if math.isnan(error):
+        return math.inf
+    if bound == 0:
+        return error * 1e308 if error else 0.0
+    return error / bound
+
+
+def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
+    """One result out of those for disjoint sets of steps, in the order of the steps."""
+    failed = [part for part in parts if part.first is not None]
+    first = min(failed, key=lambda part: part.first.step if part.first else 0, default=None)
+    verdicts: list[VerdictName] = [part.verdict for part in parts]
+    worst = max(
+        (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
+    )
+    shown = merge_shown([part.shown for part in parts])
+    compared = _added([part.compared for part in parts])
+    if shown:  # a tensor may count at the steps of one part alone
+        tensors = sum(found.counts for found in shown.values())
+        compared = msgspec.structs.replace(compared, tensors=max(tensors, compared.tensors))
+    return CheckResult(
+        check=parts[0].check,
+        layer=parts[0].layer,
+        verdict=merge_verdicts(verdicts),
+        compared=compared,
+        insensitive=_insensitive(parts, compared),
+        shown=shown,
+        worst=worst,
+        first=first.first if first else None,
+        reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+    )
+
+
+def _added(parts: Sequence[Compared]) -> Compared:
+    """Of disjoint sets of steps."""
+    return Compared(
+        tensors=max(part.tensors for part in parts),
+        elements=sum(part.elements for part in parts),
+        ranks=max(part.ranks for part in parts),
+        steps=sum(part.steps for part in parts),
+    )
+
+
+def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
+    """What was only looked at, besides what was compared at some step."""
+    looked_at = [
+        Compared(
+            tensors=part.compared.tensors + part.insensitive.tensors,
+            elements=part.insensitive.elements,
+            ranks=part.compared.ranks + part.insensitive.ranks,
+            steps=part.insensitive.steps,
+        )
+        for part in parts
+    ]
+    both = _added(looked_at)
+    return msgspec.structs.replace(
+        both,
+        tensors=max(0, both.tensors - compared.tensors),
+        ranks=max(0, both.ranks - compared.ranks),
+    )
+
+
+def earliest_failure(results: Sequence[CheckResult]) -> CheckResult | None:
+    """The failed result that diverges first: by step, then in the order of the checks.
+
+    A wrong gradient at one step shows in what the next step computes from it, so the order of the
+    checks alone would name a consequence. Results that failed without a place come last.
+    """
+    failed = [result for result in results if result.verdict == "fail"]
+    return min(
+        failed,
+        key=lambda result: result.first.step if result.first is not None else math.inf,
+        default=None,
+    )
+
+
+def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
+    """A pass that looked at less than the plan asks for is unknown, with what is missing."""
+    if result.verdict != "pass":
+        return result
+    compared, insensitive = result.compared, result.insensitive
+    missing = [
+        f"{have:,} of {want:,} {what}"
+        for what, have, want in (
+            ("tensors", compared.tensors + insensitive.tensors, owed.tensors),
+            ("elements", compared.elements + insensitive.elements, owed.elements),
+            ("ranks", compared.ranks + insensitive.ranks, owed.ranks),
+            ("steps", compared.steps + insensitive.steps, owed.steps),
+        )
+        if have < want
+    ]
+    if not missing:
+        return result
+    reason = "; ".join(filter(None, [f"compared only {', '.join(missing)}", result.reason]))
+    return msgspec.structs.replace(result, verdict="unknown", reason=reason)

@@ -1,0 +1,30 @@
+"""What the workload is for happened in this run.
+
+A workload declares what must happen in its run (`happenings.py`): a cell for a short last batch
+shows nothing in a run that has none. Each event is looked for in what the ranks recorded. Where one
+is missing the verdict is unknown, with what was expected and what was seen. This check never fails:
+whether the ranks did right is for the others.
+"""
+
+from distcheck.judge.checks import happened_in_loop, happened_to_gradients
+from distcheck.judge.checks.evidence import Evidence
+from distcheck.judge.checks.recording import Recording
+from distcheck.judge.checks.tally import Tally
+from distcheck.records.expected_events import PURPOSE
+
+NAME = PURPOSE
+SCOPE = "step"  # over all steps at once: such a case is judged by one process
+LOOKS = {**happened_in_loop.LOOKS, **happened_to_gradients.LOOKS}
+
+
+def compare(evidence: Evidence, tally: Tally) -> None:
+    """Every event that is declared."""
+    recording = Recording(evidence)
+    for expectation in evidence.expectations:
+        for rank, header in zip(evidence.with_data, expectation.headers, strict=True):
+            read = len(header.ids)
+            tally.count(parameter="", rank=rank, step=expectation.step, elements=read)
+    for event in evidence.ingredients.must_happen:
+        seen = LOOKS[type(event)](event, recording) if recording.steps else "seen: no step"
+        if seen:
+            tally.missing(f"expected {event.says}; {seen}")

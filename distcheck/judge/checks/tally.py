@@ -1,0 +1,160 @@
+"""Adds up what a check compared, and keeps the worst place and the first divergence."""
+
+from distcheck.judge.checks.comparison import Comparison, Place
+from distcheck.judge.checks.merging import share_of_bound
+from distcheck.judge.checks.sums import Sums
+from distcheck.records import CheckResult, Compared, Difference, number
+from distcheck.records.mistakes import Shown, both
+
+
+class _Counts:
+    """Distinct tensors, ranks and steps, and elements over all of them."""
+
+    def __init__(self) -> None:
+        self.tensors: set[str] = set()
+        self.ranks: set[int] = set()
+        self.steps: set[int] = set()
+        self.elements = 0
+
+    def add(self, parameter: str, rank: int, step: int, elements: int) -> None:
+        if parameter:
+            self.tensors.add(parameter)
+        self.ranks.add(rank)
+        self.steps.add(step)
+        self.elements += elements
+
+    def compared(self, *, besides: "_Counts | None" = None) -> Compared:
+        """How many; of tensors, ranks and steps those that are not among `besides`."""
+        other = besides or _Counts()
+        return Compared(
+            tensors=len(self.tensors - other.tensors),
+            elements=self.elements,
+            ranks=len(self.ranks - other.ranks),
+            steps=len(self.steps - other.steps),
+        )
+
+
+class Tally:
+    """The running result of one check under one layer."""
+
+    def __init__(self, check: str, layer: str) -> None:
+        self.check = check
+        self.layer = layer
+        self._counts, self._insensitive_counts = _Counts(), _Counts()
+        self._shown: dict[str, Shown] = {}
+        self._insensitive: set[tuple[str, int]] = set()
+        self._failed = False
+        self._worst: Difference | None = None
+        self._first: Difference | None = None
+        self._reasons: list[str] = []
+        self._excuses: list[str] = []
+        self._missing = False
+        self.sums = Sums()
+
+    def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
+        """Notes, before a tensor is compared at a step, which mistakes that would show."""
+        before = self._shown.get(parameter)
+        self._shown[parameter] = found if before is None else both(before, found)
+        if not found.counts:
+            self._insensitive.add((parameter, step))
+
+    def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
+        """Takes in the comparison of one tensor of one rank at one step."""
+        if not comparison.ok:
+            self._insensitive.discard((parameter, step))
+        self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)
+        self.sums.add(comparison, parameter=parameter, rank=rank, step=step)
+        if comparison.worst is not None:
+            self._note(_difference(comparison.worst, parameter, rank, step))
+        if not comparison.ok:
+            self._failed = True
+            place = comparison.first or comparison.worst
+            if place is not None and self._first is None:
+                self._first = _difference(place, parameter, rank, step)
+
+    def count(self, *, parameter: str, rank: int, step: int, elements: int) -> None:
+        """Notes that something was compared, or looked at where it could show no mistake."""
+        counts = (
+            self._insensitive_counts if (parameter, step) in self._insensitive else self._counts
+        )
+        counts.add(parameter, rank, step, elements)
+
+    def fail(
+        self,
+        reason: str,
+        *,
+        parameter: str = "",
+        rank: int = 0,
+        step: int = 0,
+        actual: float | str = "",
+        expected: float | str = "",
+    ) -> None:
+        """Notes a mismatch that is not one of numbers: something missing, or out of place."""
+        self._failed = True
+        self._reasons.append(reason)
+        self.sums.fail(parameter=parameter, step=step)
+        difference = Difference(
+            parameter=parameter,
+            rank=rank,
+            step=step,
+            index=(),
+            actual=actual,
+            expected=expected,
+            error="inf",
+            bound=0.0,
+            unit="",
+        )
+        if self._first is None:
+            self._first = difference
+        self._note(difference)
+
+    def _note(self, difference: Difference) -> None:
+        if self._worst is None or share_of_bound(difference) > share_of_bound(self._worst):
+            self._worst = difference
+
+    def remark(self, reason: str) -> None:
+        """Adds a sentence to the report that decides nothing."""
+        self._reasons.append(reason)
+
+    def missing(self, reason: str) -> None:
+        """Notes that something was not there to be judged: the check is unknown, or fails."""
+        self._missing = True
+        self._reasons.append(reason)
+
+    def excuse(self, reason: str) -> None:
+        """Adds a sentence on why something passed. Beside a failure it would explain nothing."""
+        self._excuses.append(reason)
+
+    def result(self) -> CheckResult:
+        """The result so far."""
+        return CheckResult(
+            check=self.check,
+            layer=self.layer,
+            verdict="fail" if self._failed else "unknown" if self._missing else "pass",
+            compared=self._counts.compared(),
+            insensitive=self._insensitive_counts.compared(besides=self._counts),
+            shown=self._shown,
+            worst=self._worst,
+            first=self._first,
+            reason="; ".join(
+                dict.fromkeys(self._reasons + ([] if self._failed else self._excuses))
+            ),
+            aggregates=self.sums.result(),
+        )
+
+
+def _difference(place: Place, parameter: str, rank: int, step: int) -> Difference:
+    return Difference(
+        parameter=parameter,
+        rank=rank,
+        step=step,
+        index=place.index,
+        actual=number(place.actual),
+        expected=number(place.expected),
+        error=number(place.error),
+        bound=number(place.bound),
+        ulp=place.ulp,
+        unit=place.unit,
+        actual_bits=place.actual_bits,
+        expected_bits=place.expected_bits,
+    )

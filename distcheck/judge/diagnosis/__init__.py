@@ -1,0 +1,203 @@
+"""From findings to named causes, each with its evidence and one suggestion.
+
+A cause is named only where the evidence carries it; a mismatch that none explains is reported
+as `unexplained`, with what was seen. Causes that the evidence cannot tell apart are all named.
+
+One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
+optimizer, reruns), `beside` (updates, losses, bits, accepted designs), and under `gradients`
+`weights`, `parts`, `earlier` and `precision`. They see
+plain numbers (`facts`), which `observation` measures in a process of its own, and only for cases
+that failed.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck.judge.checks.merging import earliest_failure
+from distcheck.judge.diagnosis import beside, gradients, loss_contract, outcomes, state
+from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.records import CheckResult, Diagnosis, Outcome
+
+CAUSES = (
+    "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
+    "one-rank-only", "dropped-rank", "duplicated-rank", "wrong-parameter-order", "stale-gradient",
+    "accumulated-gradient", "unweighted-mean", "low-precision", "initial-state-differs",
+    "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
+    "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
+    "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
+    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging",
+    "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
+    "repeated-samples", "wrong-on-server", "unexplained",
+)  # fmt: skip
+
+
+def diagnose(
+    ends: Sequence[Outcome],
+    results: Sequence[CheckResult],
+    facts: Facts | None = None,
+    separation: Separation | None = None,
+    *,
+    accept: str | None = None,
+) -> list[Diagnosis]:
+    """The causes behind a case's failures; nothing for a case that did not fail.
+
+    `facts` are what a closer look at the trace has measured, `separation` what further worlds have
+    shown of a rerun that differed, if there were any; `accept` is what the case accepts.
+    """
+    found = outcomes.explain(ends)
+    if found and separation is not None and separation.depends:
+        found.insert(
+            0, state.of_process(separation, f"its ranks did not finish ({found[0].cause})")
+        )
+    failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
+    checks = {check for check, _ in failed}
+    if not checks - {"outcome"}:
+        return found
+    facts = facts or Facts(world=len(ends))
+    depends = separation is not None and separation.depends
+    differed = (
+        [] if found and depends else state.of_rerun(failed, separation, alone=checks == {"rerun"})
+    )
+    found += state.explain(failed, facts)
+    of_gradients = _of_gradients(failed, facts, accept or "")
+    if state.gradients_raced(failed) and not depends:
+        found += differed + [_of_one_run(cause) for cause in of_gradients]
+    else:
+        found += of_gradients + differed
+        found += _of_update(failed, facts, found) + beside.of_loss(failed)
+    if not found:
+        found.append(_unexplained(failed, facts))
+    return loss_contract.with_hint(found, facts) + state.same_randomness(facts)
+
+
+def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
+    checks = {check for check, _ in failed}
+    found = beside.lost(facts)
+    if checks & {"gradients", "agreement"}:
+        found = found or gradients.explain(facts)
+        found = _averaged(found, facts) + _of_batch(failed, facts)
+        found += [] if found else beside.of_passes(facts)
+        found += [] if found else beside.of_bits(failed, facts)
+        found += [] if found else beside.of_design(failed, facts, accept)
+        found += [] if found else _server(failed, facts)
+    if "local gradients" in checks and not found:
+        found = gradients.explain_left(facts)
+    return found + beside.of_average(failed, facts)
+
+
+def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
+    """What is no missing exchange: ranks exchange parameters in place of gradients."""
+    if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
+        return found
+    every = facts.averaged_every
+    steps = "every step" if every == 1 else f"every {every} steps"
+    told = Diagnosis(
+        cause="model-averaging",
+        evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
+        "parameters that their own updates left: a design of its own, which is no mean of "
+        "gradients where the optimizer keeps a state",
+        suggestion=f"say --accept local-sgd:{every} if that is meant; or average gradients before "
+        "the optimizer's step",
+    )
+    return [told if cause.cause == "no-sync" else cause for cause in found]
+
+
+def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[Diagnosis]:
+    """Unless it follows from what was found, or is part of it."""
+    causes = {cause.cause for cause in found}
+    if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
+        return []
+    first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
+    return beside.of_update(failed, facts, first)
+
+
+def worth_a_look(results: Sequence[CheckResult]) -> bool:
+    """Whether measuring can tell more than the checks' results: something other than the ranks'
+    ends or the rerun failed.
+    """
+    return any(r.verdict == "fail" and r.check not in ("outcome", "rerun") for r in results)
+
+
+def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
+    """The first step whose gradients failed, the one after it, and the first that failed at all."""
+    failed = [r for r in results if r.verdict == "fail" and r.first is not None]
+    steps = [(r.check, r.first.step) for r in failed if r.first is not None]
+    if not steps:
+        return ()
+    first = min(step for _, step in steps)
+    of_gradients = min((s for check, s in steps if check == "gradients"), default=first)
+    return tuple(dict.fromkeys((of_gradients, of_gradients + 1, first)))
+
+
+def step_of_update(results: Sequence[CheckResult]) -> int:
+    """The first step whose parameters failed; -1 where none did."""
+    failed = [r for r in results if r.verdict == "fail" and r.check == "parameters"]
+    return min((r.first.step for r in failed if r.first is not None), default=-1)
+
+
+def _of_one_run(cause: Diagnosis) -> Diagnosis:
+    evidence = f"{cause.evidence} (in the first run; the second held other gradients there)"
+    return msgspec.structs.replace(cause, evidence=evidence)
+
+
+def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    """The shards' mean is what the ranks hold, and the whole batch's gradient is another mean."""
+    if not facts.batch_weights or ("gradients", "R") in failed:
+        return []
+    weights = ", ".join(f"{weight:.5g}" for weight in facts.batch_weights)
+    return [
+        Diagnosis(
+            cause="unweighted-mean",
+            evidence="ranks hold the mean by samples of their shards' gradients, and the whole "
+            f"batch's gradient is the one with weights {weights}: the loss is a mean over "
+            "something that shards hold different numbers of",
+            suggestion="weight each rank by what its loss was averaged over (tokens, positive "
+            "samples), summed over the ranks, instead of by its samples",
+        )
+    ]
+
+
+_START = "start at that step: all that was compared before it agreed"
+_HINTS = {
+    "data": "look at the sampler: its seed, its epoch (set_epoch), its rank and world size",
+    "local gradients": "look at what changes the loss, the model's output or the gradients before "
+    "the exchange, and at how micro-batches are weighted",
+}
+
+
+def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
+    """The strongest evidence there is, where no cause is carried by it."""
+    first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
+    assert first is not None
+    parts = [f"{first.check} differ first: {where(first)}"]
+    reason = first.reason.partition("; ")[0]
+    parts += [reason] if reason and (first.layer != "R" or not facts.steps) else []
+    seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
+    parts.append(seen)
+    evidence = "; ".join(filter(None, parts))
+    if facts.trouble:
+        evidence += f" (a closer look was not possible: {facts.trouble})"
+    suggestion = _HINTS.get(first.check, _START)
+    return Diagnosis(cause="unexplained", evidence=evidence, suggestion=suggestion)
+
+
+def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    """Gradients are wrong on a rank without data, and were measured to be right on the others."""
+    first = failed.get(("gradients", "R")) or failed.get(("gradients", "lattice"))
+    measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
+    if first is None or first.first is None or not measured:
+        return []
+    if first.first.rank in (facts.steps[0].ranks or (first.first.rank,)):
+        return []
+    return [
+        Diagnosis(
+            cause="wrong-on-server",
+            evidence="every rank with data holds the right mean, and the one without another: "
+            f"{where(first)}, {first.first.actual} where {first.first.expected} is the mean",
+            suggestion="have the server keep the mean that it sends, or leave its own gradients "
+            "alone",
+        )
+    ]

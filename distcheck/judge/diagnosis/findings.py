@@ -1,0 +1,58 @@
+"""A cause that a family has found, and the wording that families share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distcheck.judge.diagnosis.facts import Fit, ParameterFacts, StepFacts
+
+APART = "what was recorded cannot tell this from"  # begins what follows several causes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that explains every wrong gradient of the parameters that it was tried on."""
+
+    cause: str
+    evidence: str
+    suggestion: str
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`, of the world that was run."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
+    """The same of ranks as a step's facts number them: whatever names one of those says this."""
+    return ranks_text([step.number(position) for position in positions])
+
+
+def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
+    """`all 6 parameters`, or their names; of those, that could show a missing exchange."""
+    if len(parameters) == step.total:
+        which = f" that could show it ({step.silent} could not)" if step.silent else ""
+        what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
+        return what + which
+    names = [parameter.name for parameter in parameters]
+    shown = ", ".join(names[:6])
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{shown}{more} ({len(names)} of {step.total} parameters)"
+
+
+def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
+    """Seven digits, which is what float32 has; more where a number would read as one of those that
+    it stands `beside`, and is not that.
+    """
+    for digits in range(7, 17):
+        text = f"{value:.{digits}g}"
+        if not any(text == f"{other:.{digits}g}" and value != other for other in beside):
+            return text
+    return f"{value:.17g}"
+
+
+def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
+    """What each rank's gradient counts for in one rank's result, beside what it should."""
+    got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
+    owed = ", ".join(f"{share:.4g}" for share in step.shares)
+    whose = positions_text(step, [rank])
+    return f"in {whose}'s result the ranks' gradients count {got} (owed: {owed})"

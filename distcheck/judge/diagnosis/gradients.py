@@ -1,0 +1,300 @@
+"""From what was measured of wrong gradients to causes: all families, all steps that were looked at.
+
+A cause is named if it explains every wrong gradient of every rank at the first step that was
+looked at, or (where parameters went wrong in different ways) every one of the parameters that it
+lists. Several that do so at once cannot be told apart by what was measured, and all are named.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+from types import ModuleType
+
+import msgspec
+
+from distcheck.judge.diagnosis import earlier, parts, precision, weights
+from distcheck.judge.diagnosis.combinations import all_parallel, distance
+from distcheck.judge.diagnosis.facts import Facts, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.findings import (
+    APART,
+    Finding,
+    coefficients_text,
+    number_text,
+    parameters_text,
+    positions_text,
+    ranks_text,
+)
+from distcheck.records import Diagnosis
+
+FAMILIES: tuple[ModuleType, ...] = (weights, parts, earlier, precision)
+
+
+def explain(facts: Facts) -> list[Diagnosis]:
+    """The causes of wrong gradients; empty where none explains them."""
+    return [_among(_diagnosis(finding), facts) for finding in _explain(facts)]
+
+
+def explain_left(facts: Facts) -> list[Diagnosis]:
+    """The same of what backward left, where all that came of it is right."""
+    found = next((left_otherwise(step) for step in facts.steps if step.left), [])
+    return [_among(_diagnosis(finding), facts) for finding in found]
+
+
+def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
+    """Says which ranks have data, where some have none: what is listed by rank leaves those out."""
+    ranks = facts.steps[0].ranks
+    if len(ranks) in (0, facts.world):
+        return found
+    among = f" (of {ranks_text(ranks)}, which {'have' if len(ranks) > 1 else 'has'} data)"
+    return msgspec.structs.replace(found, evidence=found.evidence + among)
+
+
+def _explain(facts: Facts) -> list[Finding]:
+    steps = [step for step in facts.steps if step.parameters or step.not_finite or step.missing]
+    if not steps:
+        return []
+    found = explain_step(steps[0])
+    if not found and len(steps) > 1 and _holds_zeros(steps[0]):
+        late = [f for f in explain_step(steps[1]) if f.cause == "stale-gradient"]
+        before = f"step {steps[0].step}: ranks hold zeros; "
+        found = [Finding(f.cause, before + f.evidence, f.suggestion) for f in late]
+    if len(steps) > 1 and len(found) > 1:
+        again = {finding.cause for finding in explain_step(steps[1])}
+        found = [finding for finding in found if finding.cause in again] or found
+    return found
+
+
+def explain_step(step: StepFacts) -> list[Finding]:
+    """The causes of one step's wrong gradients."""
+    if step.not_finite is not None:
+        return [_not_finite(step)]
+    if step.missing:  # told by the check itself, and little was measured of it
+        return [_missing(step)] if step.missing_elsewhere else []
+    before = left_otherwise(step)
+    if before and step.mean_of_left:
+        return before
+    found = _said_together(explain_all(step, step.parameters))
+    if found or len(step.parameters) < 2:
+        return [*before, *found]
+    return [*before, *_one_by_one(step)]
+
+
+def left_otherwise(step: StepFacts) -> list[Finding]:
+    """What went wrong before anything was exchanged. A loss that was scaled alike on all ranks, and
+    whose mean the ranks hold, is a matter of scale.
+    """
+    multiples = [step.left_factors[found.rank] for found in step.left]
+    if not step.left or (step.mean_of_left and None not in multiples):
+        return []
+    ranks = positions_text(step, [found.rank for found in step.left])
+    names = list(dict.fromkeys(name for found in step.left for name in found.parameters))
+    what = "all parameters" if len(names) == step.total else ", ".join(names[:6])
+    what += f" and {len(names) - 6} more" if len(names) > 6 and len(names) < step.total else ""
+    evidence = f"step {step.step}: what backward left on {ranks} is not the gradient of the shard"
+    evidence += f" there, in {what}"
+    sources = {found.source for found in step.left}
+    if sources != {-1} and len(sources) == 1 and len(step.left) == len(step.shares) - 1:
+        source = positions_text(step, [*sources])
+        evidence += f": it is that of {source}'s, as if all had been given {source}'s samples"
+    elif None not in multiples:
+        shown = ", ".join(number_text(f) for f in step.left_factors if f is not None)
+        evidence += f": ranks held {shown} times that"
+    else:
+        most = max(found.distance for found in step.left)
+        evidence += f" (up to {most:.2g} of it apart, as norms)"
+    if step.mean_of_left:
+        evidence += "; ranks hold the right mean of what backward left, so the exchange is right"
+    if all(found.buffers for found in step.left):
+        buffers = list(dict.fromkeys(name for found in step.left for name in found.buffers))
+        more = f" and {len(buffers) - 6} more" if len(buffers) > 6 else ""
+        return [
+            Finding(
+                "buffers-differ",
+                f"{evidence}. It is, to the bit, if other ranks' buffers are in place of those "
+                f"that are promised: {', '.join(buffers[:6])}{more}",
+                "send all buffers from the promised rank before every forward pass: those that "
+                "are not saved, of every kind of module, of every dtype",
+            )
+        ]
+    return [
+        Finding(
+            "wrong-local-gradient",
+            evidence,
+            "look at what changes inputs, labels, the loss, the model's output or the gradients "
+            "before the exchange: a broadcast of inputs, a transformation, hooks, and how "
+            "micro-batches are weighted",
+        )
+    ]
+
+
+def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+    """What every family says of these parameters, taken together."""
+    if not any(parameter.wrong for parameter in parameters):
+        return []
+    return [f for family in FAMILIES for f in family.explain(step, parameters)]
+
+
+def _one_by_one(step: StepFacts) -> list[Finding]:
+    """Parameters that went wrong in different ways, by cause."""
+    groups: dict[tuple[str, ...], list[ParameterFacts]] = {}
+    for parameter in step.parameters:
+        causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
+        groups.setdefault(causes, []).append(parameter)
+    found: list[Finding] = []
+    whole = sum(error_of(step, p) for p in step.parameters)
+    shares = {
+        causes: sum(error_of(step, p) for p in parameters) / whole if whole else 0.0
+        for causes, parameters in groups.items()
+    }
+    for causes, parameters in sorted(groups.items(), key=lambda item: -shares[item[0]]):
+        together = [f for f in explain_all(step, parameters) if f.cause in causes]
+        singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
+        part = f" ({100 * shares[causes]:.3g} % of the error)" if len(groups) > 1 else ""
+        found += [
+            Finding(f.cause, f.evidence + part, f.suggestion)
+            for f in _said_together(together or singly)
+        ]
+    unexplained = groups.get((), [])
+    if found and unexplained:
+        found.append(
+            Finding(
+                "unexplained",
+                f"step {step.step}: nothing that is known explains "
+                f"{parameters_text(step, unexplained)} ({100 * shares[()]:.3g} % of the error)",
+                "mend the other cause first, then look again",
+            )
+        )
+    return found
+
+
+def error_of(step: StepFacts, parameter: ParameterFacts) -> float:
+    """How far a parameter's gradients are from the mean, as the square of a norm over all ranks."""
+    errors = [distance(parameter, rank, step.shares) for rank in parameter.wrong]
+    return sum(error * error for error in errors if isfinite(error))
+
+
+# Causes that are true side by side; any others, of the same gradients, exclude each other.
+_SIDE_BY_SIDE = (
+    {"unweighted-mean", "missing-division"},
+    {"unweighted-mean", "double-division"},
+    {"unweighted-mean", "wrong-divisor"},
+    {"no-sync", "dropped-rank"},
+    {"one-rank-only", "missing-division"},
+    {"dropped-rank", "missing-division"},
+    {"dropped-rank", "wrong-divisor"},
+    {"duplicated-rank", "missing-division"},
+    {"duplicated-rank", "wrong-divisor"},
+)
+
+
+def _said_together(found: Sequence[Finding]) -> list[Finding]:
+    """One finding a cause; those that exclude each other say so."""
+    by_cause: dict[str, Finding] = {}
+    for finding in found:
+        by_cause.setdefault(finding.cause, finding)
+    if len(by_cause) < 2 or set(by_cause) in _SIDE_BY_SIDE:
+        return list(by_cause.values())
+    result = []
+    for cause, finding in by_cause.items():
+        others = " or ".join(other for other in by_cause if other != cause)
+        evidence = f"{finding.evidence}; {APART} {others}"
+        if cause in ("one-rank-only", "dropped-rank", "duplicated-rank"):
+            evidence += " (a world of 3 ranks can)"
+        result.append(Finding(cause, evidence, finding.suggestion))
+    return result
+
+
+def _holds_zeros(step: StepFacts) -> bool:
+    """Every wrong gradient is zero: nothing has arrived yet."""
+    return all(
+        not any(p.projected[rank]) and not p.remainder[rank]
+        for p in step.parameters
+        for rank in p.wrong
+    )
+
+
+def _missing(step: StepFacts) -> Finding:
+    names = list(dict.fromkeys(name for name, _ in step.missing))
+    ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return Finding(
+        "partial-sync",
+        f"step {step.step}: {', '.join(names[:6])}{more} ({len(names)} of "
+        f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
+        "at that step, and the other ranks hold their own: what they found was never sent",
+        "exchange a parameter on every rank if any rank has used it, with zeros where there is no "
+        "gradient (DDP's find_unused_parameters=True does)",
+    )
+
+
+def _not_finite(step: StepFacts) -> Finding:
+    seen = step.not_finite
+    assert seen is not None
+    where = f"step {step.step}, {seen.parameter}, {positions_text(step, [seen.rank])}: "
+    if seen.hidden:
+        before = positions_text(step, seen.before)
+        return Finding(
+            "nonfinite",
+            f"{where}{seen.count:,} elements are finite, and the gradient that backward gives on "
+            f"{before} is infinite or NaN there",
+            "let infinities through: what skips a step (a GradScaler) has to see them on all ranks",
+        )
+    where += f"{seen.count:,} elements are "
+    if seen.before:
+        before = positions_text(step, seen.before)
+        return Finding(
+            "nonfinite",
+            f"{where}infinite or NaN, and so they were in the gradient that backward gives on "
+            f"{before}",
+            f"look at the loss and the learning rate, and at what {before} read: "
+            "the exchange was not the first to have them",
+        )
+    return Finding(
+        "nonfinite",
+        f"{where}infinite or NaN, and every rank's own gradient is finite",
+        "look for a division by zero, a sum in a dtype that is too short for it, and a buffer "
+        "that was never written (torch.empty)",
+    )
+
+
+def describe_unexplained(facts: Facts) -> str:
+    """The strongest evidence of wrong gradients that no cause explains, in a sentence."""
+    step = next((step for step in facts.steps if step.parameters), None)
+    if step is None:
+        return ""
+    wrong = sorted({rank for p in step.parameters for rank in p.wrong})
+    text = f"step {step.step}: {parameters_text(step, step.parameters)} wrong on "
+    text += positions_text(step, wrong)
+    groups = "; ".join(positions_text(step, group) for group in step.alike)
+    agree = "agree" if len(step.alike) == 1 else "agree within each of: " + groups
+    text += f"; ranks {agree}" if len(step.shares) > 1 else ""
+    if step.mean_of_left:
+        return (
+            f"{text}; they hold the right mean of what backward left on the ranks, so the "
+            "exchange is right and what went into it is not"
+        )
+    fit = step.fits[wrong[0]] if step.fits else None
+    if all_parallel(step, step.parameters):
+        return (
+            f"{text}; the ranks' own gradients are multiples of each other, so what each counts "
+            "for cannot be read off the result: look at a workload where they are not"
+        )
+    if fit is None or not fit.identified:
+        return text
+    text += f"; {coefficients_text(step, step.fits, wrong[0])}"
+    share = number_text(100 * fit.residual)
+    if fit.residual > max(fit.tolerance):
+        text += f", and {share} % of it is no combination of them at all"
+    return text
+
+
+def describe_left(facts: Facts) -> str:
+    """What backward left on each rank, where that was no longer the shard's gradient."""
+    for step in facts.steps:
+        if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):
+            shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)
+            return f"before the exchange ranks held {shown} times their shard's gradient"
+    return ""
+
+
+def _diagnosis(finding: Finding) -> Diagnosis:
+    return Diagnosis(cause=finding.cause, evidence=finding.evidence, suggestion=finding.suggestion)

@@ -1,0 +1,130 @@
+"""What backward was seen to leave on each rank, by the shard's own gradient. Runs in a judge."""
+
+from math import inf, sqrt
+
+import torch
+
+from distcheck.judge.diagnosis.facts import LeftFacts
+from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import real_parts
+from distcheck.training.traces.layout import Kind
+
+_MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard
+
+
+def seen(expectation: StepExpectation, rank: int, index: int) -> torch.Tensor | None:
+    """What was recorded of one parameter before the exchange."""
+    return expectation.trace.tensor(rank, Kind.LOCAL_GRADIENT, expectation.step, index)
+
+
+def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) -> float | None:
+    """What multiple of the shard's gradient backward left, a loss that was scaled included; None
+    where it was not seen, or is no multiple.
+    """
+    same, along, square, size = True, 0.0, 0.0, 0.0
+    for m in measured:
+        found = seen(expectation, rank, m.index)
+        shard = expectation.shards[rank].gradients[m.index]
+        if found is None or shard is None:
+            return None
+        same = same and torch.equal(found, shard)
+        wanted, got = real_parts(shard).double(), real_parts(found).double()
+        along += float((wanted * got).sum())
+        square += float((wanted * wanted).sum())
+        size += float((got * got).sum())
+    if not measured or not square or not along:
+        return None
+    by_loss = expectation.contract.weighting == "loss"
+    promised = 1.0 if by_loss else expectation.unscaled[rank]
+    if same:
+        return promised
+    # |got - f wanted|^2 for the best f; no multiple where more than 1e-5 of it is left over.
+    left = max(0.0, size - along**2 / square)
+    return along / square * promised if left <= 1e-10 * size else None
+
+
+def others(expectation: StepExpectation, measured: list[Measured]) -> tuple[LeftFacts, ...]:
+    """The ranks on which backward left something else than their shard's gradient."""
+    ranks = range(expectation.trace.layout.world)
+    return tuple(filter(None, (_of_rank(expectation, rank, measured) for rank in ranks)))
+
+
+def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) -> LeftFacts | None:
+    pairs, names = [], []
+    for m in measured:
+        found, own = seen(expectation, rank, m.index), expectation.shards[rank].gradients[m.index]
+        if found is None or own is None:
+            if (found is None) != (own is None):
+                return None  # not seen: nothing is known of it
+            continue
+        pairs.append((m.index, real_parts(found).double()))
+        if not torch.equal(found, own):
+            names.append(m.name)
+    if not names:
+        return None
+    others = [r for r in range(expectation.trace.layout.world) if r != rank]
+    source = next((r for r in others if _is_of(expectation, r, pairs)), -1)
+    apart = size = 0.0
+    for index, found in pairs:
+        own = expectation.shards[rank].gradients[index]
+        assert own is not None
+        apart += float((found - real_parts(own).double()).norm()) ** 2
+        size += float(real_parts(own).double().norm()) ** 2
+    return LeftFacts(
+        rank=rank,
+        parameters=tuple(names),
+        distance=sqrt(apart / size) if size else 0.0,
+        source=source,
+        buffers=() if source >= 0 else _other_buffers(expectation, rank, pairs),
+    )
+
+
+def _other_buffers(
+    expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]
+) -> tuple[str, ...]:
+    """The buffers that another rank's must take the place of, so that the shard's gradient is what
+    backward left, to the bit. Each one is kept that brings it nearer.
+    """
+    trace, step = expectation.trace, expectation.step
+    specs, ranks = trace.layout.model.buffers, range(trace.layout.world)
+    promised = 0 if expectation.contract.buffers == "rank 0" else rank
+    held = [
+        {trace.entry(r, Kind.BUFFER, step, index).digest: r for r in reversed(ranks)}
+        for index in range(len(specs))
+    ]
+    differ = [index for index, sources in enumerate(held) if len(sources) > 1]
+    if len(differ) > _MOST_BUFFERS:
+        return ()
+    chosen = [promised] * len(specs)
+
+    def apart(sources: list[int]) -> float:
+        gradients = expectation.shard_from(rank, sources).gradients
+        return sum(
+            float((found - real_parts(own).double()).norm()) ** 2
+            for index, found in pairs
+            if (own := gradients[index]) is not None
+        )
+
+    least = apart(chosen) if differ else inf
+    for index in differ:
+        for source in held[index].values():
+            tried = [*chosen[:index], source, *chosen[index + 1 :]]
+            distance = apart(tried) if source != chosen[index] else inf
+            if distance < least:
+                least, chosen = distance, tried
+    if least:
+        return ()
+    return tuple(specs[index].name for index in differ if chosen[index] != promised)
+
+
+def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]) -> bool:
+    """Whether these are another rank's gradients, up to a thousandth of a percent."""
+    for index, found in pairs:
+        gradient = expectation.shards[rank].gradients[index]
+        if gradient is None:
+            return False
+        wanted = real_parts(gradient).double()
+        if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
+            return False
+    return True

@@ -1,0 +1,163 @@
+"""What else a wrong gradient is: an earlier step's, a sum, another parameter's, a permutation."""
+
+from collections.abc import Iterator
+
+import torch
+
+from distcheck.judge.diagnosis.facts import Match
+from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import gamma, real_parts, unit_roundoff
+from distcheck.training.traces.layout import Kind
+
+_MOST_SORTED = 1 << 20
+_MOST_OTHERS = 64
+# Two samples of one distribution, sorted, come closer the more there are of them: to 1e-3 of their
+# norm for a million. A bound that is wider than a tenth of that proves no permutation.
+_SHARPEST = 1e-4
+
+
+def matches_of(
+    expectation: StepExpectation,
+    earlier: list[StepExpectation],
+    measured: list[Measured],
+    step_gamma: float,
+) -> Iterator[Match]:
+    """Every match of a wrong gradient, within the bound of what it is taken for."""
+    for one in measured:
+        if one.wrong and bool(one.interval.mean.isfinite().all()):
+            yield from _earlier(expectation, earlier, one, step_gamma)
+            yield from _others(one, measured)
+            yield from _mixed(expectation, one, measured, step_gamma)
+    yield from permuted(measured)
+
+
+def _earlier(
+    expectation: StepExpectation,
+    earlier: list[StepExpectation],
+    one: Measured,
+    step_gamma: float,
+) -> Iterator[Match]:
+    """Against the means of earlier steps, their sums with this one's, and what a rank held then."""
+    total, allowed = one.interval.mean, _size(expectation, one.index)
+    for past in earlier:
+        interval = past.interval(one.index)
+        if interval is None or not bool(interval.mean.any()):
+            return
+        total, allowed = total + interval.mean, allowed + _size(past, one.index)
+        candidates = [
+            ("earlier", interval.mean, float(interval.bound.norm())),
+            ("sum", total, step_gamma * allowed),
+        ]
+        for rank in one.wrong:
+            held = expectation.trace.tensor(rank, Kind.GRADIENT, past.step, one.index)
+            held = None if held is None else real_parts(held)
+            own = list(candidates)
+            if held is not None and bool(held.any()):
+                limit = _size(expectation, one.index) + float(held.double().norm())
+                own.append(("added", one.interval.mean + held.double(), step_gamma * limit))
+            for kind, expected, bound in own:
+                distance = float((one.result(rank) - expected).norm())
+                if distance <= bound:
+                    yield Match(
+                        kind=kind, rank=rank, parameter=one.name, distance=distance, bound=bound,
+                        step=past.step,
+                    )  # fmt: skip
+
+
+def _size(expectation: StepExpectation, index: int) -> float:
+    """What the terms of a mean add up to, as a norm."""
+    factors = zip(expectation.weights, expectation.unscaled, expectation.shards, strict=True)
+    size = 0.0
+    for weight, factor, shard in factors:
+        gradient = shard.gradients[index]
+        if gradient is not None and factor:
+            size += (
+                weight
+                / len(expectation.weights)
+                / abs(factor)
+                * float(real_parts(gradient).double().norm())
+            )
+    return size
+
+
+def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
+    """Against the means of other parameters with as many elements."""
+    alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
+    for other in alike[:_MOST_OTHERS]:
+        mean = other.interval.mean
+        if not bool(mean.any()):
+            continue
+        bound = float(other.interval.bound.norm())
+        for rank in one.wrong:
+            distance = float((one.result(rank).reshape(-1) - mean.reshape(-1)).norm())
+            if distance <= bound:
+                yield Match(
+                    kind="parameter", rank=rank, parameter=one.name, distance=distance,
+                    bound=bound, other=other.name,
+                )  # fmt: skip
+
+
+def _mixed(
+    expectation: StepExpectation, one: Measured, measured: list[Measured], step_gamma: float
+) -> Iterator[Match]:
+    """Against means to which some ranks gave their gradient of another parameter.
+
+    With d_k = share_k * (other's gradient on rank k - this one's), the result is the mean plus the
+    sum of d_k over those ranks: least squares says which, and the sum is then tried as it is.
+    """
+    alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
+    world = len(expectation.weights)
+    if world < 2 or one.elements > _MOST_SORTED or one.elements <= world:
+        return
+    shares = [weight / world for weight in expectation.weights]
+    for other in alike[:_MOST_OTHERS]:
+        pairs = [(other.shard(r).reshape(-1), one.shard(r).reshape(-1)) for r in range(world)]
+        gaps = torch.stack([(o - p) * s for (o, p), s in zip(pairs, shares, strict=True)], dim=1)
+        size = sum(s * float(o.norm() + p.norm()) for (o, p), s in zip(pairs, shares, strict=True))
+        for rank in one.wrong:
+            rest = (one.result(rank) - one.interval.mean).reshape(-1)
+            taken = torch.linalg.lstsq(gaps, rest.unsqueeze(1)).solution.round().squeeze(1)
+            ranks = tuple(taken.nonzero().reshape(-1).tolist())
+            if not 0 < len(ranks) < world or not bool((taken[list(ranks)] == 1).all()):
+                continue
+            distance, bound = float((gaps @ taken - rest).norm()), step_gamma * size
+            if distance <= bound:
+                yield Match(
+                    kind="mixed", rank=rank, parameter=one.name, distance=distance, bound=bound,
+                    other=other.name, ranks=ranks,
+                )  # fmt: skip
+
+
+def permuted(measured: list[Measured]) -> Iterator[Match]:
+    """All elements of all parameters, sorted. Sorting both brings no two vectors further apart, and
+    what is then within a bound has norms within it: the norms, which any order leaves alike, rule
+    most out without sorting anything.
+    """
+    elements = sum(m.elements for m in measured)
+    wrong = sorted({rank for m in measured for rank in m.wrong})
+    if elements > _MOST_SORTED or not wrong:
+        return
+    in_place = torch.cat([m.interval.mean.reshape(-1) for m in measured])
+    bound = float(torch.cat([m.interval.bound.reshape(-1) for m in measured]).norm())
+    norm = float(in_place.norm())
+    if bound > _SHARPEST * norm:
+        return
+    # The two norms are themselves off by their roundings, in float64 and in any order.
+    reach = bound + gamma(2 * elements, unit_roundoff(torch.float64)) * norm
+    means: torch.Tensor | None = None
+    for rank in wrong:
+        results = torch.cat([m.result(rank).reshape(-1) for m in measured])
+        if float((results - in_place).norm()) <= bound:
+            continue  # only single elements are off, and they have not changed places
+        if abs(float(results.norm()) - norm) > reach:
+            continue
+        means = in_place.sort().values if means is None else means
+        distance = float((results.sort().values - means).norm())
+        if distance <= bound:
+            for m in measured:
+                if rank in m.wrong:
+                    yield Match(
+                        kind="permuted", rank=rank, parameter=m.name, distance=distance,
+                        bound=bound,
+                    )  # fmt: skip

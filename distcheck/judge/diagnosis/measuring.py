@@ -1,0 +1,322 @@
+"""Measures one step of a failed case: the numbers in `facts`, from tensors.
+
+All in float64. What an expectation is, the oracles say; nothing here knows what a strategy does.
+"""
+
+from dataclasses import replace
+from math import isfinite, sqrt
+
+import torch
+
+from distcheck.judge.diagnosis import elements, left
+from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.matching import matches_of
+from distcheck.judge.diagnosis.measured import Given, Measured
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import Interval, gamma, real_parts, unit_roundoff
+from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.records import TensorSpec
+from distcheck.training.traces.layout import Kind
+
+MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
+# Beyond this many elements every k-th is taken: a combination holds for every element.
+_MOST_ELEMENTS = 1 << 20
+# A QR factorisation in float64 is itself off by a few hundred of its roundings.
+_LEAST_GAMMA = 1e-12
+_LEAST_SINGULAR = 1e-6  # of the largest; below it, ranks' gradients do not tell ranks apart
+
+
+class StepMeasuring:
+    """Measures the step of an expectation; `earlier` are those of steps before, latest first."""
+
+    def __init__(self, expectation: StepExpectation, earlier: list[StepExpectation]) -> None:
+        self._expectation, self._earlier = expectation, earlier
+        self._trace, self._step = expectation.trace, expectation.step
+        self._ranks = range(self._trace.layout.world)
+        self.shares = [w / len(self._ranks) for w in expectation.weights]
+        self._missing: list[tuple[str, int]] = []
+        self._own_elsewhere = True
+        self._not_finite: NotFinite | None = None
+        own = [unit_roundoff(getattr(torch, self._wire))] if self._wire else []
+        self._least_units: list[float] = [2.0**-53, *own]
+        count = sum(spec.elements for spec in self._trace.layout.model.parameters)
+        self._kept: dict[int, Interval] | None = {} if count <= MOST_KEPT else None
+
+    def facts(self) -> StepFacts:
+        """Everything about the step. Raises NotRecordedError where the trace lacks too much, and
+        where a rank has done away with its gradient before anything was exchanged.
+        """
+        if self._expectation.lost:
+            raise NotRecordedError(self._expectation.lost)
+        measured = self._measure()
+        wrong = [m for m in measured if m.wrong]
+        # Of several dtypes: what rounds less is not excused by what rounds more.
+        unit = max([*self._least_units, *(self._unit_of(m) for m in wrong or measured)])
+        step_gamma = self._gamma_of(unit)
+        alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
+        wrong = [] if self._not_finite or self._missing else wrong
+        others = left.others(self._expectation, measured)
+        if others and wrong and not self._is_right_mean_of_left(wrong):
+            # Two mistakes: the exchange is measured by what it was given.
+            wrong = [Given(**vars(m)) for m in wrong]
+        parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
+        matches: tuple[Match, ...] = ()
+        if wrong:
+            matches = tuple(matches_of(self._expectation, self._earlier, measured, step_gamma))
+        telling = [m for m in measured if m.wrong or self._tells_own_from_mean(m)]
+        return StepFacts(
+            step=self._step,
+            ranks=self._trace.ranks,
+            shares=tuple(self.shares),
+            gamma=step_gamma,
+            unit=unit,
+            parameters=parameters,
+            total=len(telling),
+            silent=len(measured) - len(telling),
+            fits=tuple(self._fit(parameters, rank, step_gamma) for rank in self._ranks)
+            if parameters
+            else (),
+            left_norms=tuple(
+                sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
+            ),
+            left_factors=tuple(left.factor(self._expectation, r, measured) for r in self._ranks),
+            left=others,
+            left_elements=sum(m.elements for m in measured),
+            matches=matches,
+            mean_of_left=self._is_right_mean_of_left(wrong),
+            alike=self._alike(),
+            unchanged=self._unchanged(measured),
+            missing=tuple(self._missing),
+            missing_elsewhere=alone,
+            not_finite=self._not_finite,
+        )
+
+    @property
+    def _wire(self) -> str | None:
+        return self._expectation.contract.wire
+
+    def _measure(self) -> list[Measured]:
+        found = []
+        for index, spec in enumerate(self._trace.layout.model.parameters):
+            parts = [shard.gradients[index] for shard in self._expectation.shards]
+            if all(part is None for part in parts):
+                continue
+            one = self._measure_parameter(index, spec)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _measure_parameter(self, index: int, spec: TensorSpec) -> Measured | None:
+        """None where a rank has no such gradient; a NaN or an infinity is noted."""
+        ranks = list(self._ranks)
+        trace, step = self._trace, self._step
+        missing = [r for r in ranks if trace.tensor(r, Kind.GRADIENT, step, index) is None]
+        self._missing += [(spec.name, rank) for rank in missing]
+        count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
+        one = Measured(self._expectation, index, spec.name, count, (), self._kept)
+        if missing:
+            self._own_elsewhere &= self._is_own_elsewhere(one, missing)
+            return None
+        interval, wrong = one.interval, []
+        for rank in ranks:
+            result = one.result(rank)
+            count = int((~result.isfinite()).sum())
+            if count and self._not_finite is None:
+                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
+                self._not_finite = NotFinite(
+                    rank=rank, parameter=spec.name, count=count, before=before
+                )
+            hidden = int((result.isfinite() & ~interval.mean.isfinite()).sum())
+            if hidden and self._not_finite is None:
+                before = tuple(r for r in ranks if not bool(one.left(r).isfinite().all()))
+                self._not_finite = NotFinite(
+                    rank=rank, parameter=spec.name, count=hidden, before=before, hidden=True
+                )
+            if not bool(((result - interval.mean).abs() <= interval.bound).all()):
+                wrong.append(rank)
+        return replace(one, wrong=tuple(wrong))
+
+    def _tells_own_from_mean(self, measured: Measured) -> bool:
+        """Whether a rank's own gradient is not the mean as well, as it is where all are zero: there
+        a gradient that is right says nothing of the exchange.
+        """
+        interval = measured.interval
+        return any(
+            not bool(((measured.left(rank) - interval.mean).abs() <= interval.bound).all())
+            for rank in self._ranks
+        )
+
+    def _own_unit(self, measured: Measured) -> float:
+        """The unit roundoff of one parameter's dtype: models may hold several."""
+        parts = [shard.gradients[measured.index] for shard in self._expectation.shards]
+        return max(unit_roundoff(part.dtype) for part in parts if part is not None)
+
+    def _unit_of(self, measured: Measured) -> float:
+        """The unit roundoff of one parameter's exchange."""
+        own = self._own_unit(measured)
+        return max(own, unit_roundoff(getattr(torch, self._wire))) if self._wire else own
+
+    def _gamma_of(self, unit: float) -> float:
+        roundings = len(self._ranks) + 5 + 2 * (self._wire is not None)
+        return max(gamma(roundings, unit), _LEAST_GAMMA)
+
+    def _is_own_elsewhere(self, measured: Measured, missing: list[int]) -> bool:
+        """Whether backward left nothing on the ranks without a gradient, and the others hold what
+        it left there.
+        """
+        for rank in self._ranks:
+            left = self._expectation.shards[rank].gradients[measured.index]
+            if (left is None) != (rank in missing):
+                return False
+            if left is not None and not torch.equal(measured.result(rank), left.double()):
+                return False
+        return True
+
+    def _parameter(self, measured: Measured, unit: float) -> ParameterFacts:
+        count = measured.elements
+        stride = max(1, count // _MOST_ELEMENTS)
+        columns = torch.stack(
+            [measured.shard(rank).reshape(-1)[::stride] for rank in self._ranks], dim=1
+        )
+        q, r = torch.linalg.qr(columns)
+        taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
+        projected = [q.T @ y for y in taken]
+        of_mean, of_own, of_either = elements.mixture(measured, unit)
+        rounded = elements.rounded(measured, unit, self._own_unit(measured))
+        return ParameterFacts(
+            name=measured.name,
+            elements=count,
+            norms=tuple(columns.norm(dim=0).tolist()),
+            basis=tuple(tuple(row) for row in r.tolist()),
+            projected=tuple(tuple(p.tolist()) for p in projected),
+            remainder=tuple(
+                float((y - q @ p).norm()) for y, p in zip(taken, projected, strict=True)
+            ),
+            floor=float(sqrt(count) * len(self._ranks) * self._tiny()),
+            wrong=measured.wrong,
+            of_mean=of_mean,
+            of_own=of_own,
+            of_either=of_either,
+            gamma=self._gamma_of(unit),
+            shorter=tuple(one.dtype for one in rounded),
+            on_grid=tuple(one.on_grid for one in rounded),
+            of_terms=tuple(one.of_terms for one in rounded),
+            kinds=elements.kinds(measured, unit),
+            coarse=self._coarse(count),
+        )
+
+    def _coarse(self, elements: int) -> tuple[float, ...]:
+        """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
+        widest = max(self._expectation.half_quanta, default=0.0) * sqrt(elements)
+        factors = self._expectation.unscaled
+        return tuple(widest / abs(factor) for factor in factors) if widest else ()
+
+    def _tiny(self) -> float:
+        own = torch.finfo(getattr(torch, self._wire or self._expectation.ingredients.case.dtype))
+        return float(own.smallest_normal * own.eps)
+
+    def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
+        rows, targets, rest, sizes = [], [], 0.0, []
+        for p in parameters:
+            size = sum(share * norm for share, norm in zip(self.shares, p.norms, strict=True))
+            if size == 0:
+                continue
+            rows.append(torch.tensor(p.basis, dtype=torch.float64) / size)
+            targets.append(torch.tensor(p.projected[rank], dtype=torch.float64) / size)
+            rest += (p.remainder[rank] / size) ** 2
+            sizes.append((p, size))
+        world = len(self._ranks)
+        none = Fit(
+            coefficients=(0.0,) * world, tolerance=(0.0,) * world, residual=1.0, identified=False
+        )
+        if not rows:
+            return none
+        system, target = torch.cat(rows), torch.cat(targets)
+        if not bool(target.isfinite().all() and system.isfinite().all()):
+            return none
+        singular = torch.linalg.svdvals(system)
+        if len(singular) < world or float(singular[-1]) < _LEAST_SINGULAR * float(singular[0]):
+            return none
+        inverse = torch.linalg.pinv(system)
+        weights = inverse @ target
+        moved = sqrt(
+            sum(
+                sum(step_gamma * abs(float(w)) * n for w, n in zip(weights, p.norms, strict=True))
+                ** 2
+                / size**2
+                for p, size in sizes
+            )
+        )
+        total = sqrt(float(target.norm()) ** 2 + rest)
+        left = sqrt(float((system @ weights - target).norm()) ** 2 + rest)
+        return Fit(
+            coefficients=tuple(weights.tolist()),
+            tolerance=tuple((inverse.norm(dim=1) * moved).tolist()),
+            residual=left / total if total else 0.0,
+            identified=True,
+        )
+
+    def _is_right_mean_of_left(self, wrong: list[Measured]) -> bool:
+        return (
+            bool(wrong)
+            and not all(self._left_the_shards(m) for m in wrong)
+            and all(self._is_mean_of_left(m) for m in wrong)
+        )
+
+    def _left_the_shards(self, measured: Measured) -> bool:
+        """Whether backward was seen to leave what it should: nothing was wrong before the exchange
+        then, whatever the exchange made of it.
+        """
+        for rank in self._ranks:
+            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
+            own = self._expectation.shards[rank].gradients[measured.index]
+            if seen is None or own is None or not torch.equal(seen, own):
+                return False
+        return True
+
+    def _is_mean_of_left(self, measured: Measured) -> bool:
+        """Whether all ranks hold the right mean of what backward was seen to leave."""
+        mean, size = torch.zeros_like(measured.interval.mean), 0.0
+        relative = self._gamma_of(self._unit_of(measured))
+        factors = self._expectation.unscaled
+        for rank, factor, share in zip(self._ranks, factors, self.shares, strict=True):
+            seen = self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, measured.index)
+            if seen is None:
+                return False
+            seen = real_parts(seen).double()
+            mean += seen * (share / factor)
+            size += share / abs(factor) * float(seen.norm())
+        return isfinite(size) and all(
+            float((y - mean).norm()) <= relative * size for y in map(measured.result, self._ranks)
+        )
+
+    def _alike(self) -> tuple[tuple[int, ...], ...]:
+        groups: dict[tuple[bytes, ...], list[int]] = {}
+        for rank in self._ranks:
+            indices = range(len(self._trace.layout.model.parameters))
+            entries = [self._trace.entry(rank, Kind.GRADIENT, self._step, i) for i in indices]
+            groups.setdefault(tuple(e.digest for e in entries), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def _unchanged(self, measured: list[Measured]) -> tuple[int, ...]:
+        """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
+        found = []
+        indices = range(len(self._trace.layout.model.parameters))
+        for rank in self._ranks:
+            before, after = (
+                [self._trace.entry(rank, Kind.PARAMETER, slot, i).digest for i in indices]
+                for slot in (self._step, self._step + 1)
+            )
+            if before != after or not any(bool(m.result(rank).any()) for m in measured):
+                continue
+            try:
+                moved = self._expectation.update.run(rank, self._step)[Kind.PARAMETER]
+            except NotRecordedError:
+                continue
+            stayed = [self._trace.tensor(rank, Kind.PARAMETER, self._step, i) for i in indices]
+            if any(
+                a is not None and b is not None and not torch.equal(a, b)
+                for a, b in zip(moved, stayed, strict=True)
+            ):
+                found.append(rank)
+        return tuple(found)

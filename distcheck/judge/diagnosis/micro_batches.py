@@ -1,0 +1,60 @@
+"""What each backward pass counts for in a wrong gradient, where a step has several. Runs in a
+judge.
+"""
+
+import torch
+
+from distcheck.judge.diagnosis.facts import PassFacts
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import real_parts
+from distcheck.training.traces.layout import Kind
+
+_MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
+_LEAST_SINGULAR = 1e-5  # of the largest; below it, passes cannot be told apart
+_RESIDUAL = 1e-5  # of a result; passes were added up in its dtype
+
+
+def measured_passes(expectation: StepExpectation) -> PassFacts | None:
+    """Least squares of every rank's gradients on the passes of all ranks; None where a step has one
+    pass, or they cannot be told apart, or the gradients are no combination of them.
+    """
+    trace, step = expectation.trace, expectation.step
+    ranks = range(trace.layout.world)
+    parts = [expectation.passes(rank) for rank in ranks]
+    count = min(len(passes) for passes in parts)
+    if count < 2 or count != max(len(passes) for passes in parts):
+        return None
+    elements = sum(spec.elements for spec in trace.layout.model.parameters)
+    stride = max(1, elements // _MOST_ELEMENTS)
+    columns = [
+        _flat([gradients[index] for index in _used(expectation)], stride)
+        for passes in parts
+        for gradients in passes
+    ]
+    system = torch.stack(columns, dim=1)
+    singular = torch.linalg.svdvals(system)
+    if len(singular) < len(columns) or singular[-1] < _LEAST_SINGULAR * singular[0]:
+        return None
+    weights = []
+    for rank in ranks:
+        held = [trace.tensor(rank, Kind.GRADIENT, step, index) for index in _used(expectation)]
+        result = _flat(held, stride)
+        found = torch.linalg.lstsq(system, result.unsqueeze(1)).solution
+        rest = float((system @ found - result.unsqueeze(1)).norm())
+        if not rest <= _RESIDUAL * float(result.norm()):
+            return None
+        of_rank = found.squeeze(1).view(len(parts), count).tolist()
+        weights.append(tuple(tuple(row) for row in of_rank))
+    return PassFacts(step=step, passes=count, weights=tuple(weights))
+
+
+def _used(expectation: StepExpectation) -> list[int]:
+    """Parameters that every shard has a gradient of."""
+    count = len(expectation.trace.layout.model.parameters)
+    shards = expectation.shards
+    return [i for i in range(count) if all(s.gradients[i] is not None for s in shards)]
+
+
+def _flat(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
+    found = [real_parts(t).double().reshape(-1)[::stride] for t in tensors if t is not None]
+    return torch.cat(found)

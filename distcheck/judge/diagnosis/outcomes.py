@@ -1,0 +1,150 @@
+"""Causes that show in how ranks ended: crash, hang, collective-mismatch, unreachable."""
+
+import re
+from collections.abc import Sequence
+
+from distcheck.judge.diagnosis.findings import ranks_text
+from distcheck.records import Diagnosis, Outcome
+from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
+
+_LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+_ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
+_NO_ANSWER = "did not answer when it was asked"
+_STOPPED = "stopped (state T)"
+
+_SAME_CALLS = (
+    "every rank must make the same collective calls, in the same order, with the same shapes: "
+    "look for a call inside a condition that depends on the rank or on its data"
+)
+
+
+def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
+    """The cause of ranks that did not finish; nothing where all did."""
+    bad = [o for o in outcomes if o.outcome != "finished"]
+    if not bad:
+        return []
+    cause = bad[0]
+    if is_mismatch(cause.detail):
+        return [_of_mismatch(cause, outcomes)]
+    if cause.outcome == "lost":
+        lost = [o.rank for o in bad if o.outcome == "lost"]
+        return [
+            Diagnosis(
+                cause="unreachable",
+                evidence=f"{ranks_text(lost)}: {cause.detail.splitlines()[-1]}",
+                suggestion="look at that machine and at the network between; nothing is known of "
+                "what its ranks did last",
+            )
+        ]
+    if is_victim(cause.detail):
+        return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+    if _ZERO_BY_ZERO in cause.detail:
+        return [
+            Diagnosis(
+                cause="nonfinite",
+                evidence=f"{ranks_text([o.rank for o in bad if _ZERO_BY_ZERO in o.detail])}: where "
+                "every gradient is zero, as that of a layer is which a batch does not use, the "
+                "step leaves parameters that are infinite or NaN",
+                suggestion="look for a division by a norm or a maximum (0/0), and add a small "
+                "number to the divisor",
+            )
+        ]
+    if cause.outcome != "hung":
+        last = cause.detail.splitlines()[0] if cause.detail else ""
+        return [
+            Diagnosis(
+                cause="crash",
+                evidence=f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report "
+                "came after it",
+                suggestion=f"read rank {cause.rank}'s traceback first",
+            )
+        ]
+    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+
+
+def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
+    """The rank that received a message of another size is as a rule not the one that called
+    something else.
+    """
+    apart = calls_apart(_calls(outcomes))
+    said = (
+        f"rank {received.rank} received a message of another size than its own call expects; "
+        "which rank called something else is not known"
+        if apart is None
+        else apart.in_words()
+    )
+    return Diagnosis(cause="collective-mismatch", evidence=said, suggestion=_SAME_CALLS)
+
+
+def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+    """Every rank that did not finish had lost another one, which did not fail itself."""
+    victims = ranks_text([o.rank for o in lost])
+    if finished:
+        return Diagnosis(
+            cause="collective-mismatch",
+            evidence=f"{ranks_text(finished)} finished and left, and {victims} still waited in a "
+            "collective",
+            suggestion=_SAME_CALLS,
+        )
+    return Diagnosis(
+        cause="crash",
+        evidence=f"{victims} lost their peers, and no rank is known to have failed before that",
+        suggestion="look for what ended a connection: a limit, a network, a process group that was "
+        "destroyed too soon",
+    )
+
+
+def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
+    return {
+        o.rank: {
+            (call.group, call.point_to_point, call.number): f"{call.name} of [{call.shapes}]"
+            for call in o.collectives
+        }
+        for o in outcomes
+    }
+
+
+def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+    """Ranks in different collectives, or waiting for one that has left: a mismatch. A rank that
+    is in no collective, while the others wait for it: a hang of that rank's own.
+    """
+    calls: dict[str, list[int]] = {}
+    elsewhere = []
+    silent = []
+    stopped = [outcome.rank for outcome in hung if _STOPPED in outcome.detail]
+    for outcome in hung:
+        match = _LAST_COLLECTIVE.search(outcome.detail)
+        if outcome.rank in stopped:
+            continue
+        if _NO_ANSWER in outcome.detail:
+            silent.append(outcome.rank)
+        elif match is None:
+            elsewhere.append(outcome.rank)
+        else:
+            call = f"{match[1]} of [{match[2]}], number {match[3]}"
+            calls.setdefault(call, []).append(outcome.rank)
+    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
+    parts += [f"{ranks_text(elsewhere)} in no collective"] if elsewhere else []
+    parts += [f"{ranks_text(silent)} did not answer"] if silent else []
+    parts += [f"{ranks_text(finished)} finished"] if finished else []
+    evidence = "; ".join(parts)
+    if stopped:
+        evidence = "; ".join(filter(None, [f"{ranks_text(stopped)} was stopped", evidence]))
+        return Diagnosis(
+            cause="hang",
+            evidence=evidence,
+            suggestion=f"see what sends {ranks_text(stopped)} SIGSTOP: the code itself, a person, "
+            "or a scheduler",
+        )
+    if len(calls) > 1 and (apart := calls_apart(_calls(hung))) is not None:
+        evidence += f"; {apart.in_words()}"
+    if len(calls) > 1 or (calls and finished):
+        return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
+    where = elsewhere or ([] if silent else next(iter(calls.values())))
+    return Diagnosis(
+        cause="hang",
+        evidence=f"no progress until the deadline: {evidence}",
+        suggestion=f"the stack of {ranks_text(where)} shows where"
+        if where
+        else f"see whether something stopped {ranks_text(silent)}, or holds it in the kernel",
+    )

@@ -1,0 +1,250 @@
+"""Causes outside the gradients: data, initial state, buffers, random numbers, optimizer, reruns."""
+
+from collections.abc import Mapping
+
+from distcheck.judge.diagnosis.facts import Facts, Overlap
+from distcheck.judge.diagnosis.findings import positions_text, ranks_text
+from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.training.traces.layout import Kind
+
+
+def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    """Every such cause that is carried by a check that failed and by what was measured."""
+    found = _initial(failed, facts)
+    if data := _of("data", failed):
+        found += _data(facts) or _repeated(data)
+    found += _buffers(failed)
+    found += _optimizer(failed, facts)
+    return found
+
+
+_ORDER = (
+    "look for an order that differs from run to run: arrival order, threads, hashing, a clock, a "
+    "random number that no seed covers"
+)
+_RACE = (
+    "look for an asynchronous collective that nobody waits for, or not in time, a buffer that is "
+    "used again while it is being sent, and"
+)
+# Of a gradient: far more than orders of summation differ by.
+_NO_ROUNDING = 1e-2
+
+
+# What made a difference, in words, and what to do about it.
+_FACTORS = {
+    "memory": "the addresses of objects (id(), data_ptr(), the order of a set of objects)",
+    "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, as on several machines,",
+    "environment": "the order of the environment variables",
+    "interpreters": "a separate interpreter for the ranks (its PYTHONHASHSEED, and so hash() of a "
+    "string and the order of a set of them)",
+}
+_INSTEAD = {
+    "memory": "choose and order by a parameter's name or its place in model.parameters(), which "
+    "are the same on every rank, and not by id(), hash() or an address",
+    "nodes": "use RANK and WORLD_SIZE (dist.get_rank(), dist.get_world_size()): LOCAL_RANK and "
+    "LOCAL_WORLD_SIZE count the ranks of one machine",
+    "environment": "sort os.environ before iterating over it",
+    "interpreters": "use one order on every rank: sorted(...) or a dict in place of a set, "
+    "zlib.crc32(name.encode()) in place of hash(name)",
+}
+
+
+def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) -> list[Diagnosis]:
+    """Two runs that differ say by themselves that something is not determined by the seeds; what
+    further worlds have shown says whether process state determines it.
+    """
+    result = _of("rerun", failed)
+    if result is None:
+        return []
+    if separation is not None and separation.depends:
+        return [of_process(separation, f"it differs first at {where(result)}", passed=alone)]
+    return [_nondeterministic(result, failed, separation, alone=alone)]
+
+
+def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
+    """`how` says how the rerun showed it; `passed`, whether the first world passed every check."""
+    factors = separation.factors
+    only = len(factors) == 1
+    said = "no single one of the things that differ there makes the difference"
+    if only:
+        said = f"the difference is made by {_FACTORS[factors[0]]} alone"
+    found = "; ".join(separation.lines)
+    lines = (
+        f"lines that may depend on it: {found}"
+        if found
+        else (
+            "no line that reads such state was found in the strategy's file and the modules beside "
+            "it"
+        )
+    )
+    first = "the first world, in which ranks share their process state, passed every check, and "
+    return Diagnosis(
+        cause="depends-on-process-state",
+        evidence=f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
+        f"A repeat of the first world was as the first, and {said} ({separation.worlds} further "
+        f"worlds); {lines}",
+        suggestion=_INSTEAD[factors[0]] if only else "; ".join(_INSTEAD.values()),
+    )
+
+
+def _nondeterministic(
+    result: CheckResult, failed: Failures, separation: Separation | None, *, alone: bool
+) -> Diagnosis:
+    agreed = "everything agreed with one machine, but two" if alone else "two"
+    evidence = f"{agreed} runs with the same seeds did not agree with each other: {where(result)}"
+    suggestion = _ORDER
+    late = separation is not None and separation.factors == ("delays",)
+    if late:
+        evidence += ", nor does a world in which ranks are some milliseconds late"
+    if gradients_raced(failed):
+        evidence += ", by more than roundings do"
+        parameters = failed.get(("parameters", "X"))
+        if parameters is not None and parameters.first is not None:
+            evidence += (
+                "; and the update was not that of the gradients which the exchange had left: "
+                "something changed them after it had returned"
+            )
+    if late or gradients_raced(failed):
+        suggestion = f"{_RACE} {_ORDER.removeprefix('look for ')}"
+    if separation is not None and separation.lines:
+        evidence += f"; lines that another process need not repeat: {'; '.join(separation.lines)}"
+    return Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
+
+
+def gradients_raced(failed: Failures) -> bool:
+    """Whether the gradients that failed were others in the second run, and not by their roundings:
+    what they are made of in the first is then one of several things that can happen.
+    """
+    rerun, wrong = _of("rerun", failed), failed.get(("gradients", "R"))
+    if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
+        return False
+    there = rerun.first
+    if not there.parameter.endswith(f"({Kind.GRADIENT.label})") or there.step > wrong.first.step:
+        return False
+    numbers = [abs(float(value)) for value in (there.actual, there.expected) if value != ""]
+    return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
+
+
+def same_randomness(facts: Facts) -> list[Diagnosis]:
+    """Ranks that draw alike: dropout masks that are copies of each other."""
+    if not facts.same_randomness:
+        return []
+    groups = "; ".join(ranks_text(group) for group in facts.same_randomness)
+    return [
+        Diagnosis(
+            cause="same-randomness",
+            evidence=f"{groups} began a forward pass from one and the same random-number state, "
+            "which distcheck had made different, and the workload draws from it: their masks or "
+            "noise are copies. (By itself that fails no check.)",
+            suggestion="add the rank to the seed of what a forward pass draws",
+        )
+    ]
+
+
+def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
+    return next((result for (name, _), result in failed.items() if name == check), None)
+
+
+def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    result = _of("initial state", failed)
+    if result is None:
+        return []
+    evidence = f"ranks did not begin where one machine begins: {where(result)}"
+    if facts.begins_alike:  # a broadcast cannot help
+        return [
+            Diagnosis(
+                cause="initial-state-differs",
+                evidence=f"{evidence}; all ranks begin alike",
+                suggestion="look for what changes the model that it is given before the first "
+                "step: another model in its place, weights that are drawn or loaded again",
+            )
+        ]
+    return [
+        Diagnosis(
+            cause="initial-state-differs",
+            evidence=evidence,
+            suggestion="build the model from the same seed on every rank, or broadcast rank "
+            "0's parameters and buffers before the first step",
+        )
+    ]
+
+
+def _repeated(result: CheckResult) -> list[Diagnosis]:
+    """Samples that a rank reads again, where ranks share none."""
+    reason = result.reason.partition("; ")[0]
+    if "read before in the same epoch" not in reason and "in the same order" not in reason:
+        return []
+    return [
+        Diagnosis(
+            cause="repeated-samples",
+            evidence=f"ranks share no samples, and read some again: {reason}",
+            suggestion="look at the sampler: its epoch (set_epoch before every epoch), and a shard "
+            "that is cut again from a shard",
+        )
+    ]
+
+
+def _data(facts: Facts) -> list[Diagnosis]:
+    same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
+    if same:
+        return [
+            Diagnosis(
+                cause="same-data",
+                evidence=f"{_pairs(same)} read the very same samples at every step",
+                suggestion="give the sampler the rank and the world size "
+                "(DistributedSampler(num_replicas=, rank=))",
+            )
+        ]
+    if facts.overlaps:
+        most = max(facts.overlaps, key=lambda overlap: overlap.shared)
+        return [
+            Diagnosis(
+                cause="overlapping-data",
+                evidence=f"ranks share samples within an epoch: ranks {most.ranks[0]} and "
+                f"{most.ranks[1]} {most.shared} of the {most.read} that each read, "
+                f"{len(facts.overlaps)} pairs of ranks share some",
+                suggestion="shuffle with one seed on all ranks, and let each take its own part "
+                "of that one order",
+            )
+        ]
+    return []
+
+
+def _pairs(overlaps: list[Overlap]) -> str:
+    return ranks_text(sorted({rank for overlap in overlaps for rank in overlap.ranks}))
+
+
+def _buffers(failed: Failures) -> list[Diagnosis]:
+    result = _of("buffers", failed)
+    if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
+        return []
+    return [
+        Diagnosis(
+            cause="buffers-differ",
+            evidence=f"gradients are right and buffers are not those that the shard's own forward "
+            f"pass leaves: {where(result)}, {result.worst.actual if result.worst else ''} where "
+            f"{result.worst.expected if result.worst else ''} is owed",
+            suggestion="look for what writes, resets or averages running statistics; if rank 0's "
+            'are broadcast before every forward, promise it with @strategy(buffers="rank 0")',
+        )
+    ]
+
+
+def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
+    if _of("parameters", failed) is None:
+        return []
+    step = next((step for step in facts.steps if step.unchanged), None)
+    if step is None:
+        return []
+    return [
+        Diagnosis(
+            cause="optimizer-not-stepped",
+            evidence=f"step {step.step}: no parameter moved on "
+            f"{positions_text(step, step.unchanged)}, "
+            "although the gradients there are not zero and the optimizer would have moved them",
+            suggestion="look for an optimizer over other tensors than the model's parameters, a "
+            "step that is skipped or overwritten, updated parts that are never sent",
+        )
+    ]

@@ -1,0 +1,216 @@
+"""What a wrong update of the optimizer is made of, and averages of parameters. Runs in a judge."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
+from distcheck.judge.diagnosis.measuring import StepMeasuring
+from distcheck.judge.oracles.averaging import mean_of
+from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.rounding import Interval, real_parts
+from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
+from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.reader import TraceReader
+
+_SAME = 1e-5  # of an update: with no more left over, it is a multiple of the right one
+
+
+def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
+    """The first ranks' updates of a step that are not those that the optimizer makes of what they
+    recorded; None where all are, or the trace lacks what they start from.
+    """
+    trace, step = expectation.trace, expectation.step
+    specs = trace.layout.model
+    ranks, parameters, state = [], dict[str, None](), dict[str, None]()
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for rank in range(trace.layout.world):
+        try:
+            wanted = expectation.update.run(rank, step)
+        except NotRecordedError:
+            return None
+        wrong = False
+        for index, spec in enumerate(specs.parameters):
+            after, expected = (
+                trace.tensor(rank, Kind.PARAMETER, step + 1, index),
+                wanted[Kind.PARAMETER][index],
+            )
+            if after is None or expected is None or torch.equal(after, expected):
+                continue
+            wrong, parameters[spec.name] = True, None
+            before = trace.tensor(rank, Kind.PARAMETER, step, index)
+            assert before is not None, "the update was computed from it"
+            wide = [real_parts(t).double().reshape(-1) for t in (after, expected, before)]
+            rows.append((wide[0] - wide[2], wide[1] - wide[2], wide[2]))
+        for index, spec in enumerate(specs.optimizer):
+            if expectation.update.is_sharded(index):
+                continue
+            found, expected = (
+                trace.tensor(rank, Kind.OPTIMIZER, step + 1, index),
+                wanted[Kind.OPTIMIZER][index],
+            )
+            if (found is None) != (expected is None) or (
+                found is not None and expected is not None and not torch.equal(found, expected)
+            ):
+                wrong, state[spec.name] = True, None
+        ranks += [rank] if wrong else []
+    if not ranks:
+        return None
+    factor, decay, rest = _made_of(rows)
+    return UpdateFacts(
+        step=step,
+        ranks=tuple(trace.ranks[rank] for rank in ranks),
+        parameters=tuple(parameters),
+        state=tuple(state),
+        factor=factor,
+        decay=decay,
+        rest=rest,
+        unchanged=bool(rows) and not any(bool(taken.any()) for taken, _, _ in rows),
+    )
+
+
+def _made_of(
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> tuple[float, float, float]:
+    """An update as a factor times the right one, plus a share of the parameters, by least squares:
+    both factors, and what is left over as a share of the update.
+    """
+    if not rows:
+        return 1.0, 0.0, 1.0
+    taken, wanted, held = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    if not bool(taken.isfinite().all() and wanted.isfinite().all()):
+        return 1.0, 0.0, 1.0
+    factor, rest = _fit(taken, [wanted])
+    both, less = _fit(taken, [wanted, held])
+    if rest <= _SAME or less > rest / 4:
+        return factor[0], 0.0, rest
+    return both[0], both[1], less
+
+
+def _fit(taken: torch.Tensor, columns: list[torch.Tensor]) -> tuple[list[float], float]:
+    system, size = torch.stack(columns, dim=1), float(taken.norm())
+    found = torch.linalg.lstsq(system, taken.unsqueeze(1)).solution
+    rest = float((system @ found - taken.unsqueeze(1)).norm())
+    return found.squeeze(1).tolist(), rest / size if size else 0.0
+
+
+def averaged_every(expectation: StepExpectation, written: int) -> int:
+    """After how many steps parameters were averaged, each time as the plain mean of what every
+    rank's own update left; 0 where they were not.
+    """
+    at = [step for step in range(written) if _is_average(expectation.at(step))]
+    if not at:
+        return 0
+    period = at[1] - at[0] if len(at) > 1 else at[0] + 1
+    return period if at == list(range(at[0], written, period)) else 0
+
+
+def _is_average(expectation: StepExpectation) -> bool:
+    trace, step = expectation.trace, expectation.step
+    indices = range(len(trace.layout.model.parameters))
+    for index in indices:
+        entries = [
+            trace.entry(r, Kind.PARAMETER, step + 1, index) for r in range(trace.layout.world)
+        ]
+        if any(e.state is not State.STORED or e.digest != entries[0].digest for e in entries):
+            return False
+    try:
+        updates = [expectation.update.run(rank, step) for rank in range(trace.layout.world)]
+    except NotRecordedError:
+        return False
+    apart = False
+    for index in indices:
+        own = [update[Kind.PARAMETER][index] for update in updates]
+        present = [tensor for tensor in own if tensor is not None]
+        held = trace.tensor(0, Kind.PARAMETER, step + 1, index)
+        if len(present) < len(own) or held is None:
+            return False
+        apart = apart or any(not torch.equal(present[0], other) for other in present[1:])
+        mean = mean_of(present)
+        if not bool(((real_parts(held).double() - mean.mean).abs() <= mean.bound).all()):
+            return False
+    return apart
+
+
+def measured_average(expectation: StepExpectation) -> StepFacts:
+    """An average of parameters that is wrong, as if every rank's own update were its gradient and
+    what ranks then held the result of an exchange. Raises NotRecordedError.
+    """
+    given: Any = _Averaged(expectation)
+    return StepMeasuring(given, []).facts()
+
+
+def scaled_projection(expectation: StepExpectation) -> float | None:
+    """By what one factor rank 0's gradients must be divided to be what a low-rank exchange is to
+    give; None where there is none. A projection y = f P M has f = |y|^2 / <y, M>.
+    """
+    wrong, factor = [], None
+    for index in range(len(expectation.trace.layout.model.parameters)):
+        given = expectation.carried(index)
+        result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)
+        if given is None or result is None:
+            continue
+        wide = real_parts(result).double()
+        if not expectation.projected(wide, given).why:
+            continue
+        wrong.append((wide, given))
+        along = float((wide * given.mean).sum())
+        if factor is None and along:
+            factor = float(wide.norm()) ** 2 / along
+    if not factor or any(expectation.projected(y / factor, given).why for y, given in wrong):
+        return None
+    return factor
+
+
+class _AfterUpdate(TraceReader):
+    """A trace in which what ranks held after a step stands where gradients do."""
+
+    def __init__(self, whole: TraceReader) -> None:
+        self.layout, self.ranks, self._whole = whole.layout, whole.ranks, whole
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        if kind is Kind.LOCAL_GRADIENT:
+            return None
+        if kind is Kind.GRADIENT:
+            return self._whole.tensor(rank, Kind.PARAMETER, slot + 1, index)
+        return self._whole.tensor(rank, kind, slot, index)
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Any:
+        if kind is Kind.GRADIENT:
+            return self._whole.entry(rank, Kind.PARAMETER, slot + 1, index)
+        return self._whole.entry(rank, kind, slot, index)
+
+
+@dataclass
+class _Averaged:
+    """What measuring asks of an expectation, of an average of parameters."""
+
+    of: StepExpectation
+
+    def __post_init__(self) -> None:
+        world = self.of.trace.layout.world
+        self.step, self.trace = self.of.step, _AfterUpdate(self.of.trace)
+        self.contract, self.ingredients, self.update = (
+            self.of.contract, self.of.ingredients, self.of.update,
+        )  # fmt: skip
+        self.weights, self.unscaled, self.half_quanta = [1.0] * world, [1.0] * world, list[float]()
+        self.lost = ""
+        self.shards = [
+            ShardResult(
+                loss=0.0,
+                gradients=self.of.update.run(rank, self.step)[Kind.PARAMETER],
+                buffers=[],
+                magnitudes=[],
+            )
+            for rank in range(world)
+        ]
+
+    def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
+        """The mean of what the ranks' own updates left."""
+        parts = [shard.gradients[index] for shard in self.shards]
+        present = [part for part in parts if part is not None]
+        found = mean_of(present) if present else None
+        if found is None or wire is None:
+            return found
+        return replace(found, bound=torch.zeros_like(found.bound))

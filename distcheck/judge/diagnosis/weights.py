@@ -1,0 +1,319 @@
+"""Causes that show in what each rank's gradient counts for: scale, ranks left out, clipping."""
+
+from collections.abc import Sequence
+from math import hypot, isclose
+
+from distcheck.judge.diagnosis import counting
+from distcheck.judge.diagnosis.combinations import Reading, norms_differ, readings
+from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.findings import Finding, number_text, parameters_text, positions_text
+
+_REDUCE = (
+    "look for a reduction that is never called, whose result is dropped, or that works on a copy "
+    "instead of parameter.grad"
+)
+_CLIP = "clip after the gradients are averaged, by the norm of the average"
+_ONE_RANK = (
+    "let every rank end with the same sum over all ranks: an all_reduce, or a broadcast after the "
+    "reduce; look for a list made as [t] * world, whose entries are one tensor"
+)
+
+
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+    """Every cause that explains these parameters on all ranks."""
+    ways = [readings(step, parameters, rank) for rank in range(len(step.shares))]
+    where = f"step {step.step}, {parameters_text(step, parameters)}"
+    found: list[Finding] = []
+    if not all(ways):
+        return _one_right(step, parameters, ways, where)
+    for way in ways[0]:
+        if all(any(way.agrees_with(other) for other in others) for others in ways[1:]):
+            found += _alike(step, way, where)
+    own = all(any(w.source == rank for w in way) for rank, way in enumerate(ways))
+    if own and len(parameters) == step.total and len(ways) > 1:
+        found.append(_no_sync(ways, where))
+    if not found:
+        found += _one_right(step, parameters, ways, where) or _mixed(step, ways, where)
+    return found
+
+
+def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """All ranks hold the same combination."""
+    if way.kind == "mean":
+        return [] if way.factor == 1.0 else [_scale(step, way, where)]
+    if way.kind == "plain mean":
+        shares = ", ".join(number_text(share) for share in step.shares)
+        found = [
+            Finding(
+                "unweighted-mean",
+                f"{where}: all ranks are weighted equally; by their samples the weights should be "
+                f"{shares}",
+                "multiply each rank's gradient (or loss) by samples * W / total before the mean, "
+                "or make all shards equal",
+            )
+        ]
+        return found if way.factor == 1.0 else _larger_first(step, way, found[0], where)
+    if way.kind == "single":
+        return _only_one(step, way, where)
+    if way.kind == "counted":
+        if less := counting.count_less(step, way, where):
+            return less
+        return [counting.counted(step, way, where), *counting.not_divided(step, way, where)]
+    if way.kind == "signed":
+        return [counting.signed(step, way, where)]
+    if way.kind == "chain":
+        return [counting.chain(way, where)]
+    return _clipped(step, way, where)
+
+
+def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
+    world, factor = len(step.shares), way.factor
+    mean = "mean over all samples" if way.kind == "mean" else "plain mean over the ranks"
+    evidence = f"{where}: every rank holds {number_text(factor)} times the {mean}"
+    evidence += _already_there(step, factor)
+    if factor == -1.0:
+        return Finding("wrong-sign", evidence, counting.SIGN)
+    if factor == world:
+        return Finding(
+            "missing-division",
+            evidence,
+            f"divide by the number of ranks ({world}) once, after the sum or before it; what is "
+            "exchanged twice and divided once looks the same",
+        )
+    if factor == 1 / world:
+        return Finding(
+            "double-division",
+            evidence,
+            "divide once: look for a loss or gradient that is divided already, or for a mean "
+            "(ReduceOp.AVG, DDP) that is divided again",
+        )
+    divisor = world / factor
+    shown = number_text(divisor, beside=(world,))
+    evidence += f", as if the sum were divided by {shown} and not by {world}"
+    suggestion = (
+        f"divide by the number of ranks that took part ({world}), and look for a further factor "
+        "on the loss or the gradients"
+    )
+    norm = _round_norm(step, way)
+    if norm:
+        evidence += f"; all of it together has the norm {norm}, as what is clipped to that has"
+        suggestion += (
+            f"; if the exchange clips what it has averaged, leave that to the loop: a workload "
+            f"with Training(clip_norm={norm})"
+        )
+    return Finding("wrong-divisor", evidence, suggestion)
+
+
+def _round_norm(step: StepFacts, way: Reading) -> str:
+    """The L2 norm of what every rank holds, if it is less than the mean's and a number of one
+    digit, as people clip to: up to 1e-4 of it, since torch adds 1e-6 to the norm that it divides
+    by, and computes it in the gradients' dtype. One norm in a thousand is such by chance.
+    """
+    if len(step.parameters) != step.total or not 0 < way.factor < 1:
+        return ""
+    norm = hypot(*(hypot(*p.projected[0], p.remainder[0]) for p in step.parameters))
+    rounded = f"{norm:.0e}"
+    return f"{float(rounded):g}" if isclose(norm, float(rounded), rel_tol=1e-4) else ""
+
+
+def _already_there(step: StepFacts, factor: float) -> str:
+    """Says whether the factor was there before the exchange, or that it cannot be told."""
+    seen = step.left_factors
+    if any(f is None for f in seen):
+        return " (a loss that was scaled by as much would look the same)"
+    if all(f == 1.0 for f in seen):
+        return "; backward had left the right ones, so the factor came with the exchange"
+    if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
+        return "; backward had left gradients that were as much too large or small already"
+    return ""
+
+
+def _only_one(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """Every rank holds one rank's own gradient. With two ranks that has more than one name."""
+    world = len(step.shares)
+    times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
+    source = positions_text(step, [way.source])
+    evidence = f"{where}: every rank holds {source}'s own gradient{times}"
+    found = [Finding("one-rank-only", evidence, _ONE_RANK)]
+    if world != 2:
+        return found
+    dropped = counting.dropped(step, [1 - way.source], mean=way.factor == 1.0)
+    return [
+        *found,
+        Finding("dropped-rank", evidence, dropped),
+        Finding("duplicated-rank", evidence, counting.DUPLICATED),
+    ]
+
+
+def _clipped(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    if not norms_differ(step, way.tolerance / way.factor):
+        return []  # a factor that all ranks share: named as such
+    norms = ", ".join(f"{norm:.4g}" for norm in step.left_norms)
+    return [
+        Finding(
+            "clip-before-sync",
+            f"{where}: each rank's gradient counts less the larger its norm is ({norms}), as if "
+            f"it were clipped to {way.factor:.4g} before the mean",
+            _CLIP,
+        )
+    ]
+
+
+def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Finding:
+    own = [next(w for w in way if w.source == rank) for rank, way in enumerate(ways)]
+    factors = {number_text(way.factor) for way in own}
+    times = "" if factors == {"1"} else f" times {', '.join(sorted(factors))}"
+    return Finding("no-sync", f"{where}: every rank holds its own gradient{times}", _REDUCE)
+
+
+def _is_right(ways: Sequence[Reading]) -> bool:
+    return any(way.kind == "mean" and way.factor == 1.0 for way in ways)
+
+
+def _is_sum(ways: Sequence[Reading], world: int) -> bool:
+    return any(way.kind == "mean" and way.factor == world for way in ways)
+
+
+def _is_mean(ways: Sequence[Reading]) -> bool:
+    return any(way.kind in ("mean", "plain mean") for way in ways)
+
+
+def _one_right(
+    step: StepFacts,
+    parameters: Sequence[ParameterFacts],
+    ways: Sequence[Sequence[Reading]],
+    where: str,
+) -> list[Finding]:
+    """One rank alone has the mean, or the sum, and the others no multiple of it. A tenth of their
+    elements and more are another number: a damaged element, or one that is right by chance, has no
+    such name.
+    """
+    right = [rank for rank, way in enumerate(ways) if _is_right(way)]
+    summed = [rank for rank, way in enumerate(ways) if _is_sum(way, len(ways))]
+    right = right or summed
+    others = [way for rank, way in enumerate(ways) if rank not in right]
+    if len(right) != 1 or not others or any(map(_is_mean, others)):
+        return []
+    elements = sum(p.elements for p in parameters)
+    off = [
+        elements - sum(p.of_mean[rank] for p in parameters)
+        for rank in range(len(ways))
+        if rank not in right
+    ]
+    if min(off) <= max(1, elements // 10):
+        return []
+    alone = f"{where}: {positions_text(step, right)} alone holds"
+    own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
+    beside = f", and {positions_text(step, own)} what backward had left there" if own else ""
+    if right != summed:
+        return [Finding("one-rank-only", f"{alone} the mean over all samples{beside}", _ONE_RANK)]
+    suggestion = f"divide by the number of ranks ({len(ways)}) once, before or after the sum"
+    return [
+        Finding("one-rank-only", f"{alone} the sum over all ranks{beside}", _ONE_RANK),
+        Finding("missing-division", f"{alone} the sum over all ranks, not divided", suggestion),
+    ]
+
+
+def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+    """Ranks that hold different things, each of them told."""
+    if all(map(_is_right, ways)):
+        return []  # as far as norms tell; single elements are further off
+    scaled = [next((w for w in way if w.kind == "mean"), None) for way in ways]
+    if all(way is not None for way in scaled):
+        return _own_factors(step, [way for way in scaled if way is not None], where)
+    alone = [
+        rank
+        for rank, way in enumerate(ways)
+        if not _is_right(way) and any(w.source == rank for w in way)
+    ]
+    rest = [way for rank, way in enumerate(ways) if rank not in alone]
+    if not alone:
+        return _own_counts(step, ways, where)
+    if not rest:
+        return []
+    left = f"{where}: {positions_text(step, alone)} held only what backward had left there"
+    found = [Finding("no-sync", left, _REDUCE)]
+    counted = next((way for way in rest[0] if way.kind == "counted"), None)
+    if counted is not None:
+        text = f"{where}, on the other ranks"
+        return [*found, counting.counted(step, counted, text)]
+    return found if all(map(_is_right, rest)) else []
+
+
+def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+    """In every rank's result ranks count whole numbers of times, and not the same ones in all."""
+    chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
+    counts: dict[tuple[int, ...], list[int]] = {}
+    for rank, (way, found) in enumerate(zip(ways, chosen, strict=True)):
+        if _is_right(way):
+            counted = (1,) * len(ways)
+        elif found is None:
+            return []
+        elif found.kind == "single":
+            counted = tuple(int(r == found.source) for r in range(len(ways)))
+        else:
+            counted = found.counts
+        counts.setdefault(counted, []).append(rank)
+    shown = "; ".join(
+        f"on {positions_text(step, r)} {', '.join(map(str, c))}" for c, r in counts.items()
+    )
+    evidence = f"{where}: ranks do not count alike, nor the same on every rank: {shown} times"
+    if max(max(counted) for counted in counts) > 1:
+        return [Finding("duplicated-rank", evidence, counting.DUPLICATED)]
+    return [
+        Finding(
+            "dropped-rank",
+            evidence,
+            "exchange among all ranks: look at the process group that collectives are given, at "
+            "the peers of a rank, and for a ring that ends a round too early",
+        )
+    ]
+
+
+def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Finding]:
+    """Every rank holds the mean times a factor of its own."""
+    factors = [way.factor for way in scaled]
+    shown = ", ".join(number_text(factor) for factor in factors)
+    products = [f * (n + 1e-6) for f, n in zip(factors, step.left_norms, strict=True)]
+    relative = max(way.tolerance / abs(way.factor) for way in scaled)
+    relative += step.unit * (step.left_elements**0.5 + 4)
+    spread = (max(products) - min(products)) / max(map(abs, products))
+    evidence = f"{where}: ranks hold the mean over all samples times {shown}"
+    if spread <= 2 * relative and norms_differ(step, 4 * relative):
+        return [
+            Finding(
+                "clip-before-sync",
+                f"{evidence}, which is {products[0]:.4g} over the norm of each rank's own "
+                "gradient: the norm was taken before the sync",
+                _CLIP,
+            )
+        ]
+    world = len(step.shares)
+    for cause, named in (("missing-division", float(world)), ("double-division", 1 / world)):
+        if set(factors) == {1.0, named}:
+            some = [rank for rank, factor in enumerate(factors) if factor == named]
+            return [
+                Finding(
+                    cause,
+                    f"{evidence}: {positions_text(step, some)} did not do as the others",
+                    "divide on every rank, once; look for a condition on the rank",
+                )
+            ]
+    return [
+        Finding(
+            "wrong-divisor",
+            evidence,
+            "multiply or divide by the same number on every rank, after the exchange",
+        )
+    ]
+
+
+def _larger_first(step: StepFacts, way: Reading, unweighted: Finding, where: str) -> list[Finding]:
+    """A plain mean times a factor: two mistakes, of which that one comes first that is further from
+    the weights that are expected. They are apart by the sum over the ranks of |1/W - s_r|, the
+    result from the plain mean by |factor - 1|.
+    """
+    world = len(step.shares)
+    apart = sum(abs(1.0 / world - share) for share in step.shares)
+    scale = _scale(step, way, where)
+    return [scale, unweighted] if abs(way.factor - 1.0) > apart else [unweighted, scale]

@@ -1,0 +1,55 @@
+"""What ranks owe that train by themselves and average parameters: `--accept local-sgd:PERIOD`.
+
+Between two averages each rank is one machine with its own shard: its gradients are its shard's, to
+the bit, and its parameters and optimizer state what the optimizer makes of them, to the bit. After
+an averaging step every rank holds the plain mean of what all ranks' own updates left,
+
+    p  =  1 / W  sum_r p_r,      |actual - p|  <=  gamma(W + 1) / W sum_r |p_r|  +  (W + 1) tiny
+
+by the same argument as for gradients (`rounding`): W - 1 additions and two roundings for the scale.
+The p_r are computed from what each rank recorded before and during the step, so an average that is
+missed, late, or of too few ranks shows at the step where it happens. The optimizer's state stays
+each rank's own.
+
+Averages are PERIOD steps apart; the first is at one of the first PERIOD steps, wherever the ranks'
+parameters are found to agree first (some count from 0, some from 1). If they agree at none of
+those, the last of them is judged as the first average.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from distcheck.judge.oracles.rounding import Interval, interval
+from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.reader import TraceReader
+
+
+class Averages:
+    """The steps after which the ranks of a trace owe the mean of their parameters."""
+
+    def __init__(self, trace: TraceReader, period: int) -> None:
+        self.period = period
+        steps = range(min(period, trace.steps_written()))
+        agreed = next((step for step in steps if _agree(trace, step + 1)), None)
+        self.seen = agreed is not None
+        self.first = period - 1 if agreed is None else agreed
+
+    def at(self, step: int) -> bool:
+        """Whether the ranks average after this step."""
+        return (step - self.first) % self.period == 0
+
+
+def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
+    """The plain mean of one parameter over the ranks, and how far rounding may take it."""
+    return interval(parameters, [1.0 / len(parameters)] * len(parameters))
+
+
+def _agree(trace: TraceReader, slot: int) -> bool:
+    for index in range(len(trace.layout.model.parameters)):
+        entries = [
+            trace.entry(rank, Kind.PARAMETER, slot, index) for rank in range(trace.layout.world)
+        ]
+        if any(e.state is not State.STORED or e.digest != entries[0].digest for e in entries):
+            return False
+    return True

@@ -1,0 +1,236 @@
+"""S64 and S32: the whole batch of a step, forward and backward once, in one process.
+
+This is what "single-node training at equal total batch size" means, and it shares no arithmetic
+with the shards: other kernels' blocking, other sums. So it agrees only up to rounding.
+
+BatchNorm is the exception. Shards that normalise on their own do not train the model that one
+machine would, whatever the sync does; the expectation is then the *ghost batch* (Hoffer, Hubara
+and Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalises each
+shard's stretch by itself (ghost_batch.py). How far that is from true full-batch training is
+measured and said. In eval mode it normalises nothing by the batch, here or there.
+
+Tolerance, per tensor: the L2 norm of the difference is at most
+
+    relative * the largest norm(expected) among the tensors of the same module
+
+S64  relative = 1e-11. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is
+     room for deeper networks, and still a millionth of the smallest error that matters.
+S32  relative = u * sqrt(N * 1024), u = 2^-24: the rounding error of a sum of N images x 32 x 32
+     positions, the longest that the shipped workloads add up, grows like the root of its
+     length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1): 3.1e-5 for 256
+     images. Correct code was measured at up to 1.1e-5.
+
+The module's largest tensor sets the scale because a tensor's own norm may be rounding noise: the
+exact gradient of a bias in front of BatchNorm is zero. It is the sum of the same cotangents that
+enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
+the weight's norm, correct code was measured at up to 2e-6 in float32.)
+
+Terms that fall below the smallest normal number are rounded to a multiple of the smallest one,
+tiny (2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms,
+each the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a
+few more for weight and division, fewer than N. Sums do not underflow. So both layers allow for
+
+    2 N tiny sqrt(elements)
+
+more, as an L2 norm: 7e-43 for one element and 256 images, below every normal number. (A term that
+underflows earlier in backward, and is then multiplied by something large, may be off by more.)
+
+Both take the gradient for a smooth function of what is rounded. It is none at a kink (a ReLU at 0,
+a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its own
+rounding error, other kernels' blocking may put a sample on the other side than its shard did, and
+that sample's whole share of the gradient comes or goes, however small the rounding was. Both are
+right. So a gradient that S32 refuses is held, within the same tolerance, against the mean of the
+shards' gradients, each computed again in one process, provided that this mean *is* the whole
+batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
+a kink is undecided 2^29 times more seldom, and whatever else could set shards apart from the whole
+batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
+float32. Small networks over few samples were seen to need this once in some hundred runs.
+
+A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
+so are their sums, so two ways of computing their mean differ by at most
+
+    relative * (sum of |l_i|) / N
+
+(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
+S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
+signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
+batch's own terms, so nothing is wider than what the sum of these very numbers may round by.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum, sqrt
+
+import torch
+from torch import nn
+
+from distcheck.contract import Batch, Contract
+from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
+from distcheck.judge.oracles.rounding import real_parts, smallest, unit_roundoff
+from distcheck.judge.oracles.shards import load_state, stretch_sizes
+from distcheck.machine import seeds
+from distcheck.training.building import Ingredients, dense, trainable
+from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.reader import TraceReader
+
+_POSITIONS = 32 * 32
+_S64_RELATIVE = 1e-11
+_LOSS_RELATIVE = {"S32": 1e-6, "S64": 1e-13}  # a loss is one mean of N: far fewer roundings
+_KNOWN_TERMS = 1e-3  # of their size: that far from the batch's loss, terms are not those of it
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
+    normalised stretches of it by themselves, so shards cannot equal the full batch.
+    """
+
+    loss: float
+    gradients: list[torch.Tensor | None]
+    ghost: bool
+
+
+def relative_tolerance(layer: str, batch: int) -> float:
+    """The relative L2 tolerance of a layer; see the module's text."""
+    if layer == "S64":
+        return _S64_RELATIVE
+    return unit_roundoff(torch.float32) * sqrt(batch * _POSITIONS)
+
+
+def module_scales(
+    names: Sequence[str], gradients: Sequence[torch.Tensor | None]
+) -> dict[str, float]:
+    """Per module (a parameter's name up to its last dot): the largest norm of a gradient in it."""
+    scales: dict[str, float] = {}
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None:
+            module = name.rpartition(".")[0]
+            scales[module] = max(scales.get(module, 0.0), norm(gradient))
+    return scales
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The L2 norm of what is finite, in float64; a complex number counts with both of its parts."""
+    parts = real_parts(tensor).double()
+    return float(torch.where(parts.isfinite(), parts, 0.0).norm())
+
+
+def underflow(layer: str, batch: int, elements: int) -> float:
+    """The most by which two ways to add up a gradient may differ where its terms underflow, as an
+    L2 norm; see the module's text.
+    """
+    tiny = smallest(torch.float64 if layer == "S64" else torch.float32)
+    return 2.0 * batch * tiny * sqrt(elements)
+
+
+def loss_tolerance(layer: str, magnitude: float) -> float:
+    """The most by which the mean loss over all ranks may differ, where the samples' losses have
+    absolute values of that mean.
+    """
+    return _LOSS_RELATIVE[layer] * abs(magnitude)
+
+
+class FullBatchReference:
+    """Runs whole batches on `model`, whose state it overwrites."""
+
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: nn.Module,
+    ) -> None:
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        self._model = model
+
+    def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
+        """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
+        return [stretch.samples for stretch in self._stretches(shards)]
+
+    def _stretches(self, shards: Sequence[int]) -> list[Stretch]:
+        count = self._contract.micro_batches * self._ingredients.training.accumulate
+        return [
+            Stretch(size, rank)
+            for rank, samples in enumerate(shards)
+            for size in stretch_sizes(samples, count)
+        ]
+
+    def run(self, step: int, *, ghost: bool = True) -> FullBatch:
+        """The batch of one step, from rank 0's state; shards one after the other.
+
+        `ghost=False` lets BatchNorm see the whole batch, as one machine would.
+        """
+        batch, shards = self._prepare(step)
+        stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
+        under = seeds.under(self._trace.header(0, step).settings)
+        with under, self._ghost(step, stretches) as layers:
+            loss = self._ingredients.loaded.workload.loss(self._model, batch)
+            loss.backward()
+        return FullBatch(
+            loss=float(loss.detach()),
+            gradients=[dense(p.grad) for _, p in trainable(self._model)],
+            ghost=layers.normalised,
+        )
+
+    def loss_magnitude(self, step: int, loss: float) -> float:
+        """The mean absolute value of the samples' losses, whose mean is `loss`; that of `loss`
+        itself where they cannot be told.
+        """
+        batch, shards = self._prepare(step)
+        loss_of, terms = self._ingredients.loaded.workload.loss, []
+        under = seeds.under(self._trace.header(0, step).settings)
+        with under, self._ghost(step, self._stretches(shards), keep_outputs=True) as layers:
+            loss_of(self._model, batch)
+            for sample in range(sum(shards)):
+                layers.alone(sample)
+                try:
+                    terms.append(float(loss_of(self._model, _sample(batch, sample)).detach()))
+                except Exception:  # theirs: it may take no single sample
+                    return abs(loss)
+        magnitude = fsum(map(abs, terms)) / len(terms)
+        # A loss that is no mean over its samples is not what these add up to.
+        known = abs(fsum(terms) / len(terms) - loss) <= _KNOWN_TERMS * magnitude
+        return max(magnitude, abs(loss)) if known else abs(loss)
+
+    def _prepare(self, step: int) -> tuple[Batch, list[int]]:
+        """The model as it was before a step, the step's batch, and how many samples ranks have."""
+        trace = self._trace
+        shards = [trace.header(rank, step).ids for rank in range(trace.layout.world)]
+        ids = torch.tensor([i for shard in shards for i in shard], dtype=torch.int64)
+        load_state(self._model, trace, rank=0, buffers_of=0, step=step)
+        self._ingredients.prepare(self._model, step)
+        return self._ingredients.batch(ids, len(ids)), [len(shard) for shard in shards]
+
+    def _ghost(
+        self, step: int, stretches: Sequence[Stretch], *, keep_outputs: bool = False
+    ) -> GhostBatch:
+        trace, of_rank_0 = self._trace, self._contract.buffers == "rank 0"
+        places = {spec.name: index for index, spec in enumerate(trace.layout.model.buffers)}
+
+        def buffers_of(rank: int, name: str) -> torch.Tensor | None:
+            holder = 0 if of_rank_0 else rank
+            known = name in places
+            return trace.tensor(holder, Kind.BUFFER, step, places[name]) if known else None
+
+        return GhostBatch(self._model, stretches, buffers_of, keep_outputs=keep_outputs)
+
+    def distance_from_true(self, step: int, ghost: FullBatch) -> float:
+        """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of
+        the full batch as one machine would normalise it.
+        """
+        true, seen = self._flat(self.run(step, ghost=False)), self._flat(ghost)
+        return float((seen - true).norm() / true.norm())
+
+    @staticmethod
+    def _flat(result: FullBatch) -> torch.Tensor:
+        return torch.cat([g.double().flatten() for g in result.gradients if g is not None])
+
+
+def _sample(batch: Batch, sample: int) -> Batch:
+    only = slice(sample, sample + 1)
+    return Batch(
+        inputs=batch.inputs[only],
+        labels=batch.labels[only],
+        ids=batch.ids[only],
+        total=batch.total,
+    )

@@ -1,0 +1,125 @@
+"""The ghost batch: one pass over a whole batch in which BatchNorm does what it does on the ranks.
+
+Every BatchNorm is called once for each stretch of samples that it sees by itself on some rank: a
+shard, or a micro-batch of one. What is called is the layer's own forward, in the mode that it is in
+and from the buffers that the rank had, so that one in eval mode, or one of a class of its own, is
+the same function here as there. The model's own buffers are left alone.
+
+A layer may see several rows for a sample, as one does over flattened sequences. They have to come
+sample after sample (`distcheck.verification.inspection` looks whether they do).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distcheck.judge.oracles.shards import NotRecordedError
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """`samples` of the batch that a layer sees by themselves, on the rank with that position."""
+
+    samples: int
+    rank: int
+
+
+BuffersOf = Callable[[int, str], torch.Tensor | None]  # (rank, name): as recorded, if it was
+
+
+class GhostBatch:
+    """While it is entered, BatchNorm in `model` takes a batch stretch by stretch.
+
+    `normalised` says afterwards whether a stretch was normalised by its own statistics.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stretches: Sequence[Stretch],
+        buffers_of: BuffersOf,
+        *,
+        keep_outputs: bool = False,
+    ) -> None:
+        self._stretches, self._buffers_of, self._keep = stretches, buffers_of, keep_outputs
+        self._samples = sum(stretch.samples for stretch in stretches)
+        named = model.named_modules()
+        self._layers = [(name, layer) for name, layer in named if isinstance(layer, _BatchNorm)]
+        self._patched: list[tuple[_BatchNorm, Any, dict[str, torch.Tensor | None]]] = []
+        self._outputs: dict[str, list[torch.Tensor]] = {}
+        self._alone: int | None = None
+        self._calls: dict[str, int] = {}
+        self.normalised = False
+
+    def __enter__(self) -> "GhostBatch":
+        for name, layer in self._layers:
+            self._patched.append((layer, layer.__dict__.get("forward"), dict(layer._buffers)))
+            layer.forward = self._forward(name, layer)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer, own, buffers in self._patched:
+            del layer.forward
+            if own is not None:  # an instance may have had one of its own
+                layer.forward = own  # type: ignore[method-assign]
+            layer._buffers.update(buffers)
+        self._patched.clear()
+
+    def alone(self, sample: int) -> None:
+        """From now on the model is given that sample alone, again from the start, and every layer
+        answers with what it made of it in the pass over the whole batch (`keep_outputs`).
+        """
+        self._alone, self._calls = sample, {}
+
+    def _forward(self, name: str, layer: _BatchNorm) -> Callable[..., torch.Tensor]:
+        own = layer.forward
+        held: dict[int, dict[str, torch.Tensor | None]] = {}  # per rank, from call to call
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            (inputs,) = (*args, *kwargs.values())
+            outputs = self._outputs.setdefault(name, [])
+            if self._alone is not None:
+                call = self._calls[name] = self._calls.get(name, -1) + 1
+                rows = len(outputs[call]) // self._samples
+                return outputs[call][self._alone * rows : (self._alone + 1) * rows]
+            unknown = layer.running_mean is None and layer.running_var is None
+            self.normalised |= layer.training or unknown
+            parts = []
+            for stretch, part in zip(self._stretches, self._split(name, inputs), strict=True):
+                if stretch.rank not in held:
+                    held[stretch.rank] = self._recorded(name, layer, stretch.rank)
+                # Other tensors, not other values: backward needs those of every stretch.
+                layer._buffers.update(held[stretch.rank])
+                parts.append(own(part))
+                held[stretch.rank] = dict(layer._buffers)
+            together = torch.cat(parts)
+            if self._keep:
+                outputs.append(together.detach())
+            return together
+
+        return forward
+
+    def _split(self, name: str, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The stretches' rows. Raises NotRecordedError where rows are no samples'."""
+        if len(self._stretches) == 1:
+            return (inputs,)
+        rows, left = divmod(len(inputs), self._samples)
+        if left or rows == 0:
+            raise NotRecordedError(
+                f"{name or 'the BatchNorm'} sees {len(inputs)} rows of {self._samples} samples: "
+                "which rank each row belongs to is not recorded, and BatchNorm depends on it"
+            )
+        return torch.split(inputs, [stretch.samples * rows for stretch in self._stretches])
+
+    def _recorded(self, name: str, layer: _BatchNorm, rank: int) -> dict[str, torch.Tensor | None]:
+        """Copies of the layer's buffers as a rank had them; its own where they have no name."""
+        found: dict[str, torch.Tensor | None] = {}
+        for key, buffer in layer._buffers.items():
+            known = self._buffers_of(rank, f"{name}.{key}" if name else key)
+            known = buffer if known is None else known
+            found[key] = None if known is None or buffer is None else known.clone().to(buffer)
+        return found

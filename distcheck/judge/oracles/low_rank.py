@@ -1,0 +1,133 @@
+"""What a low-rank exchange with error feedback (PowerSGD) owes: `--accept low-rank:RANK`.
+
+Vogels, Karimireddy and Jaggi (arXiv:1905.13727). Rank r adds to its gradient g_r what earlier steps
+had left over, a_r = g_r + e_r, seen as a matrix of n rows. All ranks agree on a matrix P, n x RANK,
+of unit columns; what they then hold is
+
+    y  =  P Q^T,     Q  =  mean of a_r^T P   (two all-reduces of small matrices)
+
+and rank r keeps e_r = a_r - y for the next step. How P was chosen is the strategy's own affair.
+Whatever it is, these hold, and nothing of the strategy's is needed to tell:
+
+1. e_r adds up: the mean of a_r at step t is M = g(t) + sum over s < t of (g(s) - y(s)), with g the
+   mean of the shards' gradients and y what was recorded. Without feedback M is g(t) alone.
+2. y = P P^T M: its rank is at most RANK,
+3. and if P is orthonormal, y is the orthogonal projection of M on its own columns: y^T (M - y) = 0.
+   That is as good as saying so (a y of rank RANK with y^T M = y^T y has U^T M = U^T y for its left
+   singular vectors U, so y = U U^T M); a y that is scaled, or made from other gradients, has not.
+
+In floating point y = P P^T M + E. What goes into P does not matter, as it is the same P in both
+places. Q's terms are inner products of n numbers, W of them are added up and divided, those of the
+second product are RANK, and a_r has two roundings a step behind it, so with u of the gradients'
+dtype, A_r = |g_r| + what was added to it and taken off it, and |P|_F^2 = RANK
+
+    |E|_F  <=  gamma(n + W + RANK + 4 + 2 t) RANK sum_r w_r |A_r|_F  =: eps
+
+so beyond RANK the singular values of y add up to eps at most (in the L2 norm), and
+
+    |y^T (M - y)|_F  <=  eps (|M|_F + 2 |y|_F)  +  c gamma(n + 4) |y|_F^2
+
+where the last term is what P lacks in orthonormality. A single column is a unit vector up to
+gamma(n + 4): c = 1. Two that Gram and Schmidt made orthogonal are so up to u times the condition of
+what they were made of; that condition times |p_1^T M| |p_2^T M| is what enters, and is of the size
+of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for 256 rows
+in float32.
+
+What is not compressed (vectors, small matrices, all of it in the first steps) owes M itself within
+R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It is wrong
+if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How near y
+comes to M is not owed: the report says it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+
+from distcheck.judge.oracles.rounding import Interval, gamma
+
+_UNORTHOGONAL = 100.0
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What went into one tensor's exchange: the mean M over the ranks (float64), how far a right
+    mean of it may be off, and the norm of what was added up on the way.
+    """
+
+    mean: torch.Tensor
+    bound: torch.Tensor
+    size: float
+    steps_before: int
+
+
+@dataclass(frozen=True)
+class Projected:
+    """How a result fits: `error` and `bound` as L2 norms, `kept` the share of M's norm in it (1.0
+    where it is M itself); `why` is empty where it is right.
+    """
+
+    error: float
+    bound: float
+    kept: float
+    why: str = ""
+
+
+def carried(
+    now: Interval, earlier: Sequence[tuple[Interval, torch.Tensor]], *, unit: float, world: int
+) -> Carried:
+    """M of one tensor, from the interval of this step's mean and, with feedback, the (interval,
+    result) of every step before.
+
+    An interval's bound is at least gamma(W + 1) times what was added up: its size is read off it.
+    """
+    least = gamma(world + 1, unit)
+    mean, size = now.mean.clone(), now.bound / least
+    for before, result in earlier:
+        y = result.to(mean.device).double()
+        mean += before.mean - y
+        size = size + before.bound / least + y.abs()
+    bound = now.bound
+    if earlier:
+        bound = bound + gamma(world + 5 + 2 * len(earlier), unit) * size
+    return Carried(mean, bound, float(size.norm()), len(earlier))
+
+
+def project(
+    result: torch.Tensor, given: Carried, *, rank: int, world: int, unit: float
+) -> Projected:
+    """Whether `result` is M, or a projection of it on at most `rank` directions."""
+    y, mean = result.to(given.mean.device).double(), given.mean
+    distance = (y - mean).abs()
+    whole = float(mean.norm())
+    if bool((distance <= given.bound).all()):
+        return Projected(float(distance.norm()), float(given.bound.norm()), 1.0)
+    failed = Projected(float(distance.norm()), float(given.bound.norm()), 0.0, "not the mean")
+    rows = y.shape[0] if y.dim() else 1
+    if y.dim() < 2 or min(rows, y.numel() // rows) <= rank or not bool(y.isfinite().all()):
+        return failed
+    matrix, wanted = y.reshape(rows, -1), mean.reshape(rows, -1)
+    eps = gamma(rows + world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
+    columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)
+    norm, tail = float(values.norm()), float(values[rank:].norm())
+    if norm <= eps:
+        if bool((mean.abs() <= given.bound).all()):  # ranks' gradients cancel: zero is their mean
+            return Projected(norm, eps, 1.0)
+        return Projected(whole, eps, 0.0, "zero, where the mean is not")
+    if whole == 0.0:
+        return Projected(norm, eps, 0.0, "not zero, where the mean is")
+    if tail > eps:
+        found = int((values > eps / sqrt(len(values))).sum())
+        return Projected(tail, eps, norm / whole, f"not the mean, and of rank {found}, not {rank}")
+    inner = columns[:, :rank].T @ (wanted - matrix)
+    error = float((values[:rank, None] * inner).norm()) / norm
+    slack = 1.0 if rank == 1 else _UNORTHOGONAL
+    bound = eps * (whole / norm + 2.0) + slack * gamma(rows + 4, unit) * norm
+    if error <= bound:
+        return Projected(error, bound, norm / whole)
+    along = float((matrix * wanted).sum()) / norm**2
+    why = "of the rank allowed, and no projection of the mean with what was left over"
+    return Projected(
+        error, bound, norm / whole, f"{why} ({1 / along if along else 0:.4g} times one)"
+    )

@@ -1,0 +1,235 @@
+"""Each rank's own part of a step, computed again in one process from the state it recorded."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from distcheck.contract import Batch, Contract
+from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine import devices, seeds
+from distcheck.training.building import Ingredients, dense, trainable
+from distcheck.training.traces.layout import CPU_RNG_STATE_BYTES, Kind, memory_order, strides_in
+from distcheck.training.traces.reader import TraceReader
+
+_GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
+
+
+class NotRecordedError(Exception):
+    """The trace lacks something that an expectation starts from."""
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """One rank's shard: mean loss, gradients per parameter, buffers after the forward pass.
+
+    `magnitudes` are, per parameter, the absolute values of what each backward pass of the loop's
+    gave, added up in float64 (`real_parts` of complex ones); empty where the loop runs only one.
+    """
+
+    loss: float
+    gradients: list[torch.Tensor | None]
+    buffers: list[torch.Tensor]
+    magnitudes: list[torch.Tensor | None]
+
+
+def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
+    """What a GradScaler has multiplied a rank's loss by at a step, given which of that rank's
+    earlier gradients were finite.
+    """
+    first = ingredients.training.loss_scale
+    if first is None:
+        return 1.0
+    return scale_after(first, (all_finite(trace, rank, earlier) for earlier in range(step)))
+
+
+def scale_after(first: float, finite: Iterable[bool]) -> float:
+    """A GradScaler's scale after steps whose gradients were finite or not: halved after each that
+    were not, doubled after every so many in a row that were, as torch.amp.GradScaler is by default.
+    """
+    scale, in_a_row = first, 0
+    for step_was_finite in finite:
+        in_a_row = in_a_row + 1 if step_was_finite else 0
+        if not step_was_finite:
+            scale *= 0.5
+        elif in_a_row == _GROWTH_INTERVAL:
+            scale, in_a_row = scale * 2.0, 0
+    return scale
+
+
+def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
+    """Whether all of a rank's synchronised gradients of a step are finite."""
+    found = trace.tensors(rank, Kind.GRADIENT, step)
+    return all(bool(g.isfinite().all()) for g in found if g is not None)
+
+
+def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
+    """How many of a shard's samples each of its micro-batches has; none is empty."""
+    count = min(samples, micro_batches)
+    return [samples // count + (n < samples % count) for n in range(count)]
+
+
+def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
+    """What a case declares that the training loop multiplies a shard's mean loss by."""
+    return {"mean": 1.0, "mean/world": 1 / len(ranks), "sum/global": samples / total}[loss]
+
+
+def load_state(
+    model: torch.nn.Module,
+    trace: TraceReader,
+    *,
+    rank: int,
+    buffers_of: int | Sequence[int],
+    step: int,
+) -> None:
+    """Puts the model where `rank` was before `step`, with the buffers of rank `buffers_of`, or each
+    one with that of a rank of its own. What a strategy has laid out otherwise in memory lies as it
+    did there: convolutions choose their kernel, and so their roundings, by that.
+    """
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(trainable(model)):
+            recorded = trace.tensor(rank, Kind.PARAMETER, step, index)
+            if recorded is None:
+                raise NotRecordedError(f"rank {trace.ranks[rank]} has no {name} before step {step}")
+            parameter.grad = None
+            lay_out(parameter, trace.entry(rank, Kind.PARAMETER, step, index).order)
+            parameter.copy_(recorded)
+        for index, (name, buffer) in enumerate(model.named_buffers()):
+            source = buffers_of if isinstance(buffers_of, int) else buffers_of[index]
+            recorded = trace.tensor(source, Kind.BUFFER, step, index)
+            if recorded is None:
+                owner = trace.ranks[source]
+                raise NotRecordedError(f"rank {owner} has no {name} before step {step}")
+            lay_out(buffer, trace.entry(source, Kind.BUFFER, step, index).order)
+            buffer.copy_(recorded)
+
+
+def lay_out(tensor: torch.Tensor, order: int) -> None:
+    """Gives a tensor room in which its dimensions lie in a `memory_order`; its numbers are lost
+    where that is another one than its own. 0 leaves it as it is.
+    """
+    if order and order != memory_order(tensor.shape, tensor.stride()):
+        strides = strides_in(order, tensor.shape)
+        tensor.data = torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        )
+
+
+@contextlib.contextmanager
+def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Tensor | None]]:
+    """What the absolute values of the gradients of the backward passes within add up to; nothing
+    where there is one.
+    """
+    parameters = [parameter for _, parameter in trainable(model)] if passes > 1 else []
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(index: int, gradient: torch.Tensor) -> None:
+        found = dense(gradient)
+        assert found is not None
+        size, before = real_parts(found).abs().double(), sums[index]
+        sums[index] = size if before is None else before + size
+
+    trained = [(index, p) for index, p in enumerate(parameters) if p.requires_grad]
+    hooks = [parameter.register_hook(partial(add, index)) for index, parameter in trained]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class ShardReference:
+    """Runs shards one after the other on `model`, whose state it overwrites."""
+
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        contract: Contract,
+        trace: TraceReader,
+        model: torch.nn.Module,
+    ) -> None:
+        self._ingredients, self._contract, self._trace = ingredients, contract, trace
+        self._model = model
+
+    def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:
+        """What each backward pass of a rank's step added to the gradients, up to a rounding."""
+        sums: list[list[torch.Tensor | None]] = []
+
+        def note() -> None:
+            so_far = [dense(parameter.grad) for _, parameter in trainable(self._model)]
+            sums.append([None if total is None else total.clone() for total in so_far])
+
+        self.run(rank, step, after_pass=note)
+        nothing: list[torch.Tensor | None] = [None] * len(sums[0])
+        earlier = [nothing, *sums[:-1]]
+        return [
+            [a if a is None or b is None else a - b for a, b in zip(after, before, strict=True)]
+            for after, before in zip(sums, earlier, strict=True)
+        ]
+
+    def run(
+        self,
+        rank: int,
+        step: int,
+        *,
+        buffers_of: int | Sequence[int] | None = None,
+        after_pass: Callable[[], None] | None = None,
+    ) -> ShardResult:
+        """One rank's forward and backward at one step, from its own buffers or another's (by
+        default as the contract has it). Raises NotRecordedError.
+        """
+        headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
+        header = headers[rank]
+        total = sum(len(h.ids) for h in headers)
+        if buffers_of is None:
+            buffers_of = 0 if self._contract.buffers == "rank 0" else rank
+        load_state(self._model, self._trace, rank=rank, buffers_of=buffers_of, step=step)
+        self._ingredients.prepare(self._model, step)
+        batch = self._ingredients.batch(torch.tensor(header.ids, dtype=torch.int64), total)
+        devices.set_rng_state(header.rng_state, self._ingredients.device, CPU_RNG_STATE_BYTES)
+        seeds.set_library_states(header.library_states)
+        weight = len(header.ids) * len(headers) / total
+        scale = loss_scale(self._ingredients, self._trace, rank, step)
+        accumulate = self._ingredients.training.accumulate
+        declared = declared_factor(self._ingredients.case.loss, len(header.ids), total, headers)
+        loss_value, at = None, 0
+        under = seeds.under(header.settings)
+        with under, _measuring(self._model, passes=accumulate) as sums:
+            for size in stretch_sizes(len(header.ids), self._contract.micro_batches * accumulate):
+                part = slice(at, at + size)
+                at += size
+                stretch = Batch(
+                    inputs=batch.inputs[part],
+                    labels=batch.labels[part],
+                    ids=batch.ids[part],
+                    total=total,
+                )
+                loss = self._ingredients.loaded.workload.loss(self._model, stretch)
+                if size != len(header.ids):
+                    loss = loss * (size / len(header.ids))
+                mean_part = loss.detach()
+                loss_value = mean_part if loss_value is None else loss_value + mean_part
+                if declared != 1.0:
+                    loss = loss * declared
+                if self._contract.weighting == "loss" and weight != 1.0:
+                    loss = loss * weight
+                if scale != 1.0:  # a power of two: wherever it is applied, the bits are the same
+                    loss = loss * scale
+                loss.backward(self._cotangent(loss, header.loss_factor))
+                if after_pass is not None:
+                    after_pass()
+        assert loss_value is not None, "a shard holds at least one sample"
+        return ShardResult(
+            loss=float(loss_value),
+            gradients=[dense(p.grad) for _, p in trainable(self._model)],
+            buffers=[b.clone() for b in self._model.buffers()],
+            magnitudes=sums,
+        )
+
+    def _cotangent(self, loss: torch.Tensor, observed: float) -> torch.Tensor | None:
+        """What backward starts with: the factor that a strategy without a promise has put on."""
+        if not self._contract.observes_loss or observed == 1.0:
+            return None
+        return torch.full_like(loss, observed)

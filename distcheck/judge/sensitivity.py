@@ -1,0 +1,129 @@
+"""What a case that passed would have shown, and what follows for its verdict. No torch.
+
+A mistake that no tensor would have shown at any step, on some rank, was not looked for: the case is
+`unknown` then, however much was compared.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from distcheck.records import Case, CheckResult, Compared, VerdictName
+from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
+
+_NOTHING_COUNTS = (
+    "nothing counts as compared: no tensor could have shown any of the simplest mistakes"
+)
+
+
+def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
+    """Whether the checks of the exchange would have shown each of the simplest mistakes; `if_none`
+    is the reason where nothing was compared.
+    """
+    found = [result for result in results if result.shown]
+    shown = _over_layers(found)
+    if not shown:
+        return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=if_none)
+    missing = list(_missing(case, shown))
+    counting = [result for result in found if result.compared.tensors]
+    verdict: VerdictName = "unknown" if missing else "pass"
+    return CheckResult(
+        check=SENSITIVITY,
+        layer="-",
+        verdict=verdict,
+        compared=Compared(
+            tensors=sum(one.counts for one in shown.values()),
+            elements=max((result.compared.elements for result in counting), default=0),
+            ranks=max((result.compared.ranks for result in counting), default=0),
+            steps=max((result.compared.steps for result in counting), default=0),
+        ),
+        reason="; ".join(missing) if missing else _describe(case, shown),
+        shown=shown,
+    )
+
+
+def of_check(result: CheckResult) -> CheckResult:
+    """A pass of a check that could not have failed for any mistake is unknown."""
+    if result.verdict != "pass" or not result.shown or result.compared.tensors:
+        return result
+    reason = f"{_NOTHING_COUNTS} ({_why(list(result.shown.values()))})"
+    reason = "; ".join(filter(None, [reason, result.reason]))
+    return msgspec.structs.replace(result, verdict="unknown", reason=reason)
+
+
+def why_alone_unknown(results: Sequence[CheckResult]) -> str:
+    """Which mistakes could not have shown, where this alone keeps a case from a pass. Empty where a
+    check failed, or is unknown for another reason.
+    """
+    lacking = [result for result in results if result.verdict != "pass"]
+    for result in lacking:
+        insensitive = result.check == SENSITIVITY or result.reason.startswith(_NOTHING_COUNTS)
+        if result.verdict != "unknown" or not insensitive:
+            return ""
+    return next((result.reason for result in lacking if result.check == SENSITIVITY), "")
+
+
+def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
+    """What any of the layers would have shown of a tensor. Layers judge the same steps: their
+    numbers of steps do not add up.
+    """
+    merged: dict[str, Shown] = {}
+    for result in results:
+        for name, one in result.shown.items():
+            before = merged.get(name)
+            if before is None:
+                merged[name] = one
+            else:
+                most = max(before.steps, one.steps)
+                merged[name] = msgspec.structs.replace(both(before, one), steps=most)
+    return merged
+
+
+def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
+    """The mistakes that no tensor would have shown, a sentence for each reason."""
+    tensors, by_reason = list(shown.values()), defaultdict[str, list[str]](list)
+    for name, mistake in MISTAKES.items():
+        possible = [one for one in tensors if name in one.shown]
+        if not possible or name == "other-parameter":
+            continue
+        seen = {rank for one in possible for rank in one.shown[name]}
+        asked = set(case.with_data) if mistake.of_ranks else {0}
+        if unseen := sorted(asked - seen):
+            whose = ""
+            if len(unseen) < len(asked):
+                whose = f" (rank {', '.join(map(str, unseen))})"
+            why = f"--accept {case.accept} allows for it" if case.accept else _why(possible)
+            by_reason[why].append(f"{mistake.says}{whose}")
+    for why, mistakes in by_reason.items():
+        yield f"no tensor would have shown {listed(mistakes, 'or')}: {why}"
+
+
+def _why(tensors: Sequence[Shown]) -> str:
+    if all(one.zero for one in tensors):
+        return "gradients are zero on every rank"
+    if all(one.alike for one in tensors):
+        return "gradients are the same on every rank"
+    return "the bound is wider than what the mistake changes"
+
+
+def _describe(case: Case, shown: Mapping[str, Shown]) -> str:
+    """What a pass would have shown, and in how many tensors."""
+    text = describe(shown, ranks=len(case.with_data))
+    return text if case.accept is None else f"{text}; {_within_what_is_accepted(case, shown)}"
+
+
+def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
+    """What an accepted deviation hides of a wrong factor."""
+    found = scales(shown)
+    if found is None or found[0] == float("inf"):
+        return f"--accept {case.accept}: the smallest wrong factor that shows was not measured"
+    least, most = found
+    return (
+        f"with --accept {case.accept} a wrong factor shows from {_share(least)} on in the most "
+        f"sensitive tensor, and from {_share(most)} on in the least sensitive one"
+    )
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.2g} %" if value < 10 else "any amount"

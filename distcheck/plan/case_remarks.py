@@ -1,0 +1,205 @@
+"""What a person should know about a case before reading its verdict, and why one is left out."""
+
+from collections.abc import Sequence
+
+from distcheck.contract import Contract
+from distcheck.judge.acceptance import read
+from distcheck.judge.oracles import lattice
+from distcheck.plan.declined import why_words_declined
+from distcheck.records import EXACT_DTYPES, Case
+from distcheck.records.expected_events import least_ranks
+from distcheck.training.jobs import CaseFacts
+from distcheck.workloads.cells import why_declined
+
+FULL_BATCH_LAYERS = ("S32", "S64")
+_LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
+    "S32": ("float32", "float64", "complex64", "complex128"),
+    "S64": ("float64", "complex128"),
+}
+_LEAST_NORMALISED = 4
+_SHORT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # unit roundoff
+_MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
+_BY_OTHERS = "what is owed is owed by X and R"
+_HARDLY_NORMALISED = (
+    "BatchNorm sees fewer than 4 samples at a time, which leaves nothing but rounding of some "
+    f"gradients: S32 and S64 have no bound for that, and {_BY_OTHERS}"
+)
+_ROWS_APART = (
+    "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
+    f"them a rank normalises by themselves: {_BY_OTHERS}"
+)
+SYNCED_STATISTICS = (
+    "the strategy's file makes SyncBatchNorm of the model's BatchNorm, which exchanges statistics "
+    "in the forward pass: no rank's part can be computed again, and on a CPU it does not run"
+)
+ONE_GROUP = (
+    "the strategy's optimizer has one group of all parameters, so the workload's groups are not "
+    "made, and their settings are not checked"
+)
+NOT_REPEATED = (
+    "the optimizer keeps more than tensors and numbers of its parameters and groups, or draws "
+    "random numbers: built anew, it does not repeat its own step, and its step is not checked"
+)
+
+
+def notes_on(
+    case: Case, sizes: Sequence[Sequence[int]], contract: Contract | None = None
+) -> list[str]:
+    """What a person should know about a case before reading its verdict."""
+    notes = []
+    if case.world == 1:
+        notes.append(
+            "world 1 has nothing to synchronise: it shows that the code runs and leaves the "
+            "gradients of one rank alone, nothing about scale, order or agreement"
+        )
+    shards = len(case.with_data)
+    if shards < case.world:
+        without = ", ".join(str(r) for r in range(case.world) if r not in case.with_data)
+        notes.append(
+            f"rank {without} has no data, as was said: no forward and backward there, gradients of "
+            f"zero when the code is called; owed is the mean over the {shards} with data"
+        )
+    if shards == 1 < case.world:
+        notes.append("one rank with data has nothing to average: its own gradient is owed")
+    if shards == 2:
+        notes.append(
+            f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot tell orders of "
+            "summation apart: every order adds the same two numbers"
+        )
+    contract = contract or Contract()
+    if contract.sync == "out-of-sight":
+        notes.append(
+            "gradients are exchanged out of sight: what each rank's own backward left is not "
+            "checked by itself, only what all of them together became"
+        )
+    if contract.optimizer_state == "sharded":
+        notes.append("optimizer state is sharded: each part is compared on the rank that holds it")
+    if rounds_by_position(case, contract):
+        notes.append(
+            f"in {case.dtype} torch rounds an update by an element's position, and ranks update "
+            "pieces: no bits of the optimizer's step are owed, and it is not checked"
+        )
+    uneven = next((step for step in sizes if len(set(step)) > 1), None)
+    if uneven is not None:
+        parts = " + ".join(map(str, uneven))
+        notes.append(f"unequal shards ({parts}): each must count by its number of samples")
+    return notes
+
+
+def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
+    """Why a case has nothing to show for a strategy with this contract; empty where it has."""
+    contract = facts.contract
+    declined = case.left_out or why_declined(
+        case.workload,
+        contract,
+        facts.training,
+        own_backward=facts.own_backward,
+        own_update=facts.own_update,
+    )
+    declined = declined or why_words_declined(
+        case.workload,
+        contract,
+        own_backward=facts.own_backward,
+        own_update=facts.own_update,
+    )
+    declined = declined or _why_too_few_ranks(case, facts)
+    if facts.syncs_statistics and facts.normalises_batches:
+        declined = declined or SYNCED_STATISTICS
+    if declined := declined or _why_not_bounded(case, contract, facts.training.accumulate):
+        return declined
+    if case.reference_device is not None and facts.draws_random_numbers:
+        return (
+            f"it draws random numbers, which are others on {case.reference_device} than on "
+            f"{case.device}, so the two cannot be compared"
+        )
+    if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
+        return f"held against the {case.reference_device} it would be judged by S32 alone. {why}"
+    accepted = read(case.accept)
+    if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
+        return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"
+    if "lattice" not in case.layers:
+        return ""
+    return lattice.why_not_carried(contract, shard_sizes=sizes)
+
+
+def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
+    """Why what the workload is for cannot happen in this world; empty where it can."""
+    ranks, least = len(case.with_data), least_ranks(facts.must_happen)
+    if ranks >= least:
+        return ""
+    return f"what it is for takes at least {least} ranks with data, and this world has {ranks}"
+
+
+def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
+    """Why roundings leave no bound to judge by; empty where there is one.
+
+    Each backward pass may exchange (`oracles/rounding.py`), so every one counts. 1/2 is where
+    roundings add up to the whole of what is summed, and zero would pass for it.
+    """
+    accepted = read(case.accept)
+    lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
+    if lossy and case.workload == "loss_scaling":
+        return f"--accept {case.accept} has no bound where a gradient overflows, as one does there"
+    if lossy and passes > 1:
+        return (
+            f"--accept {case.accept} has a bound for one exchange in a step, and each of its "
+            f"{passes} backward passes may have one"
+        )
+    unit = max(_SHORT.get(dtype, 0.0) for dtype in (case.dtype, contract.wire or case.dtype))
+    if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit >= 1 / 2:
+        what = "gradients" if passes == 1 else f"{passes} backward passes, each"
+        return (
+            f"{what} exchanged over {case.world} ranks in {contract.wire or case.dtype} may round "
+            "by more than they add up: no bound is left"
+        )
+    return ""
+
+
+def rounds_by_position(case: Case, contract: Contract) -> bool:
+    """Whether updating a tensor in pieces need not be updating it whole, to the bit.
+
+    torch's CPU kernels round a short dtype once or twice, as an element is in a full vector of the
+    processor or in the rest: in float32 and float64 that makes no difference, in bfloat16 and
+    float16 it was seen in one of 30 elements after a step of SGD.
+    """
+    return contract.optimizer_state == "cut" and case.dtype not in EXACT_DTYPES
+
+
+def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
+    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has,
+    or where the case has no such layer.
+    """
+    layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
+    if not layers:
+        return ""
+    enough = _LONG_ENOUGH[layers[0]]
+    if short := [dtype for dtype in facts.rounds_to if dtype not in enough]:
+        return (
+            f"the workload computes in {' and '.join(short)} as well, in its parameters or its "
+            f"forward pass: {layers[0]} has no bound for such rounding, and {_BY_OTHERS}"
+        )
+    if facts.rows_apart:
+        return _ROWS_APART
+    return _HARDLY_NORMALISED if _hardly_normalised(facts, sizes) else ""
+
+
+def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether BatchNorm sees so few samples at a time that S32 and S64 have no bound to offer.
+
+    Over n samples a normalised value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
+    went in: its derivative is a difference of nearly equal numbers, which two ways of computing
+    round apart by any factor. Correct code was seen above S32's bound with 2 and 3 samples, never
+    with 4 or more.
+    """
+    if not facts.normalises_batches:
+        return False
+    passes = facts.contract.micro_batches * facts.training.accumulate
+    return min(map(min, sizes)) // passes < _LEAST_NORMALISED
+
+
+def not_run_after_hang(case: Case, hung: Case) -> str:
+    """Why a case of a strategy was not run that has hung in another one."""
+    return (
+        f"not run: the strategy hung in {hung.workload} {hung.dtype}, and every other case could "
+        f"cost {hung.deadline_s:g} s; --workload {case.workload} runs this one"
+    )

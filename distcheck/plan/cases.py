@@ -1,0 +1,394 @@
+"""From what was asked for to cases, and from a case to the checks that it owes. No torch."""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import msgspec
+
+from distcheck import backends
+from distcheck.contract import Contract
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.errors.spelling import did_you_mean
+from distcheck.judge import acceptance
+from distcheck.judge.oracles import lattice
+from distcheck.machine import devices
+from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, rounds_by_position, why_no_full_batch
+from distcheck.plan.coverage import Owed, PlannedCheck
+from distcheck.plan.single_ranks import check_delays, check_without_data
+from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
+from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
+from distcheck.training import loading
+from distcheck.training.adapters.asked import check_adaptation
+from distcheck.training.jobs import CaseFacts
+from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
+from distcheck.workloads.cells import CELLS
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+_MOST_BATCH = 10**7
+_MOST_STEPS = 10**5
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What `distcheck verify` was asked for; the options' own names."""
+
+    strategies: tuple[str, ...]
+    worlds: tuple[int, ...] = (4,)
+    workloads: tuple[str, ...] = ()
+    data: str = datasets.SYNTHETIC
+    data_dir: str | None = None
+    download: bool = False
+    batch: int = 256
+    steps: int | None = None  # the workload's own number
+    seed: int = 0
+    dtype: str | None = None
+    backend: str = "gloo"
+    device: str = "cpu"
+    deadline_s: float = 30.0
+    adaptation: Adaptation = Adaptation()
+    loss: str = "mean"
+    accept: str | None = None
+    ranks_here: int | None = None  # of a launcher's world, on this machine
+    thorough: bool = False
+    without: tuple[str, ...] = ()  # cells
+    cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
+    explore_s: float = 60.0  # of a search, with `thorough`; 0: none
+    delays: tuple[Delay, ...] = ()
+    separate: bool = True
+
+
+def check_request(request: Request) -> None:
+    """Raises UsageError or CannotRunError for what can be told without torch."""
+    if not request.strategies:
+        known = ", ".join(sorted(loading.strategy_names()))
+        raise UsageError(
+            f"no strategy was given; known are {known}, or give path/to/file.py:object, or a "
+            "matrix under [tool.distcheck] in pyproject.toml"
+        )
+    for spec in request.strategies:
+        loading.check_spelling("strategy", spec, loading.strategy_names())
+        loading.check_single(spec)
+    check_adaptation(request.adaptation, request.loss)
+    for spec in request.workloads:
+        check_workload(spec)
+    asked_for = request.workloads or tuple(DEFAULT_RUN)
+    acceptance.check_asked(
+        request.accept,
+        dtype=request.dtype,
+        steps=min(steps_of(request, workload) for workload in asked_for),
+        workloads=request.workloads,
+    )
+    cells.check_names(request.without)
+    datasets.check_dataset(request.data)
+    _check_numbers(request)
+    check_without_data(
+        request.adaptation.without_data,
+        worlds=request.worlds,
+        workloads=request.workloads,
+        thorough=request.thorough,
+        accept=request.accept,
+    )
+    if request.dtype is not None and request.dtype not in DTYPES:
+        meant = did_you_mean(request.dtype, DTYPES)
+        raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
+    if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
+        raise UsageError(
+            f"workload lattice does not run in {request.dtype}, which holds no sum of a batch of "
+            f"integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
+        )
+    backends.check_name(request.backend)
+    if request.device not in devices.DEVICES:
+        meant = did_you_mean(request.device, devices.DEVICES)
+        raise UsageError(
+            f"unknown device {request.device!r}{meant}; known are {' and '.join(devices.DEVICES)}"
+        )
+    if why := backends.missing(request.backend):
+        raise CannotRunError(why)
+    for world in request.worlds:
+        ranks = world if request.ranks_here is None else min(world, request.ranks_here)
+        if why := devices.missing(request.device, request.backend, ranks):
+            raise CannotRunError(why)
+
+
+def check_workload(spec: str) -> None:
+    """Raises UsageError for a name that is no workload's."""
+    loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
+
+
+def steps_of(request: Request, workload: str) -> int:
+    """The steps of a workload: as many as were asked for, or the workload's own number."""
+    if request.steps is not None:
+        return request.steps
+    return CELLS[workload].steps if workload in CELLS else about(workload).steps
+
+
+def _check_numbers(request: Request) -> None:
+    for what, value, least, most in (
+        ("--batch", request.batch, 1, _MOST_BATCH),
+        ("--steps", 1 if request.steps is None else request.steps, 1, _MOST_STEPS),
+        ("--seed", request.seed, 0, 2**63 - 1),
+    ):
+        if not least <= value <= most:
+            raise UsageError(f"{what} {value} is out of range; it takes {least} to {most}")
+    if not 0 < request.deadline_s <= MOST_DEADLINE_S:
+        raise UsageError(
+            f"--deadline-s {request.deadline_s} is out of range; it takes seconds, more than 0 and "
+            f"at most {MOST_DEADLINE_S}"
+        )
+    if not request.worlds:
+        raise UsageError("no world was given; give at least one number of ranks")
+    for world in request.worlds:
+        check_delays(request.delays, max(world, 1))
+        if world < 1:
+            raise UsageError(f"--world {world} is no world; it needs at least 1 rank")
+        shards = world - len(request.adaptation.without_data)
+        if request.batch < shards:
+            ranks = f"--world {world}" if shards == world else f"the {shards} ranks with data"
+            raise UsageError(
+                f"--batch {request.batch} is smaller than {ranks}: a rank would have no sample; "
+                f"give --batch {shards} or more, or fewer ranks"
+            )
+
+
+def check_case(case: Case) -> Case:
+    """A case as it may run. Raises UsageError for one that was edited into something else."""
+    request = Request(
+        strategies=(case.strategy,),
+        worlds=(case.world,),
+        workloads=(case.workload,),
+        backend=case.backend,
+        device=case.device,
+        dtype=case.dtype,
+        data=datasets.SYNTHETIC if case.data == "lattice" else case.data,
+        data_dir=case.data_dir,
+        batch=case.batch,
+        steps=case.steps,
+        seed=case.seed,
+        deadline_s=case.deadline_s,
+        adaptation=case.adaptation,
+        loss=case.loss,
+        accept=case.accept,
+        delays=case.delays,
+        separate=case.separate,
+    )
+    alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
+    if not alike:
+        raise UsageError(
+            f"reference_device {case.reference_device!r} does not go with device {case.device!r}"
+        )
+    planned = alike[0]
+    allowed = {planned.layers, ("S64",)} if case.dtype == "float64" else {planned.layers}
+    if case.layers not in allowed:
+        raise UsageError(
+            f"layers {list(case.layers)} are not those of {case.workload} in {case.dtype}, "
+            f"{list(planned.layers)}"
+        )
+    if (planned.dtype, planned.data) != (case.dtype, case.data):
+        raise UsageError(f"{case.workload} does not run in {case.dtype} on {case.data}")
+    if not is_file_name(case.id):
+        raise UsageError(f"id {case.id!r} is no name for a file")
+    return case
+
+
+def plan_cases(request: Request) -> list[Case]:
+    """The cases, strategy by strategy, world by world."""
+    check_request(request)
+    workloads = dict.fromkeys(request.workloads or DEFAULT_RUN)
+    if request.dtype not in (None, *EXACT_DTYPES):
+        workloads.pop("lattice", None)
+    if not acceptance.keeps_lattice(request.accept):
+        workloads.pop("lattice", None)
+    if not request.workloads and not acceptance.keeps_scalars(request.accept):
+        workloads.pop("composite")
+    cases = [
+        case
+        for strategy in dict.fromkeys(request.strategies)
+        for world in dict.fromkeys(request.worlds)
+        for case in [
+            *(
+                _case(request, strategy, world, workload, dtype)
+                for workload in workloads
+                for dtype in _dtypes(request, workload)
+            ),
+            *_cells(request, strategy, world, besides=workloads),
+        ]
+    ]
+    cases += [_against_cpu(case) for case in cases if case.device != "cpu" and "S32" in case.layers]
+    return name_apart(cases)
+
+
+def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str]) -> list[Case]:
+    """The cells of `--thorough`: float32, with batches and steps of their own, whatever number of
+    steps was asked for: fewer would not show what a cell is for.
+    """
+    if not request.thorough or world not in (request.cell_worlds or request.worlds):
+        return []
+    cases = []
+    for name, cell in CELLS.items():
+        own = msgspec.structs.replace(request, batch=max(cells.BATCH, world), steps=cell.steps)
+        case = _case(own, strategy, world, name, "float32")
+        left_out = "you gave --without" if name in request.without else ""
+        cases += [msgspec.structs.replace(case, left_out=left_out)] if name not in besides else []
+    return cases
+
+
+def _against_cpu(case: Case) -> Case:
+    """The same ranks on their device, held against a whole batch on the CPU: S32's bound is that of
+    two float32 sums in different orders, which is what two kinds of processor compute.
+    """
+    return msgspec.structs.replace(
+        case,
+        id=f"{case.id}-against-cpu",
+        layers=("S32",),
+        rerun=False,
+        reference_device="cpu",
+    )
+
+
+def _dtypes(request: Request, workload: str) -> list[str]:
+    if request.dtype is not None:
+        return [request.dtype]
+    quick = about(workload).in_float64 and acceptance.owes_full_batch(request.accept)
+    quick = quick and (bool(request.workloads) or DEFAULT_RUN[workload].in_float64)
+    return ["float32", "float64"] if quick else ["float32"]
+
+
+def _case(request: Request, strategy: str, world: int, workload: str, dtype: str) -> Case:
+    name = strategy.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
+    place = workload.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
+    layers = {
+        "float32": ("X", "R", "S32"),
+        "float64": ("X", "R", "S64"),
+        "bfloat16": ("X", "R"),
+        "float16": ("X", "R"),
+    }[dtype]
+    if not acceptance.owes_full_batch(request.accept):
+        layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
+    cell, known = CELLS.get(workload), about(workload)
+    without = known.without if cell is None else cell.without
+    layers = tuple(layer for layer in layers if layer not in without)
+    data = known.data if cell is None else datasets.SYNTHETIC
+    is_lattice = workload.partition(":")[0] == "lattice"
+    companion = dtype == "float64" and request.dtype is None
+    reruns = cell is not None or bool(request.workloads) or DEFAULT_RUN[workload].rerun
+    steps = steps_of(request, workload)
+    if companion and request.steps is None:
+        steps = min(steps, STEPS_IN_FLOAT64)
+    suffix = "" if request.device == "cpu" else "-cuda"
+    return Case(
+        id=as_file_name(f"{name}-w{world}-{place}-{dtype}{suffix}"),
+        strategy=strategy,
+        world=world,
+        backend=request.backend,
+        device=request.device,
+        dtype=dtype,
+        workload=workload,
+        data=data or request.data,
+        data_dir=request.data_dir,
+        batch=request.batch,
+        steps=steps,
+        seed=request.seed,
+        deadline_s=request.deadline_s,
+        layers=("lattice",) if is_lattice else ("S64",) if companion else layers,
+        rerun=reruns and not companion,
+        adaptation=request.adaptation,
+        loss=cast("LossName", request.loss),
+        accept=acceptance.spelled(request.accept),
+        delays=request.delays,
+        separate=request.separate,
+    )
+
+
+def plan_checks(
+    case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
+) -> list[PlannedCheck]:
+    """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
+    model, accepted = facts.model, acceptance.read(case.accept)
+    owes = Owed(case, facts.contract, model, sizes)
+    seen = facts.contract.sync != "out-of-sight"
+    exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
+    own = "lattice" if exact == "lattice" else "X"
+    gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
+    planned = [
+        PlannedCheck(check="outcome", layer="-", scope="front", owed=owes.outcome()),
+        PlannedCheck(check="data", layer="-", scope="run", owed=owes.data()),
+        PlannedCheck(check="initial state", layer="-", scope="step", owed=owes.initial()),
+    ]
+    local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
+    if local_sgd:
+        exact, bounded = "X", ""  # each rank's own, to the bit
+        gradient_layers = ["X"]
+    if seen and (exact or bounded):
+        planned.append(owes.check("local gradients", own, model.parameters))
+    planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
+    if exact or bounded:
+        planned.append(owes.loss(own))
+    planned += [owes.loss(layer) for layer in semantic]
+    updated = () if own == "lattice" else model.optimizer
+    # An update's bits are those of its own kind of device.
+    if local_sgd:
+        planned += owes.averaged(local_sgd)
+    elif facts.updates_again and _same_update(case, facts.contract):
+        planned.append(owes.check("parameters", own, model.parameters, state=updated))
+    if model.buffers and (exact or bounded):
+        planned.append(owes.check("buffers", "X", model.buffers))
+    replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
+    compared = (*model.parameters, *model.parameters, *replicas)
+    if not local_sgd:
+        planned.append(owes.check("agreement", "-", compared))
+    if len(case.with_data) > 1 and (gradient_layers or local_sgd):
+        planned.append(owes.sensitivity())
+    if facts.must_happen:
+        planned.append(owes.purpose())
+    if case.rerun:
+        planned.append(owes.rerun())
+    note = _fallback_note(case, facts, sizes, calibration_failure)
+    return [
+        msgspec.structs.replace(p, note=note) if (p.check, p.layer) == ("gradients", "R") else p
+        for p in planned
+    ]
+
+
+def _same_update(case: Case, contract: Contract) -> bool:
+    """Whether the reference's update is computed as the ranks' are, to the bit."""
+    return case.reference_device is None and not rounds_by_position(case, contract)
+
+
+def _layers(
+    case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
+) -> tuple[str, str, list[str]]:
+    """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    ordered = facts.contract.order is not None and not calibration_failure
+    if "lattice" in case.layers:
+        if not _lattice_inexact(case, facts.contract, sizes):
+            return "lattice", "", []
+        return ("X" if ordered else ""), "R", []
+    exact = "X" if "X" in case.layers and ordered else ""
+    # A forward pass over the whole batch would draw other random numbers than the shards did.
+    no_full_batch = facts.draws_random_numbers or why_no_full_batch(case, facts, sizes)
+    bounded = "R" if "R" in case.layers or no_full_batch else ""
+    semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]
+    return exact, bounded, semantic
+
+
+def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
+    world = len(case.with_data)
+    if case.loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes))):
+        return f"a loss of {case.loss} over {world} ranks is not exact"
+    return lattice.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
+
+
+def _fallback_note(
+    case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
+) -> str:
+    if "lattice" in case.layers:
+        inexact = _lattice_inexact(case, facts.contract, sizes)
+        return f"no bits are owed: {inexact}; judged by order and bound" if inexact else ""
+    notes = []
+    if facts.contract.order and calibration_failure:
+        notes.append(f"X falls back to R: {calibration_failure}")
+    if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
+        notes.append(
+            "the forward pass draws random numbers (dropout?), each rank its own: judged by R "
+            "against every rank's own draws, no full batch could repeat them"
+        )
+    return "; ".join(notes)

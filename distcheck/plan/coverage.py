@@ -1,0 +1,124 @@
+"""How much a check must compare to count. No torch."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck.contract import Contract
+from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+from distcheck.records.expected_events import PURPOSE
+from distcheck.records.mistakes import SENSITIVITY
+
+
+class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A check that a case owes, under one layer, and how much it must compare to count."""
+
+    check: str
+    layer: str
+    scope: str
+    owed: Compared
+    note: str = ""
+
+
+class Owed:
+    """How much each check must compare: everything, on every rank, at every step. A rank without
+    data owes its outcome, its beginning and its rerun; what else it may come to hold is compared
+    as well, and is not counted on.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        contract: Contract,
+        model: ModelLayout,
+        sizes: Sequence[Sequence[int]],
+    ) -> None:
+        self._case, self._contract, self._model, self._sizes = case, contract, model, sizes
+        self._with_data = len(case.with_data)
+
+    def check(
+        self,
+        name: str,
+        layer: str,
+        tensors: Sequence[TensorSpec],
+        *,
+        state: Sequence[TensorSpec] = (),
+    ) -> PlannedCheck:
+        """`tensors` on every rank, and the optimizer's `state` wherever it is held."""
+        holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
+        elements = sum(t.elements for t in tensors) * self._with_data
+        elements += sum(t.elements for t in state) * holders
+        return PlannedCheck(
+            check=name,
+            layer=layer,
+            scope="step",
+            owed=self._all(len({t.name for t in (*tensors, *state)}), elements * self._case.steps),
+        )
+
+    def averaged(self, period: int) -> list[PlannedCheck]:
+        """Local SGD: parameters of each rank's own between averages, and their mean after each.
+        Where the first average falls is not known before, so the least that there may be is owed.
+        """
+        steps, world = self._case.steps, self._case.world
+        fewest, most = steps // period, -(-steps // period)
+        parameters = sum(t.elements for t in self._model.parameters) * world
+        state = sum(t.elements for t in self._model.optimizer) * world
+        tensors, alone = len(self._model.parameters), steps - most
+        between = Compared(
+            tensors=tensors * (alone > 0) + len(self._model.optimizer),
+            elements=parameters * alone + state * steps,
+            ranks=world,
+            steps=steps if self._model.optimizer else alone,
+        )
+        after = Compared(tensors=tensors, elements=parameters * fewest, ranks=world, steps=fewest)
+        own = PlannedCheck(check="parameters", layer="X", scope="step", owed=between)
+        return [
+            *([own] if between.tensors else []),
+            PlannedCheck(check="parameters", layer="R", scope="step", owed=after),
+            PlannedCheck(check="agreement", layer="-", scope="step", owed=after),
+        ]
+
+    def loss(self, layer: str) -> PlannedCheck:
+        """The loss of every rank and step."""
+        owed = self._all(1, self._with_data * self._case.steps)
+        return PlannedCheck(check="loss", layer=layer, scope="step", owed=owed)
+
+    def outcome(self) -> Compared:
+        """Every rank."""
+        return Compared(ranks=self._case.world)
+
+    def data(self) -> Compared:
+        """Every sample of every step."""
+        return self._all(0, sum(map(sum, self._sizes)))
+
+    def initial(self) -> Compared:
+        """Parameters and buffers of every rank before the first step."""
+        tensors = (*self._model.parameters, *self._model.buffers)
+        elements = sum(t.elements for t in tensors) * self._case.world
+        return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
+
+    def sensitivity(self) -> PlannedCheck:
+        """Which mistakes would have shown; how much was compared is the other checks' to say."""
+        owed = Compared(ranks=self._with_data)
+        return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", owed=owed)
+
+    def purpose(self) -> PlannedCheck:
+        """What the workload is for: every step of every rank with data, with all its samples."""
+        return PlannedCheck(check=PURPOSE, layer="-", scope="step", owed=self.data())
+
+    def rerun(self) -> PlannedCheck:
+        """Everything that a rank records, in a second world."""
+        model, case = self._model, self._case
+        state = (*model.parameters, *model.buffers, *model.optimizer)
+        seen = self._contract.sync != "out-of-sight"
+        gradients = (*model.parameters, *(model.parameters if seen else ()))
+        per_step = sum(t.elements for t in (*gradients, *state))
+        before = sum(t.elements for t in state)
+        elements = case.world * (case.steps * per_step + before)
+        tensors = len(gradients) + len(state)
+        owed = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
+        return PlannedCheck(check="rerun", layer="-", scope="run", owed=owed)
+
+    def _all(self, tensors: int, elements: int) -> Compared:
+        steps = self._case.steps
+        return Compared(tensors=tensors, elements=elements, ranks=self._with_data, steps=steps)

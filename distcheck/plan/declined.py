@@ -1,0 +1,80 @@
+"""What a strategy is not made for, as words of the space: its contract declines cells. No torch.
+
+A strategy declines a cell of `--thorough`; the words here are what generated models have of it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from distcheck.contract import Contract, Training
+from distcheck.records import Case
+from distcheck.workloads.cells import CELLS, why_declined
+from distcheck.workloads.generated_words import PREFIX, SCHEDULE, parse
+
+ACCUMULATE, ABSENT = "accumulate", "absent"
+# The cells that have what a word stands for. A cell of another version of distcheck may be named.
+CELLS_OF: Mapping[str, Collection[str]] = {
+    "strided": ("transposed", "channels_last"),
+    "frozen": ("frozen_parameters",),
+    "tied": ("tied_weights",),
+    ABSENT: ("unused_later", "absent_on_some"),
+    SCHEDULE: ("schedule",),
+}
+
+
+def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) -> dict[str, str]:
+    """The words that are left out for a strategy, each with the reason."""
+    found = {}
+    for word, cells in CELLS_OF.items():
+        names = [name for name in contract.declines if name in cells]
+        if names:
+            found[word] = f"its contract declines {names[0]} ({CELLS[names[0]].about})"
+    accumulation = why_declined(
+        "", contract, Training(accumulate=2), own_backward=own_backward, own_update=own_update
+    )
+    return found | ({ACCUMULATE: accumulation} if accumulation else {})
+
+
+def words_in(workload: str) -> set[str]:
+    """The words of `CELLS_OF`, and `accumulate`, of a workload; only generated ones have any."""
+    if not workload.startswith(PREFIX):
+        return set()
+    model = parse(workload.removeprefix(PREFIX))
+    marks = {mark for layer in model.layers for mark in layer.marks}
+    loop = {ACCUMULATE: model.accumulate > 1, SCHEDULE: model.schedule}
+    return (marks & {*CELLS_OF}) | {word for word, there in loop.items() if there}
+
+
+def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The words that have what these cells have, each with the cell."""
+    for word, names in {**CELLS_OF, ACCUMULATE: ("accumulation",)}.items():
+        yield from ((word, name) for name in cells if name in names)
+
+
+def notes_on(case: Case) -> list[str]:
+    """Which words to leave out of the next search, where a case has what some code never has."""
+    if not case.workload.startswith(PREFIX):
+        return []
+    notes = []
+    passes = parse(case.workload.removeprefix(PREFIX)).accumulate
+    if passes > 1:
+        notes.append(
+            f"every step has {passes} backward passes; if your code never has more than one, "
+            "search with --without accumulate"
+        )
+    if ABSENT in words_in(case.workload):
+        notes.append(
+            "in some steps a parameter has no gradient (None) on some ranks; if that never happens "
+            "in your models, search with --without absent"
+        )
+    return notes
+
+
+def why_words_declined(
+    workload: str, contract: Contract, *, own_backward: bool, own_update: bool
+) -> str:
+    """Why a generated workload is not for a strategy; empty where it is."""
+    words = words_in(workload)
+    if not words:
+        return ""
+    declined = declined_words(contract, own_backward=own_backward, own_update=own_update)
+    return next((f"{word}: {why}" for word, why in declined.items() if word in words), "")

@@ -1,0 +1,215 @@
+"""From a matrix and the command line to cases, and to the part of them that runs here.
+
+What is said on the command line holds for every strategy; then what the file says of the strategy;
+then what it says of all.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from distcheck.cli.under_launchers import identity_of
+from distcheck.errors import DistcheckError, UsageError
+from distcheck.plan import thorough
+from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.configuration import PARAMETERS, Configuration, read_configuration
+from distcheck.plan.costs import rough_s
+from distcheck.plan.thorough import NOTHING_BESIDE, Beside
+from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
+from distcheck.records.case_ids import name_apart
+from distcheck.records.searches import PlannedSearch
+from distcheck.training.adapters.asked import adaptation_of
+from distcheck.worlds.launchers.launch import Launch
+
+_ADAPTER = ("form", "arguments", "variables", "finish", "reset", "without_data")
+# A request has one of these; a matrix may have several.
+_SEVERAL = ("backend", "seed", "dtype")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`cases` run here, and searches `beside` them; `whole` is the plan that they are all of, or a
+    part; `file` has it.
+    """
+
+    cases: list[Case]
+    every: list[Case]
+    whole: RunPlan
+    file: str
+    beside: Beside = NOTHING_BESIDE
+
+
+def plan_run(
+    asked: Mapping[str, Any],
+    *,
+    given: frozenset[str],
+    launch: Launch | None,
+    config: str | None,
+    shard: str | None,
+) -> Planned:
+    """The cases of a run. `asked` holds every option's value by the name of its parameter, `given`
+    the names of those that were typed. Raises UsageError or CannotRunError.
+    """
+    part, parts = part_of(shard)
+    matrix = read_configuration(config)
+    requests = list(_requests(dict(asked), given, matrix, launch))
+    beside = thorough.beside(requests, launched=launch is not None)
+    cases = [case for request in requests for case in _cases(request, matrix)]
+    # Siblings one after the other, wherever they were asked for: they are shown together.
+    first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
+    every = name_apart(sorted(cases, key=lambda case: first[case.siblings]))
+    assigned = split(every, parts)
+    if part > len(set(assigned.values())):
+        raise UsageError(
+            f"--shard {shard} has nothing to run: {len(every)} cases make "
+            f"{len(set(assigned.values()))} parts, as those of one strategy and world stay "
+            f"together; use --shard {part}/N with N at most that"
+        )
+    part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
+    searches = thorough.planned(beside.searches, part_of_strategy)
+    whole = RunPlan(
+        digest=digest_of(every, searches),
+        shard=part if parts > 1 else 0,
+        shards=parts,
+        cases=tuple(_planned(case, assigned[case.id]) for case in every),
+        searches=searches,
+    )
+    here = tuple(s for s in beside.searches if part_of_strategy[s.strategy] == part)
+    return Planned(
+        cases=[case for case in every if assigned[case.id] == part],
+        every=every,
+        whole=whole,
+        file=matrix.file,
+        beside=msgspec.structs.replace(beside, searches=here),
+    )
+
+
+def part_of(shard: str | None) -> tuple[int, int]:
+    """(2, 4) of "2/4". Raises UsageError."""
+    if shard is None:
+        return 1, 1
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard.strip(), re.ASCII)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise UsageError(
+            f"--shard {shard!r} is no part of a whole; it takes I/N with I from 1 to N, as in 2/4"
+        )
+    return part, parts
+
+
+def split(cases: list[Case], parts: int) -> dict[str, int]:
+    """The part, from 1, of every case. Siblings stay together; the costliest group goes first, to
+    the part with the least so far. The order of `cases` plays no role, nor does anything that one
+    machine has measured: every part must come to the same.
+    """
+    groups: dict[tuple[str, int, str, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.siblings, []).append(case)
+    costs = {key: sum(sorted(map(rough_s, group))) for key, group in groups.items()}
+    loads = [0.0] * parts
+    assigned: dict[str, int] = {}
+    for key in sorted(groups, key=lambda key: (-costs[key], key)):
+        least = min(range(parts), key=lambda n: (loads[n], n))
+        loads[least] += costs[key]
+        assigned |= {case.id: least + 1 for case in groups[key]}
+    return assigned
+
+
+def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
+    """A digest of the cases in any order, of the files that they name, of the versions, and of the
+    searches beside them.
+    """
+    found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
+
+
+def _cases(request: Request, matrix: Configuration) -> list[Case]:
+    """What a request comes to. Its errors name options; which table said it is added here."""
+    try:
+        return plan_cases(request)
+    except DistcheckError as error:
+        if not matrix.file:
+            raise
+        own = [f'strategy."{name}"' for name in request.strategies if name in matrix.own]
+        place = matrix.key(own[0] if own else "")
+        raise type(error)(f"{error} (with {matrix.file}{place and f', [{place}]'})") from None
+
+
+def _requests(
+    asked: dict[str, Any], given: frozenset[str], matrix: Configuration, launch: Launch | None
+) -> Iterator[Request]:
+    strategies = asked["strategies"] if "strategies" in given else matrix.strategies
+    if not strategies and matrix.file:
+        raise UsageError(
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given"
+        )
+    if not strategies:
+        yield Request(strategies=())  # refused, with what there is
+    left_out = []
+    for strategy in strategies:
+        own = matrix.of(strategy)
+        worlds = own.get("worlds")
+        if launch is not None and worlds is not None and launch.world not in worlds:
+            left_out.append(strategy)  # a launcher has made one world, and it is none of its own
+            continue
+        for fields in _fields(asked, given, {**matrix.keys, **own}):
+            request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)
+            world_given = "worlds" in given or worlds is not None or "worlds" in matrix.keys
+            yield thorough.widened(request, world_given=world_given)
+    if left_out and len(left_out) == len(strategies) and launch is not None:
+        raise UsageError(
+            f"{launch.launcher} has started {launch.world} ranks, and {matrix.file} gives no "
+            f"strategy that world: {', '.join(left_out)}; start another number of ranks"
+        )
+
+
+def _fields(
+    asked: dict[str, Any], given: frozenset[str], keys: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What requests say, one for each combination of what a request has one of."""
+    fields = {name: value for name, value in asked.items() if name != "strategies"}
+    said = {PARAMETERS[key]: value for key, value in keys.items()}
+    for name in said:
+        if name not in asked:
+            raise UsageError(f"this version has no option for the key {_key_of(name)}")
+    fields |= {name: value for name, value in said.items() if name not in given}
+    adaptation = adaptation_of(**{name: fields.pop(name) for name in _ADAPTER})
+    several = {
+        name: list(dict.fromkeys(fields.pop(name)))
+        if isinstance(fields[name], list)
+        else [fields.pop(name)]
+        for name in _SEVERAL
+    }
+    exact = [dtype for dtype in several["dtype"] if dtype in (None, *EXACT_DTYPES)]
+    for values in itertools.product(*several.values()):
+        request = {**fields, "adaptation": adaptation, **dict(zip(several, values, strict=True))}
+        workloads = request["workloads"]
+        if request["dtype"] not in exact and exact and "lattice" in workloads:
+            # Judged in the dtypes that it has; alone it is refused, with the reason.
+            request["workloads"] = [name for name in workloads if name != "lattice"]
+            if not request["workloads"]:
+                continue
+        yield request
+
+
+def _key_of(parameter: str) -> str:
+    return next(key for key, name in PARAMETERS.items() if name == parameter)
+
+
+def _planned(case: Case, shard: int) -> PlannedCase:
+    return PlannedCase(
+        id=case.id,
+        strategy=case.strategy,
+        world=case.world,
+        backend=case.backend,
+        device=case.device,
+        dtype=case.dtype,
+        workload=case.workload,
+        seed=case.seed,
+        shard=shard,
+    )

@@ -1,0 +1,53 @@
+"""What may be asked of single ranks: to be late, or to have no data. No torch."""
+
+from collections.abc import Sequence
+
+from distcheck.errors import UsageError
+from distcheck.records import Delay
+from distcheck.workloads.cells import CELLS
+
+_MOST_DELAY = 10_000  # milliseconds
+
+
+def check_delays(delays: Sequence[Delay], world: int) -> None:
+    """Raises UsageError for a delay that no rank of this world could have."""
+    for delay in delays:
+        if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
+            raise UsageError(
+                f"a delay of rank {delay.rank} before collective {delay.collective} by {delay.ms} "
+                f"ms is none that a world of {world} can have: ranks count from 0, collectives "
+                f"from 0 (before backward), and milliseconds from 1 to {_MOST_DELAY}"
+            )
+
+
+def check_without_data(
+    without: Sequence[int],
+    *,
+    worlds: Sequence[int],
+    workloads: Sequence[str],
+    thorough: bool,
+    accept: str | None,
+) -> None:
+    """Raises UsageError where ranks without data make no sense, or no bound is derived for them."""
+    if not without:
+        return
+    for world in worlds:
+        beyond = [rank for rank in without if not 0 <= rank < world]
+        if beyond or len(without) >= world:
+            raise UsageError(
+                f"--without-data {beyond[0]} is no rank of --world {world}; ranks are 0 to "
+                f"{world - 1}"
+                if beyond
+                else f"--without-data leaves no rank of --world {world} a shard; give more ranks"
+            )
+    in_cells = [name for name in workloads if name in CELLS]
+    if thorough or in_cells:
+        raise UsageError(
+            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}: in a "
+            "cell every rank computes; give the usual workloads"
+        )
+    if accept is not None:
+        raise UsageError(
+            f"--without-data does not go with --accept {accept}, whose bounds are derived "
+            "for ranks that all give a gradient; leave one of the two out"
+        )

@@ -1,0 +1,139 @@
+"""`--thorough`: the cells as well, more worlds, and a search. No torch.
+
+worlds   without --world, the default workloads run in worlds of 2 to 6 ranks and the cells in one
+         of 4. A world that is given is kept for both. Of the worlds that were not asked for, one
+         that does not fit on this machine is left out, and the report says so.
+search   for each strategy, `distcheck explore` for `explore_s` seconds, after its cases
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.machine import devices
+from distcheck.plan.cases import Request
+from distcheck.records import Adaptation, LossName
+from distcheck.records.searches import PlannedSearch
+
+WORLDS = (2, 3, 4, 5, 6)
+CELL_WORLDS = (4,)
+MOST_EXPLORE_S = 24 * 3600.0
+_LAUNCHED = ("RANK", "WORLD_SIZE")
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """A search to run beside cases; `why_not` is the reason why it is left out, if it is."""
+
+    strategy: str
+    budget_s: float
+    adaptation: Adaptation = Adaptation()
+    loss: LossName = "mean"
+    seed: int = 0
+    deadline_s: float = 30.0
+    dtypes: tuple[str, ...] = ()  # those that were asked for; none: all
+    without: tuple[str, ...] = ()  # cells
+    why_not: str = ""
+
+
+class Beside(msgspec.Struct, frozen=True, kw_only=True):
+    """What a thorough run has beside its cases; `spare` worlds were not asked for."""
+
+    searches: tuple[Search, ...] = ()
+    spare: tuple[int, ...] = ()
+
+
+NOTHING_BESIDE = Beside()
+
+
+def widened(request: Request, *, world_given: bool) -> Request:
+    """The request with the worlds of a thorough run, where none was given."""
+    if not request.thorough or world_given:
+        return request
+    fits = [
+        world
+        for world in WORLDS
+        if not devices.missing(request.device, request.backend, world) and world <= request.batch
+    ]
+    worlds = tuple(fits) or CELL_WORLDS
+    cells = tuple(world for world in CELL_WORLDS if world in worlds) or worlds[-1:]
+    return msgspec.structs.replace(request, worlds=worlds, cell_worlds=cells)
+
+
+def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
+    """The searches of some requests, one for each strategy and way to call it. Raises UsageError or
+    CannotRunError.
+    """
+    found: dict[tuple[str, Adaptation], Search] = {}
+    for request in requests:
+        _check_budget(request.explore_s)
+        if not request.thorough or not request.explore_s:
+            continue
+        for strategy in request.strategies:
+            search = _search(request, strategy, launched=launched)
+            key = (strategy, request.adaptation)
+            if (before := found.get(key)) is not None:
+                dtypes = (*before.dtypes, *search.dtypes) if before.dtypes and search.dtypes else ()
+                search = msgspec.structs.replace(
+                    before, dtypes=dtypes, why_not=before.why_not and search.why_not
+                )
+            found[key] = search
+    if any(not search.why_not for search in found.values()):
+        _check_hypothesis()
+    spare = {world for r in requests if r.cell_worlds for world in r.worlds} - {*CELL_WORLDS}
+    return Beside(searches=tuple(found.values()), spare=tuple(sorted(spare)))
+
+
+def planned(searches: Iterable[Search], shard_of: dict[str, int]) -> tuple[PlannedSearch, ...]:
+    """The searches of a plan; each is in the part that `shard_of` gives its strategy."""
+    return tuple(
+        PlannedSearch(
+            strategy=search.strategy, budget_s=search.budget_s, shard=shard_of[search.strategy]
+        )
+        for search in searches
+    )
+
+
+def _search(request: Request, strategy: str, *, launched: bool) -> Search:
+    return Search(
+        strategy=strategy,
+        budget_s=request.explore_s,
+        adaptation=request.adaptation,
+        loss=request.loss,  # type: ignore[arg-type]
+        seed=request.seed,
+        deadline_s=request.deadline_s,
+        dtypes=() if request.dtype is None else (request.dtype,),
+        without=request.without,
+        why_not=_why_not(request, launched=launched),
+    )
+
+
+def _why_not(request: Request, *, launched: bool) -> str:
+    if launched or any(name in os.environ for name in _LAUNCHED):
+        return "not searched: explore starts ranks of its own, and a launcher has started these"
+    if request.backend != "gloo" or request.device != "cpu":
+        what = request.backend if request.backend != "gloo" else request.device
+        return f"not searched: explore runs with gloo on the CPU, and {what} was asked for"
+    if request.accept is not None:
+        return f"not searched: no explored case has the bounds of --accept {request.accept}"
+    if request.dtype == "float16":
+        return "not searched: explore draws no case in float16"
+    return ""
+
+
+def _check_budget(explore_s: float) -> None:
+    if not 0 <= explore_s <= MOST_EXPLORE_S:
+        raise UsageError(
+            f"--explore-s {explore_s:g} is out of range; it takes seconds from 0 (no search) to "
+            f"{MOST_EXPLORE_S:g}"
+        )
+
+
+def _check_hypothesis() -> None:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise CannotRunError(
+            "--thorough searches with hypothesis, which is not installed: "
+            "pip install 'distcheck[explore]', or give --explore-s 0"
+        )

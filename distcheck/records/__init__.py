@@ -1,0 +1,389 @@
+"""The frozen data that the parts hand to each other. No torch, no behaviour beyond merging."""
+
+import math
+import shlex
+from typing import Any, Literal
+
+import msgspec
+
+from distcheck.errors import ExitCode, VerdictError
+from distcheck.records.mistakes import Shown
+from distcheck.records.picture_sums import Aggregates
+from distcheck.records.run_facts import Contents as Contents
+from distcheck.records.run_facts import Origin as Origin
+from distcheck.records.searches import Explored as Explored
+from distcheck.records.searches import PlannedSearch
+
+VerdictName = Literal["pass", "unknown", "fail"]
+OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
+LossName = Literal["mean", "mean/world", "sum/global"]
+ChangeKind = Literal["code", "machine", "software", "settings", "other"]
+Number = float | str  # a float, or "nan", "inf", "-inf", which JSON cannot write as numbers
+
+MOST_DEADLINE_S = 10**6
+EXACT_DTYPES = ("float32", "float64")  # which hold sums of a batch of small integers exactly
+
+_RANK_OF_VERDICT: dict[VerdictName, int] = {"pass": 0, "unknown": 1, "fail": 2}
+
+
+def merge_verdicts(verdicts: "list[VerdictName]") -> VerdictName:
+    """The worst of `verdicts`, by pass < unknown < fail; nothing at all is unknown."""
+    return max(verdicts, key=_RANK_OF_VERDICT.__getitem__, default="unknown")
+
+
+def number(value: float) -> Number:
+    """`value` as JSON can carry it."""
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
+    """How a strategy that never heard of distcheck is to be called; see `distcheck.training.adapters`.
+
+    form       the name of a form, or None: chosen from the signature
+    arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
+    variables  the same for names of its module
+    finish, reset  methods of a wrapper to call after backward, and before every step
+    without_data  ranks that have no shard of the batch, such as a parameter server
+    """
+
+    form: str | None = None
+    arguments: tuple[tuple[str, str], ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    finish: str | None = None
+    reset: str | None = None
+    without_data: tuple[int, ...] = ()
+
+
+class Delay(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that is slept for `ms` milliseconds in every step of a world: before backward
+    (`collective` 0), or before its n-th collective of the step, counted from 1. Those of a case are
+    for its first world.
+    """
+
+    rank: int
+    collective: int = 0
+    ms: int
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to run and judge. Holds names, not objects: it is the replay token."""
+
+    id: str
+    strategy: str
+    world: int
+    backend: str = "gloo"
+    device: str = "cpu"
+    dtype: str = "float32"
+    workload: str = "cnn"
+    data: str = "synthetic"
+    data_dir: str | None = None
+    batch: int = 256
+    steps: int = 3
+    seed: int = 0
+    deadline_s: float = 30.0
+    layers: tuple[str, ...] = ("X", "R", "S32")
+    rerun: bool = True
+    reference_device: str | None = None
+    adaptation: Adaptation = Adaptation()
+    loss: LossName = "mean"
+    accept: str | None = None
+    left_out: str = ""  # why it is not to run, where the person has said so
+    delays: tuple[Delay, ...] = ()
+    separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
+    initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
+
+    @property
+    def siblings(self) -> tuple[str, int, str, int]:
+        """What the cases share that are shown together, and are run by one part of a plan."""
+        return self.strategy, self.world, self.backend, self.seed
+
+    @property
+    def with_data(self) -> tuple[int, ...]:
+        """The ranks that read a shard of the batch, in order: all, unless it was said otherwise."""
+        without = self.adaptation.without_data
+        return tuple(rank for rank in range(self.world) if rank not in without)
+
+    @property
+    def judged_on(self) -> str:
+        """Where references are computed and compared: on the ranks' own kind of device, unless
+        the case is there to compare with another.
+        """
+        return self.reference_device or self.device
+
+    @property
+    def adapter_words(self) -> list[str]:
+        """The options that say again how the code is to be called, and what is accepted of it."""
+        said = self.adaptation
+        words = ["--as", said.form] if said.form else []
+        for option, pairs in (("--arg", said.arguments), ("--set", said.variables)):
+            for name, value in pairs:
+                words += [option, f"{name}={value}"]
+        words += ["--finish", said.finish] if said.finish else []
+        words += ["--reset", said.reset] if said.reset else []
+        for rank in said.without_data:
+            words += ["--without-data", str(rank)]
+        words += ["--loss", self.loss] if self.loss != "mean" else []
+        return words + (["--accept", self.accept] if self.accept else [])
+
+    @property
+    def command_line(self) -> str:
+        """What runs the case's cell from its strategy's code alone, on any machine."""
+        words = ["distcheck", "verify", "--strategy", self.strategy, "--world", str(self.world)]
+        words += ["--workload", self.workload, "--dtype", self.dtype, "--batch", str(self.batch)]
+        words += ["--steps", str(self.steps), "--seed", str(self.seed), "--backend", self.backend]
+        words += ["--device", self.device] if self.device != "cpu" else []
+        words += ["--data", self.data] if self.data != "lattice" else []
+        words += ["--data-dir", self.data_dir] if self.data_dir else []
+        words += ["--no-separate"] if not self.separate else []
+        return shlex.join([*words, *self.adapter_words])
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Name, shape and dtype (as torch spells it, without `torch.`) of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many elements the tensor has."""
+        return math.prod(self.shape)
+
+
+class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Every tensor that a trace of one model holds.
+
+    `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`; `numbers`
+    are those of them that are Python numbers there.
+    """
+
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...]
+    optimizer: tuple[TensorSpec, ...]
+    numbers: tuple[str, ...] = ()
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a rank entered, as torch's flight recorder has it: its number within the group,
+    and whether it was seen to complete.
+    """
+
+    number: int
+    name: str
+    shapes: str
+    group: str = ""
+    point_to_point: bool = False
+    finished: bool = True
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank ended. `detail` is for a person: a traceback, a signal, a stack; `collectives`
+    are the last that it entered, where it could be asked.
+    """
+
+    rank: int
+    outcome: OutcomeName
+    detail: str = ""
+    collectives: tuple[Collective, ...] = ()
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check really compared: distinct tensors, ranks, steps, and elements over all."""
+
+    tensors: int = 0
+    elements: int = 0
+    ranks: int = 0
+    steps: int = 0
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One place where actual and expected differ (or, in a pass, come closest to differing).
+
+    `error` and `bound` share a unit; `unit` says which. For a rule about a whole tensor
+    (relative L2) `index` is empty and `actual`, `expected` are norms.
+    """
+
+    parameter: str
+    rank: int
+    step: int
+    index: tuple[int, ...]
+    actual: Number
+    expected: Number
+    error: Number
+    bound: Number
+    ulp: int | None = None
+    unit: str = "absolute"
+    actual_bits: str = ""
+    expected_bits: str = ""
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check said about one layer of expectation of one case.
+
+    `shown` says of each tensor which mistakes its comparison would have shown, where the check asks
+    that. What could show none does not count as compared, and is counted in `insensitive`.
+    """
+
+    check: str
+    layer: str
+    verdict: VerdictName
+    compared: Compared = Compared()
+    worst: Difference | None = None
+    first: Difference | None = None
+    reason: str = ""
+    aggregates: Aggregates = Aggregates()
+    shown: dict[str, Shown] = {}
+    insensitive: Compared = Compared()
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """A named cause, the evidence for it, and one suggestion."""
+
+    cause: str
+    evidence: str
+    suggestion: str
+
+
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--accept` has changed: `widened`, what is owed now and by what bound; `not_owed`, what
+    a pass therefore no longer shows.
+    """
+
+    kind: str
+    widened: str
+    not_owed: tuple[str, ...]
+
+
+class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A case, how its ranks ended, and what every check said; `contents` is None where it was given
+    up before it was looked at.
+    """
+
+    case: Case
+    strategy_file: str
+    strategy_line: int = 0  # where it is defined there; 0: not known
+    verdict: VerdictName
+    outcomes: tuple[Outcome, ...]
+    checks: tuple[CheckResult, ...]
+    diagnosis: tuple[Diagnosis, ...] = ()
+    timings_s: dict[str, float] = {}
+    replay: str = ""
+    notes: tuple[str, ...] = ()
+    accepted: Allowance | None = None
+    contents: Contents | None = None
+    unfinished: bool = False  # an interruption came before it was judged
+    rounded_to: str = ""  # the short dtype whose numbers all wrong gradients are, if there is one
+
+    @property
+    def ranks_failed(self) -> bool:
+        """Whether a rank crashed, hung or was lost."""
+        return any(outcome.outcome != "finished" for outcome in self.outcomes)
+
+
+class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of the whole plan, and the part of it (1 to `RunPlan.shards`) that is to run it."""
+
+    id: str
+    strategy: str
+    world: int
+    backend: str
+    device: str
+    dtype: str
+    workload: str
+    seed: int
+    shard: int = 1
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was planned, of which a report holds part `shard` of `shards`; 0: every part.
+
+    `digest` is that of the cases and of the files that they name: parts of one plan share it.
+    """
+
+    digest: str
+    shard: int
+    shards: int
+    cases: tuple[PlannedCase, ...]
+    searches: tuple[PlannedSearch, ...] = ()
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is not what it was when an earlier run was made; of code, the digests."""
+
+    kind: ChangeKind
+    name: str
+    then: str
+    now: str
+
+    def __str__(self) -> str:
+        if self.kind == "code":
+            return f"the code of {self.name} has changed"
+        return f"{self.name} was {shlex.quote(self.then)} and is {shlex.quote(self.now)}"
+
+
+class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
+    """The last run that was kept and passed with the same strategies, and what has changed."""
+
+    run: str
+    changes: tuple[Change, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict over all cases. `distcheck.reports` turns it into text or JSON.
+
+    `left_out` holds the cases that have nothing to show for their strategy, each with the reason;
+    `not_shown` what a pass of the others does not show; `explored` how far searches went.
+    """
+
+    environment: dict[str, Any]
+    cases: tuple[CaseReport, ...]
+    made: Origin | None = None
+    plan: RunPlan | None = None
+    left_out: dict[str, str] = {}
+    not_shown: tuple[str, ...] = ()
+    explored: tuple[Explored, ...] = ()
+    since_green: SinceGreen | None = None
+    saved_to: str | None = None
+    save_error: str = ""
+    interrupted: bool = False
+    given_up: str = ""  # why the run ended before every case was judged
+    given_up_as: ExitCode = ExitCode.CANNOT_RUN
+
+    @property
+    def verdict(self) -> VerdictName:
+        """The worst verdict of any case or search: pass < unknown < fail."""
+        searched = [one.verdict for one in self.explored if one.verdict != "not run"]
+        return merge_verdicts([*(case.verdict for case in self.cases), *searched])
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code for the verdict.
+
+        A mismatch that was found outweighs a rank that failed in another case: it is the
+        more definite finding.
+        """
+        if self.interrupted:
+            return ExitCode.INTERRUPTED
+        failed = [case for case in self.cases if case.verdict == "fail"]
+        if any(not case.ranks_failed for case in failed):
+            return ExitCode.MISMATCH
+        if failed:
+            return ExitCode.RANK_FAILED
+        if self.given_up:
+            return self.given_up_as
+        if self.save_error:
+            return ExitCode.CANNOT_RUN
+        return ExitCode.PASS if self.verdict == "pass" else ExitCode.UNKNOWN
+
+    def raise_for_verdict(self) -> "Report":
+        """Returns itself on a pass; raises `VerdictError` (an AssertionError) otherwise."""
+        __tracebackhide__ = True
+        if self.verdict == "pass" and not self.interrupted and not self.given_up:
+            return self
+        from distcheck.reports.terminal import render_text, summarize
+
+        text = f"{summarize(self)}\n\n{render_text(self, width=100)}"
+        raise VerdictError(text, self.exit_code)

@@ -1,0 +1,42 @@
+"""What is known of a run besides its checks: what a case had in it, and where it comes from."""
+
+import msgspec
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case had in it, as far as a pass depends on it.
+
+    worlds    how many worlds ran: 2 with a rerun
+    tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
+              `depth` the most modules that one of them is nested in
+    kinds     the classes of the modules that hold parameters or buffers
+    features  names of what else it had; `distcheck.verification.contents` lists them
+    """
+
+    world: int
+    backend: str
+    device: str
+    dtype: str
+    steps: int
+    worlds: int
+    tensors: int
+    most_elements: int
+    most_dimensions: int
+    depth: int
+    kinds: tuple[str, ...]
+    features: tuple[str, ...]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a report comes from, for its reader.
+
+    date     when the run began, with the offset from UTC
+    command  the command line, "" where it is not known
+    commit   of the git repository that the run was started in, "" outside one
+    clean    whether nothing there differed from that commit or was not in it; None: not known
+    """
+
+    date: str
+    command: str = ""
+    commit: str = ""
+    clean: bool | None = None

@@ -1,0 +1,180 @@
+"""The files that a report is written to, besides the screen. `--NAME FILE` for every format here.
+
+A format is a module of `distcheck.reports` with `render(document) -> str`; the document is the one
+that `--json` writes and nothing else, so that a saved JSON can be rendered again.
+
+`--github` has no file: its annotations are lines of standard output, and its summary goes where
+GitHub says.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.errors.masking import masker
+from distcheck.errors.shown_text import without_commands, without_secrets
+from distcheck.records import Report
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Option: module of `distcheck.reports`, and what `--help` says.
+FORMATS = {
+    "json": ("json_report", "Write the report as JSON; - for standard output."),
+    "junit": ("junit", "Write it as JUnit XML, a test case for each cell."),
+    "html": ("html_report", "Write the report as one HTML page, with pictures."),
+}
+GITHUB = "github"
+_SUMMARY = "GITHUB_STEP_SUMMARY"
+_STDOUT = "-"
+
+
+def output_options(command: F) -> F:
+    """`--json FILE` and its like; a command gets them as `json_file` and so on."""
+    command = click.option(
+        f"--{GITHUB}",
+        is_flag=True,
+        help="Annotate failed cells on GitHub, and write the step's summary.",
+    )(command)
+    for name in reversed(FORMATS):
+        command = click.option(
+            f"--{name}",
+            f"{name}_file",
+            metavar="FILE",
+            type=click.Path(dir_okay=False),
+            help=FORMATS[name][1],
+        )(command)
+    return command
+
+
+def output_names() -> list[str]:
+    """The parameters of `output_options`."""
+    return [GITHUB, *(f"{name}_file" for name in FORMATS)]
+
+
+def taken_from(asked: dict[str, Any]) -> dict[str, str]:
+    """The files of `output_options`, by format; takes them out of `asked`. That of `--github` is
+    the step's summary, and empty where GitHub names none.
+    """
+    given = {name: asked.pop(f"{name}_file") for name in FORMATS}
+    if asked.pop(GITHUB):
+        given[GITHUB] = os.environ.get(_SUMMARY, "")
+    return {name: path for name, path in given.items() if path is not None}
+
+
+def check_outputs(files: Mapping[str, str]) -> None:
+    """Raises CannotRunError before anything runs: a verdict that cannot be written is lost.
+    UsageError where two are to go to the same place.
+    """
+    for name, path in files.items():
+        if name != GITHUB:
+            check_writable(path, option=f"--{name}")
+        elif path:
+            check_writable(path, option=f"${_SUMMARY}")
+    if len(set(files.values())) < len(files):
+        options = " and ".join(f"--{name} {path}" for name, path in files.items())
+        raise UsageError(f"{options} are to be written to one place; give each its own")
+    for name, path in files.items():
+        if path == _STDOUT and GITHUB in files:
+            raise UsageError(
+                f"--{name} - and --{GITHUB} would both write to standard output; give --{name} a "
+                "file"
+            )
+
+
+def write_outputs(files: Mapping[str, str], report: Report) -> None:
+    """Writes every file. Raises CannotRunError."""
+    from distcheck.reports.json_report import as_document
+
+    if files:
+        write_document(files, without_secrets(as_document(report), masker()))
+
+
+def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
+    """Writes a document in every format. Raises CannotRunError."""
+    for name, path in files.items():
+        if name == GITHUB:
+            _tell_github(path, document)
+            continue
+        module = importlib.import_module(f"distcheck.reports.{FORMATS[name][0]}")
+        write_text(path, module.render(document), option=f"--{name}")
+
+
+@contextlib.contextmanager
+def damage_said(*files: str | Path) -> Iterator[None]:
+    """Around what is made of documents that were read from `files`: their keys have the right form,
+    and yet what they say may contradict itself, such as a map with fewer rows than names. Raises
+    UsageError for whatever that leads to.
+    """
+    try:
+        yield
+    except (DistcheckError, click.ClickException):
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(
+            f"{' or '.join(map(str, files))} is damaged: what it says contradicts itself ({said}); "
+            "write the report again"
+        ) from error
+
+
+@contextlib.contextmanager
+def errors_told(files: Mapping[str, str]) -> Iterator[None]:
+    """Annotates, where GitHub is to be told, an error that leaves nothing to write a report of."""
+    try:
+        yield
+    except DistcheckError as error:
+        if GITHUB in files:
+            from distcheck.reports import github
+
+            click.echo(github.error(str(error)))
+        raise
+
+
+def _tell_github(summary: str, document: dict[str, Any]) -> None:
+    from distcheck.reports import github
+
+    root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    for line in github.annotations(document, root):
+        click.echo(line)
+    if not summary:
+        return
+    try:
+        there = Path(summary).stat().st_size if Path(summary).exists() else 0
+        with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(github.step_summary(document, room_bytes=github.MOST_SUMMARY_BYTES - there))
+    except OSError as error:
+        raise CannotRunError(
+            f"${_SUMMARY} {summary} cannot be written: {error.strerror}"
+        ) from error
+
+
+def check_writable(path: str | None, *, option: str = "--json") -> None:
+    """Raises CannotRunError before anything runs."""
+    if path is None or path == _STDOUT:
+        return
+    there = Path(path).exists()
+    try:
+        with Path(path).open("a"):
+            pass
+        if not there:
+            Path(path).unlink()
+    except OSError as error:
+        raise CannotRunError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+def write_text(path: str, text: str, *, option: str = "--json") -> None:
+    """Writes a file, or standard output for "-". Raises CannotRunError."""
+    if path == _STDOUT:
+        form = "json" if option == "--json" else "xml"
+        click.echo(without_commands(text, form=form), nl=False)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise CannotRunError(f"{option} {path} cannot be written: {error.strerror}") from error

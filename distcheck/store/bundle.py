@@ -1,0 +1,310 @@
+"""A run as one zip that a colleague can replay: `distcheck bundle`, `distcheck replay RUN.zip`.
+
+    bundle.json     what is in it, by which version, and the variables of `VARIABLES` that were set
+    cases/          as in the run directory
+    sources/        the files of strategies and workloads, and the modules beside them that they
+                    import; those of a package are there to be read, the installed ones are run
+    report.json, traces/    as in the run directory; traces only where asked for
+    README.txt      how to replay it
+
+No variable of the environment is in it but those named here, and no path of an interpreter.
+"""
+
+import hashlib
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from distcheck import __version__
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.errors.masking import masker
+from distcheck.errors.shown_text import without_secrets
+from distcheck.plan.provenance import Provenance, code_digest
+from distcheck.plan.source_files import modules_beside
+from distcheck.records import Case
+from distcheck.records.case_ids import is_file_name
+from distcheck.records.decoding import decode_json
+from distcheck.reports.json_report import CaseTold, read_document, told_cases
+from distcheck.store import run_folder as store
+from distcheck.store import unpacking
+
+SCHEMA = "distcheck.bundle/1"
+# What changes how ranks compute or meet. A name is here because its value is no secret.
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "DNNL_MAX_CPU_ISA", "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE",
+    "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT",
+)  # fmt: skip
+_NOT_FOR_OTHERS = ("executable",)
+_MOST_MANIFEST_BYTES = 1 << 20
+
+_README = """\
+A run of distcheck {version}, with the code that it judged.
+
+    distcheck replay {name}
+
+runs its {count} again; that executes the files in sources/. What is not the same where you
+are (versions, machine, settings, files) is said in the report.
+"""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The file behind a strategy or workload: `file` in the zip, `runs` if it is what is run."""
+
+    spec: str
+    file: str
+    digest: str
+    runs: bool
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """bundle.json"""
+
+    schema: str
+    distcheck: str
+    cases: tuple[str, ...]
+    sources: tuple[Source, ...]
+    variables: dict[str, str]
+
+
+def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, list[str]]:
+    """Writes the zip; returns what is in it, and what is to be known of it.
+
+    Raises UsageError for a folder that is no run, CannotRunError where it cannot be written.
+    """
+    files = sorted(run.glob("cases/*.json"))
+    if not files:
+        raise UsageError(f"{run} holds no cases; give a run that distcheck verify has saved")
+    cases = [store.read_case(path) for path in files]
+    place = run / "report.json"
+    report = read_document(place) if place.is_file() else None
+    told = [] if report is None else told_cases(report, place)
+    remarks: list[str] = []
+    members: dict[str, bytes] = {}
+    sources = list(_sources(cases, files, told, members, remarks))
+    manifest = Manifest(
+        schema=SCHEMA,
+        distcheck=__version__,
+        cases=tuple(case.id for case in cases),
+        sources=tuple(sources),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+    mask = masker()
+    members["bundle.json"] = _json(msgspec.to_builtins(manifest))
+    for path in files:
+        members[f"cases/{path.name}"] = _json(_for_others(_read(path)))
+    if report is not None:
+        members["report.json"] = _json(without_secrets(_for_others(report), mask))
+    count = "case" if len(cases) == 1 else f"{len(cases)} cases"
+    text = _README.format(version=__version__, name=target.name, count=count)
+    members["README.txt"] = text.encode()
+    kept = sorted(path for path in run.glob("traces/*/**/*") if path.is_file()) if traces else []
+    if traces and not kept:
+        raise UsageError(f"{run} holds no traces; leave --traces away, or verify with --save")
+    if kept and not any(path.suffix == ".safetensors" for path in kept):
+        remarks.append(f"{run} keeps digests and no tensors: recheck refuses its traces")
+    _write(target, members, run, kept)
+    return manifest, remarks
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to replay: the cases as they run here, where each was run before, the folder of
+    a bundle, and of its files that are run: where each is, and where it was.
+    """
+
+    cases: list[Case]
+    made: dict[str, Provenance]
+    folder: Path | None = None
+    unpacked: dict[str, str] = {}
+
+
+def read_replay(given: str) -> Replay:
+    """The cases of a case file, a run or a bundle. Raises UsageError."""
+    path = Path(given)
+    if path.is_file() and zipfile.is_zipfile(path):
+        return open_bundle(path)
+    files = sorted(path.glob("cases/*.json")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"{path} holds no cases; give a case file, a saved run or a bundle")
+    cases = [store.read_case(file) for file in files]
+    found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
+    return Replay(
+        cases=cases, made={n: before for n, before in found.items() if before is not None}
+    )
+
+
+def open_bundle(path: Path) -> Replay:
+    """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
+    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem[:80]}-{_digest_of(path)}"
+    made: dict[str, Provenance] = {}
+    with unpacking.opened(path) as archive:
+        manifest = _manifest(path, archive)
+        runs = [source for source in manifest.sources if source.runs]
+        moved = {source.spec: str(folder / source.file) for source in runs}
+        with unpacking.unpacked(path, archive, folder) as draft:
+            for name in manifest.cases:
+                file = draft / "cases" / f"{name}.json"
+                case, before = _moved(_case(path, file), moved), store.read_provenance(file)
+                file.write_bytes(_json({**msgspec.to_builtins(case), "made": before}))
+                if before is not None:
+                    made[name] = before
+    cases = [store.read_case(folder / "cases" / f"{name}.json") for name in manifest.cases]
+    for name, case in zip(manifest.cases, cases, strict=True):
+        if case.id != name:
+            raise UsageError(f"{path} is damaged: the file of case {name!r} holds {case.id!r}")
+    unpacked = {file: spec.rpartition(":")[0] for spec, file in moved.items()}
+    return Replay(cases=cases, made=made, folder=folder, unpacked=unpacked)
+
+
+def _case(path: Path, file: Path) -> Case:
+    try:
+        return decode_json(file.read_bytes(), Case)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is damaged: {file.name} is not a case: {error}") from error
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
+
+
+def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
+    """bundle.json, in which every name is one of a file in the bundle. Raises UsageError."""
+    try:
+        data = unpacking.read_member(path, archive, "bundle.json", most=_MOST_MANIFEST_BYTES)
+        manifest = decode_json(data, Manifest)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is not a bundle of distcheck: {error}") from error
+    if manifest.schema != SCHEMA:
+        raise UsageError(
+            f"{path} has the schema {manifest.schema!r}, and this version reads {SCHEMA!r}"
+        )
+    files = {member.filename for member in archive.infolist() if not member.is_dir()}
+    for name in manifest.cases:
+        if not is_file_name(name) or f"cases/{name}.json" not in files:
+            raise UsageError(f"{path} is damaged: it has no file of case {name!r}")
+    if not manifest.cases:
+        raise UsageError(f"{path} holds no cases; bundle a run that has some")
+    for source in manifest.sources:
+        inside = source.file.startswith("sources/") and source.file in files
+        if not inside or (source.runs and not source.spec.rpartition(":")[0].endswith(".py")):
+            raise UsageError(
+                f"{path} is damaged: the file of {source.spec!r} is {source.file!r}, which is not "
+                "one of its sources"
+            )
+    return manifest
+
+
+def _moved(case: Case, moved: dict[str, str]) -> Case:
+    """The case with the files of the bundle in place of those that it was made with."""
+
+    def follow(spec: str) -> str:
+        if spec not in moved:
+            return spec
+        return f"{moved[spec]}:{spec.rpartition(':')[2]}"
+
+    return msgspec.structs.replace(
+        case, strategy=follow(case.strategy), workload=follow(case.workload)
+    )
+
+
+def _sources(
+    cases: list[Case],
+    files: list[Path],
+    told: list[CaseTold],
+    members: dict[str, bytes],
+    remarks: list[str],
+) -> Iterator[Source]:
+    where = {case.strategy: case.strategy_file for case in told}
+    asked: dict[tuple[str, str], str] = {}
+    for case, file in zip(cases, files, strict=True):
+        made = store.read_provenance(file)
+        digests = {} if made is None else made.digests
+        for what, spec in (("strategy", case.strategy), ("workload", case.workload)):
+            asked.setdefault((what, spec), digests.get(what, ""))
+    for (what, spec), digest in asked.items():
+        place = spec.rpartition(":")[0]
+        runs = place.endswith(".py")
+        path = Path(place if runs else "")
+        if what == "strategy" and not path.is_file():
+            path = Path(where.get(spec) or "")
+        if not path.is_file():
+            if runs:
+                raise UsageError(
+                    f"the file of {what} {spec} is not where it was; bundle the run in the folder "
+                    "that it was made in"
+                )
+            continue
+        now = code_digest(what, spec)
+        if digest and now != digest:
+            remarks.append(f"the code of {what} {spec} has changed since the run; it is as now")
+        folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
+        beside = modules_beside(path) if runs else {}
+        for name, content in {path.name: path.read_bytes(), **beside}.items():
+            members[f"{folder}/{name}"] = content
+        yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return decode_json(path.read_bytes(), dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is not a case file: {error}") from error
+
+
+def _for_others(document: dict[str, Any]) -> dict[str, Any]:
+    """A document without what is of no use elsewhere and says who made it."""
+    cleaned = dict(document)
+    for key in ("environment", "made"):
+        if isinstance(cleaned.get(key), dict):
+            cleaned[key] = _for_others(cleaned[key])
+    return {key: value for key, value in cleaned.items() if key not in _NOT_FOR_OTHERS}
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value)) + b"\n"
+
+
+def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path]) -> None:
+    """A zip that is there is whole, and one that was killed in the making leaves nothing behind."""
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        draft.unlink(missing_ok=True)
+        try:
+            with _draft_file(draft) as file:
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                    for name, content in members.items():
+                        archive.writestr(name, content)
+                    for path in traces:  # deflate makes floats a fourteenth smaller, at 10 MB/s
+                        name = path.relative_to(run).as_posix()
+                        archive.write(path, name, zipfile.ZIP_STORED)
+                if not draft.exists():
+                    # Only with a directory's descriptor does Python follow the link to the file.
+                    source = f"/proc/self/fd/{file.fileno()}"
+                    os.link(source, draft, src_dir_fd=file.fileno(), follow_symlinks=True)
+            draft.replace(target)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CannotRunError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def _draft_file(draft: Path) -> IO[bytes]:
+    """A file without a name, in the folder of `draft`; where the file system has none, `draft`."""
+    try:
+        return open(os.open(draft.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
+    except OSError:
+        return draft.open("w+b")

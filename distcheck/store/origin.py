@@ -1,0 +1,47 @@
+"""Where a run comes from: date, command line, and the state of the code that it was started in."""
+
+import os
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from distcheck.records.run_facts import Origin
+
+_PATIENCE_S = 5.0  # for git, in a repository of any size
+
+
+def origin_here() -> Origin:
+    """That of a run that begins now, in this folder."""
+    commit = _git("rev-parse", "--verify", "HEAD")
+    changed = _git("status", "--porcelain") if commit else None
+    return Origin(
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command_line(),
+        commit=(commit or "").strip(),
+        clean=None if changed is None else not changed,
+    )
+
+
+def command_line() -> str:
+    """What was typed, without where the program lies; "" where there is no program's name."""
+    program, *words = sys.argv or [""]
+    if program in ("", "-c"):
+        return ""
+    name = Path(program).name
+    return shlex.join(["distcheck" if name == "__main__.py" else name, *words])
+
+
+def _git(*words: str) -> str | None:
+    """What git prints; None where there is no git, no repository, or no answer in time."""
+    command = ["git", "-c", "core.fsmonitor=false", *words]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return ran.stdout if ran.returncode == 0 else None

@@ -1,0 +1,351 @@
+"""The run directory: cases before they run, traces and the report after.
+
+    cases/CASE.json                 written before the case starts: `distcheck replay` takes it
+    report.json                     the verdict, as `--json` writes it
+    launch.json, finished/CASE.json under a launcher that may start everything anew: which run this
+                                    is, and the reports of cases that need not be run again
+    traces/CASE/about.json          what `distcheck recheck` needs besides the traces
+    traces/CASE/checksums.json      of about.json and the traces' indexes, see traces/seal.py
+    traces/CASE/run-1, run-2        one folder per world (run-2 is the rerun), see traces/files.py;
+                                    with `record --digests` run-1 alone, without tensors
+
+With `--save DIR` everything is kept there. Without it, cases, reports and the traces of failed
+cases (if they are small) go to `.distcheck/` in the current folder, for the last few runs; with all
+traces where it is `distcheck compare` that runs.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.plan.cases import check_case
+from distcheck.plan.coverage import PlannedCheck
+from distcheck.plan.provenance import Provenance
+from distcheck.records import Case, CaseReport, Outcome
+from distcheck.records.decoding import decode_json
+from distcheck.training.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
+from distcheck.training.traces import seal
+from distcheck.training.traces.layout import TraceLayout
+from distcheck.worlds.launch import run_job
+from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
+
+DEFAULT_FOLDER = Path(".distcheck")
+_KEPT_RUNS = 10
+_SMALL_TRACE_BYTES = 64 << 20
+_MOST_CASE_BYTES = 16 << 20
+
+
+class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a case but its tensors."""
+
+    case: Case
+    facts: CaseFacts
+    planned: tuple[PlannedCheck, ...]
+    layout: TraceLayout
+    outcomes: tuple[Outcome, ...]
+    rerun_outcomes: tuple[Outcome, ...]
+    rerun_in: str = ""
+    surroundings: Surroundings = TOGETHER  # of the rerun
+    separation: Separation | None = None
+    notes: tuple[str, ...]
+    environment: dict[str, Any]
+    digests: dict[str, str] = {}
+    tensors: bool = True  # whether tensors are kept, or their digests alone
+
+    @property
+    def made(self) -> Provenance:
+        """Where it was run."""
+        return Provenance(environment=self.environment, digests=self.digests)
+
+
+class _Made(msgspec.Struct, frozen=True):
+    made: Provenance | None = None
+
+
+class Store:
+    """Where one run is kept. Created empty; raises before anything runs if it cannot be."""
+
+    def __init__(
+        self, folder: Path, *, keep_everything: bool, run: str = "", tensors: bool = True
+    ) -> None:
+        self.folder = folder
+        self._run, self._tensors = run, tensors
+        self.keep_everything = keep_everything
+        self._made_folder = not folder.exists()
+
+    @classmethod
+    def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
+        """A run directory that the person named: everything is kept, or without `tensors` their
+        digests alone. Where `launch` is a restart of the run that made it, that run is taken up.
+
+        Raises UsageError for a folder that holds something else, CannotRunError where it
+        cannot be written.
+        """
+        run = "" if launch is None else launch.run
+        if launch is not None and _takes_up(folder, launch):
+            return cls(folder, keep_everything=True, run=run, tensors=tensors)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; give a folder that is new or empty")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; give a folder that is new or empty")
+        store = cls(folder, keep_everything=True, run=run, tensors=tensors)
+        store._make()
+        if run:
+            (folder / "launch.json").write_bytes(msgspec.json.encode({"run": run}))
+        return store
+
+    @classmethod
+    def by_default(cls) -> "Store | None":
+        """A folder of this run's own in `.distcheck/`; None where that cannot be written."""
+        try:
+            return cls.of_own(keep_everything=False)
+        except CannotRunError:
+            return None
+
+    @classmethod
+    def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
+        """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
+        `spare`. Raises CannotRunError where that cannot be written.
+        """
+        runs = DEFAULT_FOLDER / "runs"
+        name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        store = cls(runs / name, keep_everything=keep_everything)
+        store._make()
+        try:
+            (DEFAULT_FOLDER / ".gitignore").write_text("*\n")
+            for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
+                if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
+                    shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise CannotRunError(f"{DEFAULT_FOLDER} cannot be written: {error.strerror}") from error
+        return store
+
+    def case_file(self, case: Case) -> Path:
+        """Where a case is, or will be."""
+        return self.folder / "cases" / f"{case.id}.json"
+
+    def write_case(self, case: Case, made: Provenance | None = None) -> None:
+        """Writes a case down; before it runs, so that what crashes can be replayed, and again
+        with where it is run once that is known.
+        """
+        path = self.case_file(case)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {} if made is None else {"made": made}
+        text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
+        path.write_bytes(msgspec.json.format(text) + b"\n")
+
+    def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
+        """The reports, by case, of what an earlier start of this run has finished."""
+        found = {}
+        for case in cases if self._run else ():
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                data = (self.folder / "finished" / f"{case.id}.json").read_bytes()
+                report = decode_json(data, CaseReport)
+                if report.case == case:
+                    found[case.id] = report
+        return found
+
+    def write_finished(self, report: CaseReport) -> None:
+        """Notes a case that need not be run again, if this run may be started again."""
+        if not self._run or any(o.outcome == "lost" for o in report.outcomes):
+            return
+        path = self.folder / "finished" / f"{report.case.id}.json"
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(report))
+        draft.replace(path)
+
+    def check_space(self, total_bytes: int) -> None:
+        """Raises CannotRunError when traces of this size do not fit."""
+        if not self.keep_everything or not self._tensors:
+            return
+        free = shutil.disk_usage(self.folder).free
+        if total_bytes > free:
+            raise CannotRunError(
+                f"{self.folder} needs about {total_bytes / 2**20:.0f} MiB and "
+                f"{free / 2**20:.0f} MiB are free there; free some space or save elsewhere"
+            )
+
+    def wants_trace(self, stored_bytes: int, *, failed: bool) -> bool:
+        """Whether a trace that takes up `stored_bytes` is to be kept."""
+        return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
+
+    def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
+        """Writes the traces of a case, the rerun's last. Removes them again on an error.
+
+        Without tensors the rerun's trace is left out: nothing reads its digests.
+        Those that an earlier start of this run has left make room: it did not finish the case.
+        Raises CannotRunError or OSError.
+        """
+        folder = self.folder / "traces" / saved.case.id
+        if self._run:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir(parents=True)
+            job = TraceFilesJob(
+                folder=str(folder.absolute()), layout=saved.layout, tensors=self._tensors
+            )
+            fds = fds if self._tensors else fds[:1]
+            saved = msgspec.structs.replace(saved, tensors=self._tensors)
+            answer = run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
+            indexes = msgspec.msgpack.decode(answer, type=tuple[str, ...])
+            seal.write_about(folder, msgspec.json.encode(saved), indexes)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def discard_if_unused(self) -> None:
+        """Removes what was made for a run that never began: its folder holds only cases."""
+        if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
+            gone = self.folder if self._made_folder else self.folder / "cases"
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def write_report(self, text: str) -> None:
+        """Writes report.json."""
+        (self.folder / "report.json").write_text(text)
+
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / ".writable"
+            probe.write_text("distcheck\n")
+            probe.unlink()
+        except OSError as error:
+            raise CannotRunError(
+                f"{self.folder} cannot be written: {error.strerror}; save elsewhere, or run in a "
+                "folder that can be written"
+            ) from error
+
+
+def _takes_up(folder: Path, launch: Launch) -> bool:
+    """Whether a folder was made by an earlier start of the same run. torchrun calls every run
+    "none" that was given no name, so that only its count of restarts can tell.
+    """
+    try:
+        made_by = decode_json((folder / "launch.json").read_bytes(), dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return False
+    same = bool(launch.run) and made_by == {"run": launch.run}
+    return same and (launch.restarts > 0 or launch.run != "none")
+
+
+def _is_running(name: str) -> bool:
+    """Whether the run whose folder has this name is still going: it ends in a process id."""
+    _, _, pid = name.rpartition("-")
+    return pid.isdecimal() and psutil.pid_exists(int(pid))
+
+
+def _is_within(path: Path | None, folder: Path) -> bool:
+    return path is not None and path.resolve().is_relative_to(folder.resolve())
+
+
+def stored_bytes(fd: int) -> int:
+    """What a sparse trace really takes up."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def latest_run() -> Path:
+    """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
+    runs = kept_runs()
+    if not runs:
+        raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of one")
+    return runs[-1]
+
+
+def kept_runs() -> list[Path]:
+    """The runs that are kept in `.distcheck/`, the latest last."""
+    return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
+
+
+def saved_cases(folder: Path) -> list[Path]:
+    """The folders of a run directory that hold traces. Raises UsageError where there are none."""
+    found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
+    if not found:
+        raise UsageError(
+            f"{folder} holds no traces; record some with distcheck verify --save {folder}"
+        )
+    return found
+
+
+def read_case(path: Path) -> Case:
+    """A case that `write_case` wrote. Raises UsageError where the file is no case."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_CASE_BYTES + 1)
+        if len(data) > _MOST_CASE_BYTES:
+            raise UsageError(f"it is larger than {_MOST_CASE_BYTES >> 20} MiB")
+        return check_case(decode_json(data, Case))
+    except OSError as error:
+        raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is not a case file: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{path} is not a case that can run: {error}") from error
+
+
+def read_provenance(path: Path) -> Provenance | None:
+    """Where the case of a file was run when it was saved; None where it did not come to that."""
+    try:
+        return decode_json(path.read_bytes(), _Made).made
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_about(folder: Path) -> SavedCase:
+    """A saved case without its traces. Raises UsageError where it is damaged."""
+    return _read_about(folder)[0]
+
+
+def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
+    about, indexes = seal.read_about(folder)
+    try:
+        return decode_json(about, SavedCase), indexes
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+
+
+def read_trace(
+    pool: Pool, folder: Path, *, digests_suffice: bool = False
+) -> tuple[SavedCase, list[int]]:
+    """A saved case and its traces, in shared memory again; the caller closes the descriptors.
+
+    Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
+    unless `digests_suffice`.
+    """
+    saved, indexes = _read_about(folder)
+    if not saved.tensors and not digests_suffice:
+        raise UsageError(
+            f"the trace in {folder} keeps digests and no tensors, and judging needs the tensors; "
+            "compare it with distcheck compare, or record the run again without --digests"
+        )
+    case, layout = saved.case, saved.layout
+    if (layout.world, layout.steps) != (case.world, case.steps):
+        raise UsageError(
+            f"the trace in {folder} is of {layout.world} ranks and {layout.steps} steps, its case "
+            f"says {case.world} and {case.steps}"
+        )
+    fds = [os.memfd_create("distcheck-saved") for _ in indexes]
+    job = TraceFilesJob(
+        folder=str(folder.absolute()),
+        layout=saved.layout,
+        indexes=indexes,
+        tensors=saved.tensors,
+    )
+    try:
+        run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return saved, fds

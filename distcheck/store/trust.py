@@ -1,0 +1,171 @@
+"""Which code a replay runs, and whether the person who asks for it has to say yes first.
+
+A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
+Code is known where distcheck or an installed strategy's name stands for it, or where its file lies
+in this checkout: the folder of the current git repository, or else the current folder. A file that
+came with a bundle is known where the same file of this checkout holds the same bytes. All other
+code runs only with `--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
+in this folder before, and are not asked about.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+import msgspec
+
+from distcheck import backends
+from distcheck.errors import UsageError
+from distcheck.errors.shown_text import shown
+from distcheck.plan import provenance
+from distcheck.plan.source_files import modules_beside
+from distcheck.records import Case
+from distcheck.store import run_folder as store
+from distcheck.store.unpacking import contents
+from distcheck.training import loading
+from distcheck.workloads.cells import place_of
+
+_OWN = ("distcheck", "distcheck_strategies", "distcheck_mutants")
+_INSTALLED = ("site-packages", "dist-packages")
+_LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
+_DIGITS = 32  # of SHA-256: 128 bits, which no second file can be made to share
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of code that a case runs: `what` it is for, the file that it is in ("" where none
+    is found), how many files belong to it, and their digest.
+    """
+
+    what: str
+    spec: str
+    file: str
+    files: int
+    digest: str
+
+    def __str__(self) -> str:
+        more = "" if self.files < 2 else f" and {self.files - 1} more"
+        where = f"{self.file}{more}, SHA-256 {self.digest}" if self.file else "not found here"
+        return f"{self.what} {self.spec} ({where})"
+
+
+def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Code]:
+    """The code of cases that is not known here. `unpacked` has the files of a bundle: where each
+    lies now, and where it was when the bundle was made.
+    """
+    root = _checkout()
+    asked = dict.fromkeys(one for case in cases for one in named(case))
+    return [
+        _described(what, spec, unpacked)
+        for what, spec in asked
+        if not _is_known(what, spec, root, unpacked)
+    ]
+
+
+def require_trust(given: str, code: Sequence[Code], *, trusted: bool, may_ask: bool) -> None:
+    """Returns where the code may run. Raises UsageError otherwise."""
+    if not code or trusted:
+        return
+    listed = [shown(str(one)) for one in code]
+    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(
+            f"replaying {given} runs code that is not of this checkout: {'; '.join(listed)}; read "
+            "it, then add --trust to run it"
+        )
+    click.echo(f"Replaying {shown(given)} runs code that is not of this checkout:", err=True)
+    for line in listed:
+        click.echo(f"  {line}", err=True)
+    if not click.confirm("Run it?", default=False, err=True):
+        raise UsageError(
+            f"{given} was not replayed; add --trust to run its code without a question"
+        )
+
+
+def is_own_run(given: str) -> bool:
+    """Whether a case or a run is where distcheck keeps what it ran in this folder."""
+    path, kept = Path(given).resolve(), store.DEFAULT_FOLDER.resolve()
+    return path.is_relative_to(kept) and not path.is_relative_to(kept / "bundles")
+
+
+def named(case: Case) -> Iterator[tuple[str, str]]:
+    """The code that a case names, and what for."""
+    yield "strategy", case.strategy
+    yield "workload", case.workload
+    yield "backend", case.backend
+    said = case.adaptation
+    for name, text in (*said.arguments, *said.variables):
+        if text.startswith("@") and ":" in text:
+            yield f"value of {name}", text[1:]
+
+
+def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, str]) -> bool:
+    place, _, attribute = (place_of(spec) if what == "workload" else spec).partition(":")
+    if place in unpacked:
+        return _is_same(Path(place), Path(unpacked[place]), root)
+    if loading.is_path(place):
+        return _is_within(Path(place), root)
+    if what == "workload" and place in loading.workload_names():
+        return True
+    if what == "backend" and (not attribute or place in backends.backend_names()):
+        return True
+    if what == "strategy" and not attribute and place in loading.strategy_names():
+        return True
+    found = provenance.file_of(place)
+    if place.partition(".")[0] in _OWN:
+        return found is not None
+    return found is not None and _is_within(found, root)
+
+
+def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
+    """Whether every file of a bundle's source is in this checkout as it is in the bundle."""
+    if not _is_within(place, root) or unpacked.name != place.name:
+        return False
+    try:
+        return all(
+            digest == hashlib.sha256((place.parent / name).read_bytes()).digest()
+            for name, digest in contents(unpacked.parent).items()
+        )
+    except OSError:
+        return False
+
+
+def _is_within(path: Path, root: Path | None) -> bool:
+    """Whether a file is this checkout's own: not installed into it, nor unpacked there."""
+    path = path.resolve()
+    if root is None or not path.is_relative_to(root) or set(_INSTALLED) & set(path.parts):
+        return False
+    return not path.is_relative_to((store.DEFAULT_FOLDER / "bundles").resolve())
+
+
+def _checkout() -> Path | None:
+    """The folder whose code is taken to be read; None in a home folder and at the root, which hold
+    downloads as well.
+    """
+    here = Path.cwd().resolve()
+    for folder in (here, *here.parents):
+        if (folder / ".git").exists():
+            return folder
+    return None if here in (Path.home().resolve(), Path(here.anchor)) else here
+
+
+def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
+    place = (place_of(spec) if what == "workload" else spec).rpartition(":")[0] or spec
+    file = Path(place) if loading.is_path(place) else provenance.file_of(place)
+    if file is None or not file.is_file():
+        return Code(what=what, spec=spec, file="", files=0, digest="")
+    if str(file) in unpacked:
+        files = contents(file.parent)
+    else:
+        # An installed module's neighbours are the whole library.
+        alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
+        whole = {file.name: file.read_bytes(), **({} if alone else modules_beside(file))}
+        files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+    text = "\n".join(f"{digest.hex()} {name}" for name, digest in sorted(files.items()))
+    return Code(
+        what=what,
+        spec=spec,
+        file=str(file),
+        files=len(files),
+        digest=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
+    )

@@ -1,0 +1,76 @@
+"""The properties, each one of the checks of `distcheck verify`."""
+
+import functools
+
+import pytest
+
+import distcheck
+from distcheck.errors import DistcheckError, LeftOutError
+from distcheck.judge import checks
+from distcheck.records import CheckResult, Report
+from distcheck.reports.wording import describe_place
+
+_WORLDS = (2, 3, 4)
+_WORKLOADS = ("lattice", "cnn")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Strategies x worlds x workloads x properties, as the command line asks for them."""
+    config = metafunc.config
+    strategies = config.getoption("distcheck_strategy", None)
+    if strategies is None:
+        raise pytest.UsageError(
+            "the conformance suite is told what to test by options of distcheck's pytest plugin: "
+            "leave -p no:distcheck out"
+        )
+    if not strategies:
+        raise pytest.UsageError(
+            "the conformance suite tests a strategy: give --distcheck-strategy NAME, FILE.py:OBJ "
+            "or MODULE:OBJ"
+        )
+    worlds = config.getoption("distcheck_world") or _WORLDS
+    workloads = config.getoption("distcheck_workload") or _WORKLOADS
+    cells = [
+        pytest.param(s, w, workload, id=f"{s}-world{w}-{workload}", marks=_together(s, w, workload))
+        for s in strategies
+        for w in worlds
+        for workload in workloads
+    ]
+    metafunc.parametrize(("strategy", "world", "workload"), cells)
+    metafunc.parametrize("prop", list(checks.module_names()), ids=lambda n: n.replace(" ", "_"))
+
+
+def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
+    """Passes if every layer that owes this property has shown it."""
+    report = _verified(strategy, world, workload)
+    if isinstance(report, LeftOutError):
+        pytest.skip(str(report))
+    if isinstance(report, DistcheckError):
+        pytest.fail(str(report), pytrace=False)
+    results = [r for case in report.cases for r in case.checks if r.check == prop]
+    if not results:
+        pytest.skip(f"{workload} has no {prop} to check")
+    missed = [_describe(result) for result in results if result.verdict != "pass"]
+    if missed:
+        causes = [f"{d.cause}: {d.evidence}" for case in report.cases for d in case.diagnosis]
+        pytest.fail("\n".join([*missed, *dict.fromkeys(causes)]), pytrace=False)
+
+
+@functools.cache
+def _verified(strategy: str, world: int, workload: str) -> Report | DistcheckError:
+    """The report, or why there is none; every property asks for it."""
+    try:
+        return distcheck.verify(strategy, world=world, workload=workload)
+    except DistcheckError as error:
+        return error
+
+
+def _describe(result: CheckResult) -> str:
+    layer = f" ({result.layer})" if result.layer != "-" else ""
+    place = f": {describe_place(result.first)}" if result.first is not None else ""
+    reason = f"; {result.reason}" if result.reason else ""
+    return f"{result.check}{layer} {result.verdict}{place}{reason}"
+
+
+def _together(strategy: str, world: int, workload: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xdist_group(f"{strategy}-{world}-{workload}")]

@@ -1,0 +1,1 @@
+"""One file per form; see `distcheck.training.adapters` for what it has."""

@@ -1,0 +1,139 @@
+"""A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
+
+from typing import Any
+
+from torch import nn
+
+from distcheck.contract import Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.after_backward import AfterBackward
+from distcheck.training.adapters.gradients import wait_for
+from distcheck.training.adapters.not_given import NotKnownError
+from distcheck.training.adapters.not_given import stand_in as not_given
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Source, Target
+from distcheck.training.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 30
+EXAMPLE = "FILE.py:Class.method; self.model and the like are filled in, more by --arg self.x=..."
+
+
+def fits(target: Target) -> bool:
+    """A method that was reached through its class."""
+    return target.is_unbound
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Called after every backward on an object whose constructor never ran."""
+    if target.owner is None or not target.is_unbound:
+        raise refusal(target, f"strategy {target.spec!r} is no method of a class")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    filling = (
+        Filling(scene, target.value, what=what, supplied=["self"], skip=0)
+        if (_self_name(target) == "self")
+        else None
+    )
+    if filling is None:
+        raise refusal(target, f"{what}, whose first parameter is not self")
+    told = {
+        name.removeprefix("self."): text
+        for name, text in target.adaptation.arguments
+        if name.startswith("self.")
+    }
+    scene.used.update(f"self.{name}" for name in told)
+    uses = _Uses(target, told)
+    if "arguments" in uses.meanings.values():
+        scene.note_namespace()
+    stand_in = _stand_in(target.owner, scene, told, uses.unknown)
+    steps = uses.steps
+    after = AfterBackward(scene, repr(target.spec))
+
+    def sync(model: nn.Module, step: Step) -> None:
+        if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
+            stand_in._modules["model"] = scene.live_model
+        if steps:
+            wait_for(filling.call(stand_in))
+        else:
+            after.run(lambda: filling.call(stand_in))
+
+    also = ", which takes the optimizer's step as well" if steps else ""
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.owner),
+        sync=sync,
+        update="sync" if steps else "loop",
+        note=f"{target.owner.__name__}.{target.signature}, on an object that has the model{also}",
+    )
+
+
+def _self_name(target: Target) -> str:
+    code = getattr(target.value, "__code__", None)
+    return code.co_varnames[0] if code is not None and code.co_argcount else ""
+
+
+class _Uses:
+    """What a method, and those that it calls on itself, ask of `self`. Raises UsageError for two
+    models.
+    """
+
+    def __init__(self, target: Target, told: dict[str, str]) -> None:
+        assert target.owner is not None
+        wanted: set[str] = set()
+        self.steps = False  # whether it calls step() of what stands for the optimizer
+        waiting, seen = [target.name], set[str]()
+        while waiting:
+            name = waiting.pop()
+            seen.add(name)
+            source = Source(getattr(target.owner, name))
+            used = source.attributes_of("self")
+            wanted |= used
+            optimizers = [n for n in used if names.MEANINGS.get(n) == "optimizer"]
+            self.steps |= any(source.calls("self", n, "step") for n in optimizers)
+            waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
+        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in told}
+        self.unknown = {n for n in wanted if n not in names.MEANINGS}
+        self.meanings = {n: names.MEANINGS[n] for n in wanted - self.unknown}
+        models = sorted(n for n, meaning in self.meanings.items() if meaning == "model")
+        if len(models) > 1:
+            raise refusal(
+                target,
+                f"{target.spec!r} works on several models ({', '.join(models)}), and one is "
+                "trained",
+            )
+
+
+def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]) -> Any:
+    """An object of a class derived from `owner`, never initialised, that finds names by meaning;
+    what is `unknown` fails when it is used.
+    """
+
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        if issubclass(owner, nn.Module):
+            modules = self.__dict__.get("_modules", {})
+            if name in modules:
+                return modules[name]
+        if name in told:
+            return scene.keep(f"self.{name}", told[name])
+        meaning = scene.meaning_of(name)
+        if meaning in ("parameters", "named_parameters"):  # what an object keeps is no generator
+            meaning = f"listed_{meaning}"
+        if not meaning:
+            sentence = (
+                f"the code uses self.{name}, of which nothing is known; give "
+                f"--arg self.{name}=VALUE"
+            )
+            if name in unknown:
+                return not_given(name, sentence)
+            raise NotKnownError(sentence)
+        try:
+            return scene.value(meaning)
+        except UsageError as error:
+            raise AttributeError(str(error)) from error
+
+    derived = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
+    made: Any = object.__new__(derived)
+    if issubclass(owner, nn.Module):
+        nn.Module.__init__(made)
+    return made

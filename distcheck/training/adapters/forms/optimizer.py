@@ -1,0 +1,89 @@
+"""A class (or function) around the optimizer, which synchronises inside its step()."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.contract import Build, contract_of
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Target, named_parameters
+from distcheck.training.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 15
+EXAMPLE = "class Wrapper(optimizer, ...) with step(), which synchronises before the inner step"
+
+
+def fits(target: Target) -> bool:
+    """A class that is or takes an optimizer."""
+    if not target.is_class:
+        return False
+    first = next(iter(target.required), None)
+    return first is not None and _takes_optimizer(first)
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Made from the workload's optimizer. Its step is begun where the gradients are final: where
+    the optimizer inside begins its own.
+    """
+    found = [p.name for p in named_parameters(target.value) if _takes_optimizer(p)]
+    if not found:
+        raise refusal(target, f"strategy {target.spec!r} takes no optimizer: {target.signature}")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    filling = Filling(scene, target.value, what=what, supplied=found[:1])
+
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        inner = build(parameters)
+        made = filling.call(inner)
+        if made is inner or not callable(getattr(made, "step", None)):
+            raise UsageError(
+                f"{target.spec!r} made a {type(made).__name__} without a step() of its own"
+            )
+        around: Any = Around(made, inner, scene)
+        return around  # type: ignore[no-any-return]
+
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        optimizer=optimizer,
+        update="optimizer",
+        note=f"{target.name} around the optimizer, whose step() synchronises",
+    )
+
+
+def _takes_optimizer(parameter: inspect.Parameter) -> bool:
+    return parameter.name in names.OPTIMIZERS or "Optimizer" in str(parameter.annotation)
+
+
+class Around:
+    """An optimizer of somebody's around torch's own, `optim`; the loop sees both."""
+
+    def __init__(self, made: Any, inner: torch.optim.Optimizer, scene: Scene) -> None:
+        self._made, self.optim, self._scene = made, inner, scene
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's."""
+        return self.optim.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapper's where it has one."""
+        method: Callable[..., Any] | None = getattr(self._made, "zero_grad", None)
+        if method is None:
+            self.optim.zero_grad(set_to_none=set_to_none)
+        else:
+            method()
+
+    def step(self) -> None:
+        """The wrapper's, with what it asks for by name."""
+        Filling(self._scene, self._made.step, what="its step()").call()

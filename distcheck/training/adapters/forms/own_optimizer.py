@@ -1,0 +1,204 @@
+"""An optimizer's class whose step() synchronises gradients, and then updates by itself.
+
+Where it is derived from one of torch's optimizers, and its step() ends in that one's, gradients are
+final where that one's step begins. If the workload trains with that very class, its step is the
+update. Otherwise the step ends there: the workload's own optimizer updates with those gradients.
+
+Where it has an update of its own, that is plain SGD or nothing is known of it: gradients are then
+taken from what it writes into parameters of zero, as in `steps_inside`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.contract import Build, Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.forms.steps_inside import RATE, take_gradients
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Target, named_parameters
+from distcheck.training.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 16
+EXAMPLE = "class DistributedSGD(torch.optim.SGD), whose step() synchronises first"
+
+
+def fits(target: Target) -> bool:
+    """An optimizer's class that takes parameters, and has a step() of its own."""
+    if not target.is_class or not issubclass(target.value, torch.optim.Optimizer):
+        return False
+    return not target.value.__module__.startswith("torch.optim") and bool(_parameters_name(target))
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Made of the workload's parameters; its step() is called where the optimizer's would be."""
+    if not fits(target):
+        raise refusal(target, f"strategy {target.spec!r} is no optimizer's class")
+    base = _torchs_own(target.value)
+    return _by_its_base(target, scene, base) if base is not None else _by_its_update(target, scene)
+
+
+def _parameters_name(target: Target) -> str:
+    found = [p.name for p in named_parameters(target.value)]
+    return next((n for n in found if n in names.PARAMETERS or n.startswith("param")), "")
+
+
+def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
+    """The optimizer of torch's that it is derived from; None where that is only the base class."""
+    for each in made.__mro__[1:]:
+        if each is torch.optim.Optimizer:
+            return None
+        if each.__module__.startswith("torch.optim.") and issubclass(each, torch.optim.Optimizer):
+            return each
+    return None
+
+
+class _Watched:
+    """What the loop sees in place of an optimizer: its groups and state, and where the step of
+    torch's class begins.
+    """
+
+    def __init__(self, made: Any, base: type, scene: Scene, *, updates: bool) -> None:
+        self.optim, self._base, self._scene, self._updates = made, base, scene, updates
+        self._begun: list[Callable[..., Any]] = []
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Its own."""
+        found: list[dict[str, Any]] = self.optim.param_groups
+        return found
+
+    @property
+    def state(self) -> Any:
+        """Its own."""
+        return self.optim.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Its own."""
+        self.optim.zero_grad()
+
+    def before_update(self, begins: Callable[..., Any]) -> Any:
+        """Has `begins` called where gradients are final; returns a handle with `remove()`."""
+        self._begun = [begins]
+        return self
+
+    def remove(self) -> None:
+        """Calls nothing any more."""
+        self._begun = []
+
+    def step(self) -> None:
+        """Its own, with the step of torch's class watched."""
+        with self._watching():
+            Filling(self._scene, self.optim.step, what="its step()").call()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        base: Any = self._base
+        own = base.step
+
+        def watched(optimizer: Any, *given: Any, **named: Any) -> Any:
+            if optimizer is not self.optim:
+                return own(optimizer, *given, **named)
+            for begins in self._begun:
+                begins()
+            return own(optimizer, *given, **named) if self._updates else None
+
+        watched.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
+        base.step = watched
+        try:
+            yield
+        finally:
+            base.step = own
+
+
+def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]) -> LoadedStrategy:
+    filling = _filling(target, scene)
+    watched: list[_Watched] = []
+
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        inner = build(parameters)
+        scene.optimizer = inner  # whose learning rate may be asked for
+        is_same = type(inner) is base
+        # With all that its groups have: a schedule may read more than settings (initial_lr).
+        groups = [
+            dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
+        ]
+        made = _Watched(filling.call(groups), base, scene, updates=is_same)
+        watched[:] = [made]
+        return made if is_same else inner  # type: ignore[return-value]
+
+    def sync(model: nn.Module, step: Step) -> None:
+        (made,) = watched
+        if isinstance(scene.optimizer, _Watched):
+            return  # its step() follows
+        begun: list[int] = []
+        handle = made.before_update(lambda: begun.append(1))
+        made.step()
+        handle.remove()
+        if not begun:
+            raise UsageError(
+                f"{target.spec!r} never called the step() of {base.__name__}, from which it is "
+                "derived, so its gradients are not seen; split it in two and give the part that "
+                "synchronises"
+            )
+
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        optimizer=optimizer,
+        sync=sync,
+        update="optimizer",
+        note=f"{target.name} in the optimizer's place, or before it where the workload trains with "
+        f"another than {base.__name__}; gradients are those with which {base.__name__}'s step "
+        "begins",
+    )
+
+
+def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
+    settings = [p.name for p in named_parameters(target.value)]
+    rate = next((n for n in settings if names.MEANINGS.get(n) == "rate"), "")
+    if not rate:
+        raise refusal(
+            target,
+            f"strategy {target.spec!r} is an optimizer with an update of its own and no parameter "
+            "lr, so that gradients cannot be taken from what it writes",
+        )
+    scene.rate = RATE
+    filling = _filling(target, scene, rate)
+    made: list[Any] = []
+
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        inner = build(parameters)
+        scene.optimizer = inner
+        trained = [p for group in inner.param_groups for p in group["params"]]
+        made[:] = [filling.call(trained)]
+        return inner
+
+    def call() -> None:
+        Filling(scene, made[0].step, what="its step()").call()
+
+    sync, close = take_gradients(target, scene, call, RATE)
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        optimizer=optimizer,
+        sync=sync,
+        close=close,
+        note=f"{target.name}, an optimizer whose step() synchronises: gradients are its update of "
+        f"parameters of zero, divided by a learning rate of {RATE:g}; the step is the workload's",
+    )
+
+
+def _filling(target: Target, scene: Scene, *given: str) -> Filling:
+    return Filling(
+        scene,
+        target.value,
+        what=f"strategy {target.spec!r}",
+        supplied=[_parameters_name(target)],
+        given=given,
+    )

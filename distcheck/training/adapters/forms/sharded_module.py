@@ -1,0 +1,119 @@
+"""A class around the module that holds its parameters in pieces: FSDP, written by hand."""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from distcheck.contract import Build, Step
+from distcheck.training.adapters.forms import wrapper
+from distcheck.training.adapters.pieces import Pieces
+from distcheck.training.adapters.scene import Scene
+from distcheck.training.adapters.target import Source, Target
+from distcheck.training.loading import LoadedStrategy
+
+PRECEDENCE = 18
+EXAMPLE = (
+    "class FSDP(module, ...), whose parameters() are this rank's pieces; put together to compare"
+)
+
+
+def fits(target: Target) -> bool:
+    """A wrapper that speaks of shards, in a module that gathers."""
+    made = target.owner if target.is_unbound else target.value
+    if made is None or not wrapper.fits(target):
+        return False
+    around = Source(target.module).words if target.module is not None else set()
+    gathers = any("all_gather" in word or "allgather" in word for word in around)
+    return gathers and any("shard" in word.lower() for word in _words(made))
+
+
+def _words(made: Any) -> set[str]:
+    """Of a class, with what it inherits from others than torch."""
+    own = made.__mro__ if inspect.isclass(made) else (made,)
+    theirs = [c for c in own if not c.__module__.startswith(("torch", "builtins"))]
+    return {word for part in theirs for word in Source(part).words}
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Trained in the module's place. The model that is recorded is another, which nobody trains:
+    parameters, gradients and optimizer state are written into it, put together.
+    """
+    base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
+    kept: list[Pieces] = []
+    models: list[tuple[nn.Module, nn.Module]] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        pieces = Pieces(model, what=repr(target.spec))
+        pieces.learn(base.wrap)
+        worked_on = copy.deepcopy(model)
+        scene.model = worked_on
+        wrapped = base.wrap(worked_on)
+        pieces.hold(wrapped.parameters())
+        kept.append(pieces)
+        models.append((model, worked_on))
+        return wrapped
+
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: Any = OverPieces(build(kept[0].held), kept[0], *models[0])
+        return made  # type: ignore[no-any-return]
+
+    def sync(model: nn.Module, step: Step) -> None:
+        base.sync(model, step)
+        kept[0].write_gradients()
+
+    contract = msgspec.structs.replace(
+        base.contract, sync="out-of-sight", optimizer_state="cut", one_group=True
+    )
+    return dataclasses.replace(
+        base,
+        contract=contract,
+        wrap=wrap,
+        optimizer=optimizer,
+        sync=sync,
+        note=f"{base.note}; its pieces are put together to be compared",
+    )
+
+
+class OverPieces:
+    """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        pieces: Pieces,
+        whole: nn.Module,
+        worked_on: nn.Module,
+    ) -> None:
+        self._inner, self._pieces = inner, pieces
+        self._whole, self._worked_on = whole, worked_on
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._collect()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self._inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The pieces' gradients."""
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Steps the pieces, then puts parameters and state together."""
+        self._inner.step()
+        self._collect()
+
+    def _collect(self) -> None:
+        self._pieces.write_parameters()
+        self.state = self._pieces.state_of(self._inner)
+        trained = dict(self._worked_on.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self._whole.named_buffers():
+                if name in trained and not trained[name].is_meta:
+                    buffer.copy_(trained[name])

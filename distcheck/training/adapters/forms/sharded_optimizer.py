@@ -1,0 +1,92 @@
+"""A class of parameters and an optimizer's class, which divides the optimizer's state (ZeRO 1)."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.contract import Build, Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.training.adapters.forms.optimizer import Around
+from distcheck.training.adapters.gradients import present
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Scene
+from distcheck.training.adapters.target import Target, named_parameters, takes_any_name
+from distcheck.training.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 14
+EXAMPLE = "class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients"
+_CLASSES = ("optimizer_cls", "optimizer_class", "optim_cls", "optim_class", "optimizer_type")
+
+
+def fits(target: Target) -> bool:
+    """A class whose constructor takes the class of an optimizer."""
+    return target.is_class and bool(_class_name(target))
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Made with the workload's kind of optimizer and its settings; gradients are averaged by an
+    all_reduce of distcheck's own before its step, because such code leaves that to others.
+    """
+    name = _class_name(target) if target.is_class else ""
+    if not name:
+        raise refusal(target, f"strategy {target.spec!r} takes no optimizer's class")
+    told = dict(target.adaptation.arguments)
+    known = {p.name for p in target.parameters}
+    for argument, text in told.items():
+        scene.check(text)
+        if argument in known or takes_any_name(target.value):
+            scene.used.add(argument)
+
+    def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        inner = build(listed)
+        settings = {
+            key: value
+            for key, value in inner.defaults.items()
+            if key in known or takes_any_name(target.value)
+        }
+        settings |= {key: scene.read(text) for key, text in told.items() if key in scene.used}
+        made = target.value(listed, **{**settings, name: type(inner)})
+        scene.calls += 1
+        held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
+        if len(held) > 1:
+            raise UsageError(f"{target.spec!r} holds several optimizers, and one is compared")
+        around: Any = Around(made, held[0] if held else made, scene)
+        return around  # type: ignore[no-any-return]
+
+    def sync(model: nn.Module, step: Step) -> None:
+        for parameter in present(scene.parameters()):
+            assert parameter.grad is not None
+            parameter.grad.mul_(step.weight)
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(step.world_size)
+
+    contract = msgspec.structs.replace(
+        contract_of(target.value), optimizer_state="sharded", one_group=True
+    )
+    return dataclasses.replace(
+        LoadedStrategy(contract=contract, file=source_file(target.value)),
+        optimizer=optimizer,
+        sync=sync,
+        note=f"{target.name} in place of the optimizer, its state divided among the ranks; "
+        "gradients are averaged by distcheck",
+    )
+
+
+def _class_name(target: Target) -> str:
+    """The parameter that takes the class of an optimizer."""
+    for p in named_parameters(target.value):
+        text = p.annotation if isinstance(p.annotation, str) else _formatted(p.annotation)
+        if p.name in _CLASSES or ("ype[" in text and "Optimizer" in text):
+            return p.name
+    return ""
+
+
+def _formatted(annotation: Any) -> str:
+    return "" if annotation is inspect.Parameter.empty else inspect.formatannotation(annotation)

@@ -1,0 +1,179 @@
+"""A function that writes its own plain SGD step into the parameters after it has synchronised.
+
+Its gradients are taken from what it writes: (before - after) / lr. That subtraction loses most of
+a gradient's digits beside parameters of ordinary size: after is rounded to u |after|, which is
+u |after| / lr in the gradient. So the code is given parameters of zero, and a learning rate of a
+power of two: what it then leaves is -lr times its gradient, and dividing that by lr is exact (a
+product with 32 neither rounds nor falls below the smallest number; it overflows only where the
+gradient is within a factor of 32 of the largest). Nothing is widened, every layer judges as usual.
+
+Code that calls optimizer.step() on one rank for all, as a server does that sends parameters, is
+given an optimizer of plain SGD with that rate in the same way (`--as steps-inside`).
+
+That holds for updates that add a multiple of this step's gradient to a parameter, whatever the
+parameter is. After the last step the code is called once more, with the parameters as they are and
+gradients of zero: whoever moves them then decays them, or keeps momentum, and is refused.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from distcheck.contract import Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.judge.oracles.rounding import gamma, unit_roundoff
+from distcheck.training.adapters import names
+from distcheck.training.adapters.gradients import wait_for
+from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Target
+from distcheck.training.loading import LoadedStrategy, source_file
+
+PRECEDENCE = 55
+EXAMPLE = "f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad"
+RATE = 32.0
+
+
+class ZeroGradientError(ArithmeticError):
+    """Code that divides zero by zero where a gradient is zero."""
+
+
+def fits(target: Target) -> bool:
+    """A function that subtracts from parameters' data, and whose learning rate can be given."""
+    is_function = callable(target.value) and not target.is_class and not target.is_unbound
+    return is_function and target.source.descends and bool(_rates(target))
+
+
+def adapt(target: Target, scene: Scene) -> LoadedStrategy:
+    """Called after backward on parameters of zero; the optimizer's step is the workload's own."""
+    if target.is_class or target.is_unbound or not target.first:
+        raise refusal(target, f"strategy {target.spec!r} is no function of a model or parameters")
+    what = f"strategy {target.spec!r} has the signature {target.signature}"
+    takes_optimizer = _takes_optimizer(target)
+    if not _rates(target) and not takes_optimizer:
+        raise refusal(
+            target,
+            f"{what}: gradients are taken from its step by dividing by the learning rate, and "
+            "nothing tells that; make it a parameter lr, or give its name in the module with "
+            f"--set lr={RATE:g}",
+        )
+    rate = _told_rate(target)
+    scene.rate = rate
+    supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]
+    filling = Filling(scene, target.value, what=what, supplied=supplied, given=_rates(target))
+
+    def call() -> None:
+        with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
+            wait_for(filling.call(*([scene.live_model] if supplied else [])))
+
+    sync, close = take_gradients(target, scene, call, rate)
+    return LoadedStrategy(
+        contract=contract_of(target.value),
+        file=source_file(target.value),
+        sync=sync,
+        close=close,
+        note=f"{target.signature}, which takes the step as well: gradients are its update of "
+        f"parameters of zero, divided by a learning rate of {rate:g}; the step is the workload's",
+    )
+
+
+def take_gradients(
+    target: Target, scene: Scene, call: Callable[[], None], rate: float
+) -> tuple[Callable[[nn.Module, Step], None], Callable[[], None]]:
+    """A strategy's `sync` and `close` around a call that takes the step of plain SGD."""
+
+    def sync(model: nn.Module, step: Step) -> None:
+        parameters = scene.parameters()
+        before = [p.detach().clone() for p in parameters]
+        stepped = [p for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        call()
+        with torch.no_grad():
+            moved = any(bool(p.any()) for p in parameters)
+            if stepped and not moved and step.samples:
+                raise UsageError(
+                    f"{target.spec!r} was taken to write its own step into the parameters, and "
+                    f"wrote none where they are zero; --as says otherwise{scene.about_lists()}"
+                )
+            for parameter, kept in zip(parameters, before, strict=True):
+                gradient = parameter.detach().neg() / rate
+                absent = not any(parameter is p for p in stepped) and not bool(gradient.any())
+                parameter.copy_(kept)
+                parameter.grad = None if absent else gradient
+
+    def close() -> None:
+        _refuse_more_than_a_step(target, scene.parameters(), call, scene)
+
+    return sync, close
+
+
+def _takes_optimizer(target: Target) -> bool:
+    return any(names.MEANINGS.get(p.name) == "optimizer" for p in target.parameters)
+
+
+@contextlib.contextmanager
+def _plain_sgd(scene: Scene) -> Iterator[None]:
+    """Has the code find plain SGD where it asks for the optimizer."""
+    own = scene.optimizer
+    scene.optimizer = torch.optim.SGD(scene.parameters(), lr=scene.rate or RATE)
+    try:
+        yield
+    finally:
+        scene.optimizer = own
+
+
+def _rates(target: Target) -> list[str]:
+    """The names by which the code takes its learning rate."""
+    said = [name for name, _ in target.adaptation.variables]
+    asked = [p.name for p in target.parameters]
+    return [n for n in [*asked, *said] if names.MEANINGS.get(n.lower()) == "rate"]
+
+
+def _told_rate(target: Target) -> float:
+    """What was said of it, or else `RATE`. Raises UsageError for anything but a power of two."""
+    told = dict([*target.adaptation.arguments, *target.adaptation.variables])
+    text = next((told[name] for name in _rates(target) if name in told), str(RATE))
+    try:
+        rate = float(text)
+        if rate >= 1 and rate.hex().startswith("0x1.0000000000000p"):
+            return rate
+    except ValueError:
+        pass
+    raise UsageError(
+        f"a learning rate of {text} for {target.spec!r}: by a power of two from 1 gradients can be "
+        f"taken from its step exactly; give {RATE:g}, or nothing"
+    )
+
+
+def _refuse_more_than_a_step(
+    target: Target, parameters: Iterable[nn.Parameter], call: Callable[[], None], scene: Scene
+) -> None:
+    """Raises UsageError where gradients of zero move parameters by more than an average over the
+    ranks, which a parameter server may take of equal numbers, can round: W additions, a division;
+    ZeroGradientError where they become no numbers, which is a defect of the code and no other form.
+    """
+    found = list(parameters)
+    before = [p.detach().clone() for p in found]
+    for parameter in found:
+        parameter.grad = torch.zeros_like(parameter)
+    call()
+    roundings = scene.value("world_size") + 1
+    for parameter, kept in zip(found, before, strict=True):
+        if bool(kept.isfinite().all()) and not bool(parameter.isfinite().all()):
+            raise ZeroGradientError(
+                f"{target.spec!r} makes parameters NaN or infinite where a gradient is zero, as "
+                "that of a layer is which a batch does not use: look for a division by a norm or a "
+                "maximum (0/0)"
+            )
+        bound = gamma(roundings, unit_roundoff(parameter.dtype)) * kept.double().abs()
+        if not bool(((parameter.detach().double() - kept.double()).abs() <= bound).all()):
+            raise UsageError(
+                f"{target.spec!r} moves parameters also where every gradient is zero: by weight "
+                "decay, momentum, or a gradient that it keeps from an earlier step. Its gradients "
+                "can be taken from its step only where that is plain SGD; switch the rest off, or "
+                "split it in two and give the part that synchronises"
+            )

@@ -1,0 +1,136 @@
+"""Objects that were written for distcheck: their methods, and defaults for those they lack."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.contract import Step, contract_of
+from distcheck.errors import UsageError
+from distcheck.training.adapters import names
+from distcheck.training.adapters.target import Target
+from distcheck.training.loading import LoadedStrategy, adapt_sync, source_file
+
+ScaleLoss = Callable[[torch.Tensor, Step], torch.Tensor]
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def has_methods(target: Target) -> bool:
+    """Whether it is an object (or a class of such) with wrap, sync, backward or scale_loss, and no
+    module.
+    """
+    value = target.value
+    if inspect.isroutine(value) or isinstance(value, nn.Module):
+        return False
+    if inspect.isclass(value) and issubclass(value, nn.Module | torch.optim.Optimizer):
+        return False
+    own = ("wrap", "sync", "backward", "scale_loss")
+    return any(callable(getattr(value, method, None)) for method in own)
+
+
+def usual_method(value: Any) -> str:
+    """The method that people call after backward, of a class or an object that is neither a module
+    nor an optimizer: the first by a usual name, or the only public one; empty where there is none.
+    """
+    kind = value if inspect.isclass(value) else type(value)
+    if inspect.isroutine(value) or inspect.ismodule(value) or _is_torchs_kind(kind):
+        return ""
+    own = own_names(kind)
+    return next((name for name in names.FINISH if name in own), own[0] if len(own) == 1 else "")
+
+
+def _is_torchs_kind(kind: type) -> bool:
+    return issubclass(kind, nn.Module | torch.optim.Optimizer)
+
+
+def own_names(build: type) -> list[str]:
+    """Public methods that neither torch nor object has given it, in the order of definition."""
+    theirs = [
+        base for base in build.__mro__ if not base.__module__.startswith(("torch", "builtins"))
+    ]
+    found = [n for base in theirs for n, v in vars(base).items() if inspect.isfunction(v)]
+    public = [name for name in dict.fromkeys(found) if not name.startswith("_")]
+    return [name for name in public if callable(getattr(build, name))]
+
+
+def construct(target: Target) -> Any:
+    """An object of a class that needs no arguments. Raises UsageError."""
+    try:
+        return target.value()
+    except Exception as error:
+        raise UsageError(
+            f"{target.spec!r} is a class, and {target.name}() raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def as_strategy(target: Target) -> LoadedStrategy:
+    """A strategy of the methods that it has."""
+    contract = contract_of(target.value)
+    file = source_file(target.value)
+    made = construct(target) if target.is_class else target.value
+    found = {
+        name: method
+        for name in ("wrap", "scale_loss", "close", "optimizer", "backward")
+        if (method := getattr(made, name, None)) is not None
+    }
+    if "scale_loss" in found:
+        found["scale_loss"] = adapt_scale_loss(target.spec, found["scale_loss"])
+    sync = getattr(made, "sync", None)
+    if sync is None and list(found) == ["scale_loss"]:
+        others = [name for name in names.FINISH if name in own_names(type(made))]
+        sync = getattr(made, others[0]) if others else None
+    if sync is not None:
+        found["sync"] = adapt_sync(target.spec, sync)
+    return LoadedStrategy(contract=contract, file=file, **found)
+
+
+def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
+    """Accepts scale_loss(loss, step), and scale_loss(loss) as wrappers have it. Raises UsageError
+    for anything else, and where it returns no tensor, on which backward could be called.
+    """
+    try:
+        signature = inspect.signature(scale)
+    except (TypeError, ValueError):
+        return scale
+    second = [p for p in signature.parameters.values() if p.kind in _BY_PLACE][1:2]
+    takes_step = _takes(signature, 2) and any(
+        p.default is p.empty or p.name == "step" for p in second
+    )
+    other = takes_step and names.MEANINGS.get(second[0].name, "step") != "step"
+    if other or not (takes_step or _takes(signature, 1)):
+        raise UsageError(
+            f"strategy {spec!r} has the method scale_loss{signature}; expected is scale_loss(loss) "
+            "or scale_loss(loss, step)"
+        )
+
+    def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
+        found = scale(loss, step) if takes_step else scale(loss)
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(
+                f"scale_loss of {spec!r} returned a {type(found).__name__}; expected is the loss "
+                "that backward is called on, a tensor"
+            )
+        return found
+
+    return scaled
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    """Whether a call with so many arguments fits."""
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def plain_wrap(model: nn.Module) -> nn.Module:
+    """The model itself."""
+    return model
+
+
+def plain_step(model: nn.Module, step: Step) -> None:
+    """Nothing."""

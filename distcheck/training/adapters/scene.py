@@ -1,0 +1,309 @@
+"""What there is to fill in: the rank, the world, the model, by the names that code asks for.
+
+A scene is made when the code is loaded, in a rank or in the process that looks at it before any
+rank exists; model, optimizer and step come later, as training does.
+"""
+
+import ast
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.contract import Step
+from distcheck.errors import UsageError
+from distcheck.records import Adaptation
+from distcheck.training.adapters import names
+from distcheck.training.adapters.not_given import NotKnownError, explain
+from distcheck.training.adapters.target import (
+    Source,
+    counts,
+    named_parameters,
+    takes_any_name,
+    wants_list,
+)
+
+
+@dataclass
+class Scene:
+    """Values by meaning (see `names.py`), and what was said about single names."""
+
+    adaptation: Adaptation
+    find: Callable[[str], Any]  # what `@module:object` stands for
+    model: nn.Module | None = None
+    optimizer: Any = None
+    step: Step | None = None
+    rate: float | None = None  # a learning rate in place of the optimizer's
+    calls: int = 0
+    used: set[str] = field(default_factory=set)
+    uses: set[str] = field(default_factory=set)  # meanings that come in some other way
+    handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
+    _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
+    _namespace: SimpleNamespace | None = None
+
+    @property
+    def live_model(self) -> nn.Module:
+        """The model. Raises UsageError where the code asks for it too early."""
+        if self.model is None:
+            raise UsageError("the code asks for the model before there is one")
+        return self.model
+
+    def begin(self, model: nn.Module) -> None:
+        """Takes the model that is going to be trained, whose device was not known before."""
+        self.model = model
+        told = {name.partition(".")[2] for name, _ in self.adaptation.arguments}
+        if self._namespace is not None and "device" not in told:
+            self._namespace.device = self.value("device")
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters."""
+        return list(self.live_model.parameters())
+
+    def value(self, meaning: str) -> Any:
+        """What a meaning stands for at this moment."""
+        if meaning in ("model", "optimizer", "step"):
+            return self._live(meaning)
+        makers: dict[str, Callable[[], Any]] = {
+            "rank": dist.get_rank,
+            "local_rank": lambda: int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+            "world_size": dist.get_world_size,
+            "group": lambda: dist.group.WORLD,
+            "device": self._device,
+            "backend": dist.get_backend,
+            "index": lambda: self._live("step").index,
+            "epoch": lambda: 0,
+            "arguments": self._arguments,
+            "communicator": _communicator,
+            "sum": lambda: dist.ReduceOp.SUM,
+            "rate": lambda: self.rate or self._live("optimizer").param_groups[0]["lr"],
+            "samples": lambda: self._live("step").samples,
+            "root": lambda: 0,
+            "parameters": lambda: self.live_model.parameters(),
+            "listed_parameters": self.parameters,
+            "named_parameters": lambda: self.live_model.named_parameters(),
+            "listed_named_parameters": lambda: list(self.live_model.named_parameters()),
+            "gradients": lambda: [p.grad for p in self.parameters() if p.grad is not None],
+        }
+        return makers[meaning]()
+
+    def meaning_of(self, name: str) -> str:
+        """The meaning of a name; empty where it has none. Raises UsageError for one that only
+        another backend has.
+        """
+        return names.MEANINGS.get(name, "")
+
+    def note_namespace(self) -> None:
+        """Notes that `--arg args.name=value` is of use."""
+        heads = [name for name, _ in self.adaptation.arguments if "." in name]
+        self.used.update(name for name in heads if not name.startswith("self."))
+
+    def about_lists(self) -> str:
+        """What is to be done where the code needs a list of what it was given a generator of."""
+        words = " ".join(f"--arg {name}=@param_list" for name in dict.fromkeys(self.handed_once))
+        return words and (
+            "; it was handed a generator, as model.parameters() is: where it is called with a "
+            f"list, give {words}"
+        )
+
+    def read(self, text: str) -> Any:
+        """The value that `--arg` or `--set` wrote down: a literal, `@name`, or `@module:object`
+        (an object of it, with what its constructor asks for, where that is a class).
+        """
+        if not text.startswith("@"):
+            return ast.literal_eval(text)
+        name = text[1:]
+        if ":" not in name:
+            return self.value(self._known(name))
+        found = self.find(name)
+        if inspect.isclass(found):
+            filling = Filling(self, found, what=name)
+            return filling.call()
+        return found
+
+    def keep(self, name: str, text: str) -> Any:
+        """The same, made once for a name: the code may keep something in it from step to step."""
+        if text.startswith("@") and ":" not in text:
+            return self.read(text)
+        if name not in self._kept:
+            self._kept[name] = self.read(text)
+        return self._kept[name]
+
+    def check(self, text: str) -> None:
+        """Raises UsageError for a value that stands for nothing."""
+        if text.startswith("@") and ":" not in text:
+            self._known(text[1:])
+
+    def _known(self, name: str) -> str:
+        meaning = self.meaning_of(name)
+        if not meaning:
+            known = "rank, world_size, group, device, model, optimizer, step, iteration, args, comm"
+            raise UsageError(f"@{name} stands for nothing; known are {known} and their like")
+        return meaning
+
+    def _live(self, what: str) -> Any:
+        found = getattr(self, what)
+        if found is None:
+            raise UsageError(f"the code asks for the {what} before there is one")
+        return found
+
+    def _device(self) -> torch.device:
+        if self.model is None:
+            return torch.device("cpu")
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _arguments(self) -> SimpleNamespace:
+        """What a parsed command line usually holds, and what `--arg args.name=value` adds; one for
+        all calls, since the code may keep something in it.
+        """
+        if self._namespace is not None:
+            self._renew(self._namespace)
+            return self._namespace
+        rank, size = self.value("rank"), self.value("world_size")
+        facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": _gpu(rank)}
+        facts |= {"world_size": size, "size": size, "nprocs": size, "num_nodes": size}
+        facts |= {"distributed": True, "backend": self.value("backend")}
+        facts |= {"device": self.value("device"), "process_group": self.value("group")}
+        for name, text in self.adaptation.arguments:
+            head, dot, rest = name.partition(".")
+            if dot and names.MEANINGS.get(head) == "arguments":
+                facts[rest] = self.read(text)
+                self.used.add(name)
+        self._namespace = _Arguments(**facts)
+        return self._namespace
+
+    def _renew(self, namespace: SimpleNamespace) -> None:
+        """What stands for something else in every step."""
+        for name, text in self.adaptation.arguments:
+            head, dot, rest = name.partition(".")
+            stands_for_it = text.startswith("@") and ":" not in text
+            if dot and stands_for_it and names.MEANINGS.get(head) == "arguments":
+                setattr(namespace, rest, self.read(text))
+
+
+class Filling:
+    """One callable's parameters, each with where its value comes from.
+
+    `supplied` are parameters that the caller hands over at every call; `made_from` is the one of
+    them that the caller makes of what `--arg` says; `given` are filled in although they have a
+    default. Raises UsageError for a parameter that nothing is known of.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        function: Callable[..., Any],
+        *,
+        what: str,
+        supplied: Sequence[str] = (),
+        skip: int = 0,
+        made_from: str = "",
+        given: Sequence[str] = (),
+    ) -> None:
+        self._scene, self._function, self._supplied = scene, function, tuple(supplied)
+        self._sources: list[tuple[inspect.Parameter, str, str]] = []
+        told = dict(scene.adaptation.arguments)
+        unknown = []
+        parameters = named_parameters(function, skip=skip)
+        for p in parameters:
+            if p.name in supplied and p.name in told and p.name != made_from:
+                raise UsageError(
+                    f"--arg {p.name}: {what}, whose {p.name} is what it is called with"
+                )
+            if p.name in supplied:
+                self._sources.append((p, "supplied", p.name))
+            elif p.name in told:
+                scene.check(told[p.name])
+                scene.used.add(p.name)
+                self._sources.append((p, "told", told[p.name]))
+            elif p.default is p.empty or p.name in given:
+                meaning = scene.meaning_of(p.name)
+                if meaning in ("group", "communicator"):
+                    meaning = Source(function).group_or_communicator(p.name, meaning)
+                if meaning:
+                    meaning = self._exactly(meaning, p)
+                    if meaning == "arguments":
+                        scene.note_namespace()
+                    self._sources.append((p, "meaning", meaning))
+                else:
+                    unknown.append(p.name)
+        if unknown:
+            words = " ".join(f"--arg {name}=VALUE" for name in unknown)
+            raise UsageError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
+        self._more: dict[str, str] = {}
+        if takes_any_name(function):
+            known = {p.name for p in parameters}
+            self._more = {n: t for n, t in told.items() if n not in known and "." not in n}
+            scene.used.update(self._more)
+
+    def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
+        """The meaning, with what the parameter's annotation and use say beside its name."""
+        if meaning == "step" and counts(parameter):
+            return "index"
+        if meaning in ("parameters", "named_parameters"):
+            if wants_list(parameter, Source(self._function)):
+                return f"listed_{meaning}"
+            self._scene.handed_once.append(parameter.name)
+        return meaning
+
+    @property
+    def meanings(self) -> set[str]:
+        """What is filled in."""
+        return {source for _, how, source in self._sources if how == "meaning"}
+
+    def call(self, *handed: Any) -> Any:
+        """Calls it; `handed` are the values of `supplied`, in its order."""
+        given = dict(zip(self._supplied, handed, strict=True))
+        positional, keywords = [], {}
+        for parameter, how, source in self._sources:
+            if how == "supplied":
+                value = given[source]
+            elif how == "told":
+                value = self._read(parameter.name, source)
+            else:
+                value = self._scene.value(source)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                keywords[parameter.name] = value
+        keywords |= {name: self._read(name, text) for name, text in self._more.items()}
+        self._scene.calls += 1
+        try:
+            return self._function(*positional, **keywords)
+        except TypeError as error:
+            explain(error)
+            if "generator" not in str(error) or not self._scene.handed_once:
+                raise
+            raise UsageError(f"the code raised {error}{self._scene.about_lists()}") from error
+
+    def _read(self, name: str, text: str) -> Any:
+        """What was said; of a constructor, which may be called for several objects, anew."""
+        is_made = inspect.isclass(self._function)
+        return self._scene.read(text) if is_made else self._scene.keep(name, text)
+
+
+class _Arguments(SimpleNamespace):
+    """A parsed command line; what it lacks is asked for where it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotKnownError(
+            f"the code reads args.{name}, of which nothing is known; give --arg args.{name}=VALUE"
+        )
+
+
+def _communicator() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def _gpu(rank: int) -> int:
+    """The number of this rank's GPU: its own where each rank has one, shared in turn where not."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else rank

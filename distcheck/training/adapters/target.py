@@ -1,0 +1,325 @@
+"""The code that is to be adapted, and what can be told of it without calling it."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+from distcheck.records import Adaptation
+from distcheck.training.adapters import names
+
+Parameters = list[inspect.Parameter]
+_NAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+_OF_A_MODULE = {
+    "parameters", "named_parameters", "modules", "named_modules", "children", "state_dict",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "register_forward_hook",
+    "register_forward_pre_hook", "register_comm_hook",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """An object that a person named, the class that it was reached through, and its module."""
+
+    spec: str
+    value: Any
+    owner: type | None
+    module: ModuleType | None
+    adaptation: Adaptation = field(default_factory=Adaptation)
+
+    @property
+    def is_class(self) -> bool:
+        """Whether it is a class, to be made an object of."""
+        return inspect.isclass(self.value)
+
+    @property
+    def is_unbound(self) -> bool:
+        """Whether it is a method that lacks its object."""
+        return self.owner is not None and inspect.isfunction(self.value) and not self._is_static
+
+    @property
+    def _is_static(self) -> bool:
+        kept = inspect.getattr_static(self.owner, self.name, None)
+        return isinstance(kept, staticmethod)
+
+    @property
+    def name(self) -> str:
+        """What it calls itself."""
+        return str(getattr(self.value, "__name__", type(self.value).__name__))
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """What it takes by name, without a method's `self`."""
+        return named_parameters(self.value, skip=int(self.is_unbound))
+
+    @property
+    def required(self) -> Parameters:
+        """Parameters without a default that nothing was said about."""
+        told = {name for name, _ in self.adaptation.arguments}
+        return [p for p in self.parameters if p.default is p.empty and p.name not in told]
+
+    @property
+    def first(self) -> str:
+        """The name of the first parameter that is to be filled, or of the first of all. Where
+        facts of the world (a rank, a group) come before what is really worked on, that counts.
+        """
+        found = [p.name for p in (self.required or self.parameters)]
+        if not found:
+            return ""
+        worked_on = [n for n in found if n in names.SUBJECTS and n not in names.WORLD]
+        if found[0] in names.WORLD and worked_on:
+            return worked_on[0]
+        return next((n for n in found if names.MEANINGS.get(n) != "communicator"), found[0])
+
+    @property
+    def first_annotation(self) -> str:
+        """How the first parameter is annotated, as text; empty where it is not."""
+        found = [p.annotation for p in self.parameters if p.name == self.first]
+        if not found or found[0] is inspect.Parameter.empty:
+            return ""
+        return found[0] if isinstance(found[0], str) else inspect.formatannotation(found[0])
+
+    @cached_property
+    def source(self) -> "Source":
+        """What its source says."""
+        return Source(self.value)
+
+    @property
+    def signature(self) -> str:
+        """As a person wrote it, without annotations and without defaults that are no literals."""
+        try:
+            found = list(inspect.signature(self.value).parameters.values())
+        except (TypeError, ValueError):
+            return self.name
+        plain = (int, float, str, bool, type(None))
+        shown = [
+            p.replace(
+                annotation=p.empty,
+                default=p.default if p.default is p.empty or isinstance(p.default, plain) else ...,
+            )
+            for p in found
+        ]
+        return f"{self.name}{inspect.Signature(shown)}".replace("Ellipsis", "...")
+
+    @property
+    def kind_of_first(self) -> str:
+        """What the first parameter is: `model`, `parameters`, `gradients`, `tensor`, `optimizer`,
+        or empty where nothing tells. Its use in the source outweighs its annotation, that its name.
+        """
+        used = self.source.attributes_of(self.first)
+        if used & _OF_A_MODULE:
+            return "model"
+        if "param_groups" in used:
+            return "optimizer"
+        kind = self._annotated_kind() or self._named_kind()
+        if kind in ("parameters", "gradients"):
+            return "parameters" if "grad" in self.source.attributes else kind
+        return kind
+
+    def _annotated_kind(self) -> str:
+        text = self.first_annotation
+        if not text:
+            return ""
+        listed = any(word in text for word in ("ist[", "terable", "terator", "equence", "uple["))
+        if listed:
+            return "parameters" if "Param" in text else "gradients" if "Tensor" in text else ""
+        for word, kind in (
+            ("Module", "model"),
+            ("Optimizer", "optimizer"),
+            ("Tensor", "tensor"),
+            ("ndarray", "tensor"),
+        ):
+            if word in text:
+                return kind
+        return ""
+
+    def _named_kind(self) -> str:
+        for known, kind in (
+            (names.MODELS, "model"),
+            (names.OPTIMIZERS, "optimizer"),
+            (names.PARAMETERS, "parameters"),
+            (names.GRADIENTS, "gradients"),
+            (names.TENSORS, "tensor"),
+        ):
+            if self.first in known:
+                return kind
+        return ""
+
+
+def unwrapped(value: Any) -> Any:
+    """What a partial calls."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value
+
+
+def function_of(value: Any) -> Any:
+    """What is run when it is called: the function of a partial, or the __call__ of an object."""
+    value = unwrapped(value)
+    is_named = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+    return value if is_named or not callable(value) else type(value).__call__
+
+
+def wants_list(parameter: inspect.Parameter, source: "Source") -> bool:
+    """Whether a parameter that takes parameters needs a list: by its name, its annotation, or by
+    what is done with it. The others get what people hand over, `model.parameters()`.
+    """
+    text = str(parameter.annotation)
+    by_type = any(word in text for word in ("ist[", "list", "List", "equence", "uple"))
+    return parameter.name in names.LISTED_PARAMETERS or by_type or source.indexes(parameter.name)
+
+
+def counts(parameter: inspect.Parameter) -> bool:
+    """Whether it takes a number, as in `step: int`."""
+    return parameter.annotation in (int, "int")
+
+
+class Source:
+    """A function's syntax tree; empty where its source cannot be had."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            text = textwrap.dedent(inspect.getsource(function_of(value)))
+            self._tree: ast.AST = ast.parse(text)
+        except (OSError, TypeError, SyntaxError):
+            self._tree = ast.Module(body=[], type_ignores=[])
+
+    @cached_property
+    def attributes(self) -> set[str]:
+        """Every `.name` in it."""
+        return {node.attr for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
+
+    def attributes_of(self, name: str) -> set[str]:
+        """Every `.attr` of a variable."""
+        return {
+            node.attr
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == name
+        }
+
+    def group_or_communicator(self, name: str, meaning: str) -> str:
+        """The meaning of a variable whose name stands for a group or a communicator: methods that
+        begin with a capital are mpi4py's, and `group=` takes a group. Empty where its name and its
+        use do not agree, and nothing can be filled in.
+        """
+        if meaning == "group" and any(a[:1].isupper() for a in self.attributes_of(name)):
+            return ""
+        return "group" if meaning == "communicator" and self._is_group(name) else meaning
+
+    def _is_group(self, name: str) -> bool:
+        """Whether it hands a variable on as `group=`."""
+        return any(
+            isinstance(node, ast.keyword)
+            and node.arg == "group"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == name
+            for node in ast.walk(self._tree)
+        )
+
+    def calls(self, name: str, attribute: str, method: str) -> bool:
+        """Whether it calls `name.attribute.method()`."""
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == method
+            and isinstance(node.func.value, ast.Attribute)
+            and node.func.value.attr == attribute
+            and isinstance(node.func.value.value, ast.Name)
+            and node.func.value.value.id == name
+            for node in ast.walk(self._tree)
+        )
+
+    @property
+    def returns_many(self) -> bool:
+        """Whether it returns a list, tuple or dict that it makes."""
+        made = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp)
+        nodes = list(ast.walk(self._tree))
+        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        filled = {
+            place.id
+            for node in assigned
+            for place in node.targets
+            if isinstance(place, ast.Name) and isinstance(node.value, made)
+        }
+        return any(
+            isinstance(value, made) or (isinstance(value, ast.Name) and value.id in filled)
+            for value in returned
+        )
+
+    def indexes(self, name: str) -> bool:
+        """Whether it does with a variable what lists can and generators cannot: x[0], len(x),
+        reversed(x).
+        """
+        for node in ast.walk(self._tree):
+            used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                used = list(node.args) if node.func.id in ("len", "reversed") else []
+            if any(isinstance(u, ast.Name) and u.id == name for u in used):
+                return True
+        return False
+
+    @cached_property
+    def words(self) -> set[str]:
+        """Every name in it, of whatever kind."""
+        names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
+        return self.attributes | names
+
+    @property
+    def descends(self) -> bool:
+        """Whether it subtracts something from a `.data` that is no gradient's: p.data -= ...,
+        p.data.sub_(...), p.data = p.data - ...
+        """
+        return any(_subtracts(node) for node in ast.walk(self._tree))
+
+    @property
+    def registers_hooks(self) -> bool:
+        """Whether it registers hooks on something."""
+        return any(name.startswith("register_") and "hook" in name for name in self.attributes)
+
+
+def _subtracts(node: ast.AST) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.op, ast.Sub) and _is_data(node.target)
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+        return isinstance(node.value.op, ast.Sub) and any(map(_is_data, node.targets))
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr == "sub_" and _is_data(called.value)
+
+
+def _is_data(node: ast.AST) -> bool:
+    """Whether it is `x.data`, of something else than `x.grad`."""
+    if not isinstance(node, ast.Attribute) or node.attr != "data":
+        return False
+    return not (isinstance(node.value, ast.Attribute) and node.value.attr == "grad")
+
+
+def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
+    """What a callable takes by name; nothing where that cannot be known."""
+    try:
+        found = list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    return [p for p in found[skip:] if p.kind in _NAMED]
+
+
+def takes_any_name(value: Callable[..., Any]) -> bool:
+    """Whether a callable has `**kwargs`."""
+    try:
+        found = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in found)

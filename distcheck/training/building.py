@@ -1,0 +1,380 @@
+"""Building what is trained, alike in every rank and in every reference."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from distcheck.contract import Batch, Samples, Training
+from distcheck.errors import UsageError
+from distcheck.machine import devices, seeds
+from distcheck.records import Case, ModelLayout, TensorSpec
+from distcheck.records.expected_events import Happening
+from distcheck.training.loading import LoadedWorkload, load_workload
+from distcheck.training.optimizers import (
+    group_numbers,
+    is_torchs_own,
+    put_back,
+    tensors_and_numbers,
+)
+from distcheck.training.traces.layout import BYTES, CPU_RNG_STATE_BYTES
+from distcheck.workloads import datasets
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """A case's workload and samples, opened in this process. `settings` are those that the
+    workload's own file has left (`seeds.settings`).
+    """
+
+    case: Case
+    loaded: LoadedWorkload
+    samples: Samples
+    dtype: torch.dtype
+    device: torch.device
+    settings: int = 0
+
+    def model(self) -> nn.Module:
+        """The model in its initial state, built on the CPU: the same bits in every process, and
+        but for the cast in every dtype.
+        """
+        seeds.seed_everything(seeds.derive(self.case.seed, "model"))
+        # A default dtype that the strategy's file has set would draw other numbers.
+        with seeds.under(self.settings):
+            model = self.loaded.workload.model(
+                sample_shape=self.samples.shape, classes=self.samples.classes
+            )
+        own_dtypes = getattr(self.loaded.workload, "own_dtypes", False)
+        model = model.to(self.device, None if own_dtypes else self.dtype).train()
+        if self.case.initial:
+            load_initial(model, self.case.initial)
+        return model
+
+    @property
+    def training(self) -> Training:
+        """What the workload wants of the training loop. Raises UsageError for anything else."""
+        training = getattr(self.loaded.workload, "training", Training())
+        if not isinstance(training, Training):
+            raise UsageError(
+                f"workload {self.case.workload}: its training is {training!r}, and has to be a "
+                "distcheck.contract.Training(...)"
+            )
+        try:
+            return msgspec.convert(msgspec.to_builtins(training), Training)
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f"workload {self.case.workload}: its training is {training!r}, which the loop "
+                f"cannot do: {error}"
+            ) from None
+
+    @property
+    def must_happen(self) -> tuple[Happening, ...]:
+        """What the workload declares must happen in its run. Raises UsageError for the rest."""
+        declared = getattr(self.loaded.workload, "must_happen", ())
+        try:
+            return msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
+        except (msgspec.ValidationError, TypeError) as error:
+            raise UsageError(
+                f"workload {self.case.workload}: its must_happen is {declared!r}, and has to be a "
+                f"tuple of events of distcheck.records.expected_events: {error}"
+            ) from None
+
+    def handed_over(self, model: nn.Module, rank: int) -> None:
+        """What the workload does to a rank's model before the strategy is given it; references
+        start from what rank 0 has then.
+        """
+        hand_over = getattr(self.loaded.workload, "hand_over", None)
+        if hand_over is not None:
+            hand_over(model, rank)
+
+    def prepare(self, model: nn.Module, step: int) -> None:
+        """What the workload does to its model before a step, in ranks and references alike."""
+        before_step = getattr(self.loaded.workload, "before_step", None)
+        if before_step is not None:
+            before_step(model, step)
+
+    def optimizer(
+        self, parameters: Iterable[Any], *, one_group: bool = False
+    ) -> torch.optim.Optimizer:
+        """The workload's optimizer, of its groups of `parameters`; what is groups already, or is to
+        stay one group, is taken as it is.
+        """
+        workload, listed = self.loaded.workload, list(parameters)
+        if self.makes_groups and not one_group and not any(isinstance(p, dict) for p in listed):
+            listed = workload.groups(listed)  # type: ignore[attr-defined]
+        return workload.optimizer(listed)
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether the workload divides its parameters into groups."""
+        return hasattr(self.loaded.workload, "groups")
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """What the workload does to its optimizer before a step, in ranks and references alike."""
+        schedule = getattr(self.loaded.workload, "schedule", None)
+        if schedule is not None:
+            schedule(optimizer, step)
+
+    def batch(self, ids: torch.Tensor, total: int) -> Batch:
+        """The samples `ids` [n] of the training split, as part of a step of `total` samples."""
+        inputs, labels = self.samples.read(ids, train=True, dtype=self.dtype)
+        return Batch(
+            inputs=inputs.to(self.device), labels=labels.to(self.device), ids=ids, total=total
+        )
+
+
+def load_initial(model: nn.Module, file: str) -> None:
+    """Gives a model the parameters and buffers that the ranks of a saved trace began with. Raises
+    UsageError where the file does not have them.
+    """
+    try:
+        recorded = load_file(file)
+        held: dict[str, list[str]] = {}  # ranks that began alike share one tensor
+        for key in recorded:
+            held.setdefault(key.partition("/")[2], []).append(key)
+        with torch.no_grad():
+            for kind, tensors in (
+                ("parameter", model.named_parameters()),
+                ("buffer", model.named_buffers()),
+            ):
+                for name, tensor in tensors:
+                    found = recorded[min(held[f"{kind}/{name}"])]
+                    if tensor.is_complex() and not found.is_complex():
+                        found = torch.view_as_complex(found)
+                    if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+                        raise ValueError(f"{name} is {found.dtype} of shape {tuple(found.shape)}")
+                    tensor.copy_(found)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the recorded initial state {file} does not go with the model: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def open_ingredients(
+    case: Case, description: bytes, data_fd: int | None, device: torch.device | None = None
+) -> Ingredients:
+    """Loads a case's workload and its samples, for work on a device (by default the CPU).
+
+    Raises UsageError where they do not fit.
+    """
+    loaded = load_workload(case.workload)
+    settings = seeds.settings()
+    samples = (
+        loaded.own_samples()
+        if loaded.own_samples is not None
+        else datasets.open_samples(case.data, description, data_fd)
+    )
+    size = samples.size(train=True)
+    if size < case.batch:
+        raise UsageError(
+            f"batch {case.batch} is larger than the data set: {case.data} has {size} samples"
+        )
+    device = device or torch.device("cpu")
+    return Ingredients(case, loaded, samples, getattr(torch, case.dtype), device, settings)
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that a trace records: every one, frozen ones included; tied ones once."""
+    return list(model.named_parameters())
+
+
+def can_train(parameter: nn.Parameter) -> bool:
+    """Whether it may ever have a gradient: one of integers never has, and no optimizer steps in 8
+    bits.
+    """
+    return parameter.dtype.itemsize > 1 and (
+        parameter.is_floating_point() or parameter.is_complex()
+    )
+
+
+def state_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layout: ModelLayout
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state by name, numbers as tensors: all that a trace of this layout holds."""
+    tensors, numbers = tensors_and_numbers(model, optimizer)
+    if layout.numbers:
+        numbers |= group_numbers(optimizer)
+    return tensors | numbers
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a script keeps of a rank: model, optimizer, random-number state."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rng_state: bytes
+    library_states: bytes
+
+
+def take_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Checkpoint:
+    """Copies of everything. An optimizer that is divided over the ranks is first put together, on
+    every rank in turn; that is what ZeroRedundancyOptimizer asks of a script.
+    """
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is None:
+        state = copy.deepcopy(optimizer.state_dict())
+    else:
+        for rank in range(dist.get_world_size()):
+            consolidate(to=rank)
+            if rank == dist.get_rank():
+                state = copy.deepcopy(optimizer.state_dict())
+    return Checkpoint(
+        copy.deepcopy(model.state_dict()),
+        state,
+        devices.rng_state(device),
+        seeds.library_states(),
+    )
+
+
+def restore(
+    kept: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Fills what was built anew."""
+    model.load_state_dict(kept.model)
+    optimizer.load_state_dict(kept.optimizer)
+    devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)
+    seeds.set_library_states(kept.library_states)
+
+
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A sparse tensor with all its zeros; a conjugate or a negative that torch only marks as one
+    (`x.mH` leaves such gradients) with its own numbers in memory; any other as it is.
+    """
+    if tensor is None:
+        return None
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return tensor.resolve_conj().resolve_neg()
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole of a tensor of which each rank holds a part: a collective then, so every rank
+    must ask for the same tensors in the same order.
+    """
+    tensor = dense(tensor)
+    if tensor is None or not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
+    """What a trace of this model will hold, the optimizer's state included.
+
+    The state's shape is only known after a step, so one is taken, with gradients of zero: also of
+    what is frozen now, where the workload may let it train later. Which numbers of their groups
+    optimizers change that are not torch's own shows in two steps more, with other gradients; the
+    others (rates, betas) are the workload's, and a trace does not hold them.
+
+    Raises UsageError for a tensor that a trace cannot hold, and an optimizer that takes no dense
+    gradients.
+    """
+    workload = ingredients.loaded.workload
+    optimizer = ingredients.optimizer(model.parameters())
+    built = {name: number.item() for name, number in group_numbers(optimizer).items()}
+    may_unfreeze = hasattr(workload, "before_step")
+    for parameter in model.parameters():
+        if parameter.requires_grad or (may_unfreeze and can_train(parameter)):
+            parameter.grad = torch.zeros_like(parameter)
+    changing = set[str]()
+    for number in range(1 if is_torchs_own(optimizer) else 3):
+        if number:
+            _give_gradients(optimizer)
+        _take_step(ingredients, optimizer)
+        now = group_numbers(optimizer)
+        changing |= {n for n, found in now.items() if n not in built or found.item() != built[n]}
+    tensors, numbers = tensors_and_numbers(model, optimizer)
+    numbers |= {n: found for n, found in group_numbers(optimizer).items() if n in changing}
+    try:
+        return ModelLayout(
+            parameters=tuple(_spec(name, p) for name, p in trainable(model)),
+            buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
+            optimizer=tuple(_spec(name, t) for name, t in (tensors | numbers).items()),
+            numbers=tuple(numbers),
+        )
+    except UsageError as error:
+        raise UsageError(f"workload {ingredients.case.workload}: {error}") from None
+
+
+def _take_step(ingredients: Ingredients, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError) as error:  # SparseAdam; LBFGS, which evaluates by itself
+        if not is_torchs_own(optimizer):
+            raise
+        raise UsageError(
+            f"workload {ingredients.case.workload}: {type(optimizer).__name__} does not step on "
+            f"dense gradients alone, as references do: {error}"
+        ) from None
+
+
+def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Numbers between -1 and 1 to all that has a gradient or trains."""
+    for group in getattr(optimizer, "param_groups", ()):  # people's own may have none
+        for parameter in group["params"]:
+            if parameter.requires_grad or parameter.grad is not None:
+                numbers = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+                parameter.grad = numbers.to(parameter.dtype)
+
+
+def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
+    """Whether the workload's optimizer, built anew and given what a trace holds of another's state,
+    takes the same step as that one, to the bit: torch's own do. One does not that keeps more than
+    tensors and numbers, or draws random numbers.
+    """
+    build = ingredients.optimizer
+    if is_torchs_own(build(model.parameters())):
+        return True
+    models = [ingredients.model(), ingredients.model()]
+    optimizer = build(models[0].parameters())
+    for _ in range(2):
+        _give_gradients(optimizer)
+        optimizer.step()
+    with torch.no_grad():
+        for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            two.copy_(one)
+    again = build(models[1].parameters())
+    state, parameters = state_tensors(models[0], optimizer, layout), dict(trainable(models[1]))
+    for spec in layout.optimizer:
+        if spec.name in state:
+            is_number = spec.name in layout.numbers
+            put_back(again, parameters, spec.name, state[spec.name], is_number=is_number)
+    for each in (optimizer, again):
+        _give_gradients(each)
+        try:
+            each.step()
+        except Exception:
+            return False
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in pairs)
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BYTES:
+        raise UsageError(
+            f"{name} is of dtype {dtype}, whose elements cannot be recorded and compared; "
+            f"those of {', '.join(BYTES)} can"
+        )
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)

@@ -1,0 +1,392 @@
+"""From a name to the object: strategies and workloads, built in or a stranger's.
+
+Three spellings are accepted everywhere:
+
+    allreduce            a name: an entry point `distcheck.strategies`, or a built-in workload
+    pkg.mod:object       anything importable
+    path/to/file.py:object
+
+This runs in the processes that train, never in the one that the person started: code under
+test may hang, exit or crash on import.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Workload
+from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
+from distcheck.records import Adaptation
+from distcheck.training.definitions import source_file as source_file
+from distcheck.workloads.cells import place_of
+
+if TYPE_CHECKING:
+    import torch
+
+STRATEGY_GROUP = "distcheck.strategies"
+# Workloads whose names may say more, after a colon.
+_DESCRIBED = ("generated", "lattice", "composite")
+_NOTHING_SAID = Adaptation()
+
+
+def build_optimizer(
+    build: Build, parameters: "Iterable[torch.nn.Parameter]"
+) -> "torch.optim.Optimizer":
+    """What a strategy without a word on the optimizer leaves it to be."""
+    return build(parameters)
+
+
+def _same_module(model: "torch.nn.Module") -> "torch.nn.Module":
+    return model
+
+
+def _same_loss(loss: "torch.Tensor", step: Step) -> "torch.Tensor":
+    return loss
+
+
+def _nothing(model: "torch.nn.Module", step: Step) -> None:
+    return None
+
+
+def _no_close() -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedStrategy:
+    """A strategy with every optional method filled in; `file` and `line` are where it was
+    defined, 0 where no line is known.
+
+    `backward` is None where one forward and backward over the whole shard will do. `begun` is
+    called before every forward. `zero_grad` is called in place of the optimizer's; None where the
+    strategy has none of its own. `update` says where gradients are final: before the `loop`
+    begins the optimizer's step; where an `optimizer` around another begins that one's; or where
+    `sync` begins it, which then takes the step itself. `note` says which form the code was taken
+    as, where it was not written for distcheck.
+    """
+
+    contract: Contract
+    file: str
+    line: int = 0
+    wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = _same_module
+    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = _same_loss
+    sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
+    close: Callable[[], None] = _no_close
+    optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
+        build_optimizer
+    )
+    backward: "Callable[[LossOf, Batch, Step], torch.Tensor] | None" = None
+    update: Literal["loop", "optimizer", "sync"] = "loop"
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedWorkload:
+    """A workload; `own_samples` and `sampler` are None where it leaves them to distcheck."""
+
+    workload: Workload
+    own_samples: Callable[[], Samples] | None
+    sampler: Callable[[int, int, int, int, int], Sequence[int]] | None
+
+
+@cache
+def strategy_names() -> dict[str, EntryPoint]:
+    """The installed strategies by name. Imports none of them."""
+    return {point.name: point for point in _registered()} | _own_strategies()
+
+
+@cache
+def _registered() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=STRATEGY_GROUP))
+
+
+def check_single(spec: str) -> None:
+    """Raises UsageError for a name that stands for several strategies."""
+    found = {point.value for point in _registered() if point.name == spec}
+    if len(found) > 1:
+        raise UsageError(
+            f"strategy {spec!r} is registered by several installed packages; give one of "
+            f"{', '.join(sorted(found))}"
+        )
+
+
+def _own_strategies() -> dict[str, EntryPoint]:
+    try:
+        points = distribution("distcheck").entry_points
+    except PackageNotFoundError:  # not installed, but on the import path
+        return {}
+    return {point.name: point for point in points.select(group=STRATEGY_GROUP)}
+
+
+def _registered_for(spec: str) -> dict[str, EntryPoint]:
+    """What a strategy's name may mean. Every package that is installed is asked, for as long as a
+    small step takes, by a name only that is not distcheck's own.
+    """
+    place, _, attribute = spec.partition(":")
+    if attribute or is_path(place):
+        return {}
+    own = _own_strategies()
+    return own if place in own else strategy_names()
+
+
+def workload_names() -> dict[str, str]:
+    """The built-in workloads: name to module."""
+    package = "distcheck.workloads"
+    folder = Path(__file__).parent / "workloads"
+    return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
+
+
+def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
+    """Raises UsageError for a plain name that nobody registered or a file that is not there.
+
+    Needs neither torch nor an import, so that a slip of the keyboard is answered at once.
+    """
+    place, _, attribute = spec.partition(":")
+    if is_path(place):
+        if not Path(place).is_file():
+            raise UsageError(f"{what} file {place} does not exist")
+        if not attribute:
+            raise UsageError(
+                f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
+                f"for instance {place}:{_first_definition(Path(place))}"
+            )
+    elif not attribute and place not in set(known):
+        raise UsageError(
+            f"unknown {what} {spec!r}{did_you_mean(spec, known)}; known are "
+            f"{', '.join(sorted(known))}, or give path/to/file.py:object or package.module:object"
+        )
+
+
+def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedStrategy:
+    """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
+    from distcheck.training.adapters.adapting import adapt
+    from distcheck.training.adapters.target import Target, unwrapped
+
+    before = {name: text for name, text in adaptation.variables if not text.startswith("@")}
+    target, owner, module = _resolve(
+        "strategy",
+        spec,
+        _registered_for(spec),
+        before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
+    )
+    home = sys.modules.get(getattr(unwrapped(target), "__module__", None) or "", module)
+    return adapt(Target(spec, target, owner, home, adaptation), _find)
+
+
+def _find(spec: str) -> Any:
+    """The object that `@module:object` stands for."""
+    return _resolve("value", spec, {})[0]
+
+
+def load_workload(spec: str) -> LoadedWorkload:
+    """Imports a workload. Raises UsageError with what is wrong and what to do."""
+    known, spec = workload_names(), place_of(spec)
+    name, _, words = spec.partition(":")
+    if name in known and (not words or name in _DESCRIBED):  # which its own name describes
+        module = importlib.import_module(known[name])
+        target = module.described(words) if words else module.workload
+    else:
+        check_spelling("workload", spec, known)
+        target, _, _ = _resolve("workload", spec, {})
+    if inspect.isclass(target):
+        target = _construct(spec, target)
+    missing = [m for m in ("model", "loss", "optimizer") if not callable(getattr(target, m, None))]
+    if missing:
+        raise UsageError(
+            f"workload {spec!r} lacks {', '.join(missing)}; it needs model(sample_shape=, "
+            "classes=), loss(model, batch) and optimizer(parameters)"
+        )
+    return LoadedWorkload(
+        workload=target,
+        own_samples=getattr(target, "samples", None),
+        sampler=getattr(target, "sampler", None),
+    )
+
+
+def load_backend(spec: str) -> str:
+    """Makes a communication backend known to torch; returns torch's name for it.
+
+    A name is one of `distcheck.backends`, or torch's own. Anything else is a function that
+    registers a backend and returns its name. Raises UsageError.
+    """
+    from distcheck import backends
+
+    if ":" not in spec and not is_path(spec):
+        return backends.register(spec) if spec in backends.backend_names() else spec
+    check_spelling("backend", spec, backends.backend_names())
+    target, _, _ = _resolve("backend", spec, {})
+    wanted = "wanted is a function without arguments that registers it and returns torch's name"
+    if not callable(target):
+        raise UsageError(f"backend {spec!r} is a {type(target).__name__}; {wanted}")
+    try:
+        name = target()
+    except Exception as error:
+        raise UsageError(f"backend {spec!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"backend {spec!r} returned {name!r}; {wanted}")
+    return name
+
+
+def is_path(place: str) -> bool:
+    """Whether the part before the colon is meant as a file."""
+    return place.endswith(".py") or "/" in place
+
+
+def _first_definition(path: Path) -> str:
+    try:
+        body = ast.parse(path.read_text()).body
+    except (SyntaxError, UnicodeDecodeError, OSError):
+        return "my_sync"
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return next((name for name in names if not name.startswith("_")), "my_sync")
+
+
+def _resolve(
+    what: str,
+    spec: str,
+    registered: dict[str, EntryPoint],
+    *,
+    before: Mapping[str, Any] | None = None,
+) -> tuple[Any, type | None, ModuleType]:
+    """An object, the class that it was reached through, and its module, which has the names of
+    `before` already when it begins.
+    """
+    place, _, attribute = spec.partition(":")
+    if not attribute and place in registered:
+        point = registered[place]
+        place, attribute = point.module, point.attr
+    check_spelling(what, f"{place}:{attribute}" if attribute else place, registered)
+    module = _import(what, place, before or {})
+    target: Any = module
+    owner: type | None = None
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise UsageError(
+                f"{what} {spec!r}: {place} has no object {attribute!r}; it defines "
+                f"{_public_names(module) or 'nothing public'}"
+            )
+        owner = target if inspect.isclass(target) else None
+        target = getattr(target, part)
+    return target, owner, module
+
+
+def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
+    try:
+        if is_path(place):
+            return _import_file(Path(place), before)
+        return importlib.import_module(place)
+    except SyntaxError as error:
+        raise UsageError(
+            f"{what} file {error.filename or place} has a syntax error in line "
+            f"{error.lineno or 1}: {error.msg}"
+        ) from None
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise UsageError(
+                f"{what} module {place} cannot be found; it is looked for in the current folder "
+                "and in the installed packages"
+            ) from None
+        raise UsageError(_raised_on_import(what, place, error)) from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(_raised_on_import(what, place, error)) from None
+
+
+def _raised_on_import(what: str, place: str, error: BaseException) -> str:
+    own = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    last = [f for f in own if f.filename != __file__][-1:]
+    where = f" ({last[0].filename}, line {last[0].lineno})" if last else ""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if "default process group twice" in text:
+        text += " distcheck has initialised it already; guard it with dist.is_initialized()"
+    return f"importing {what} {place} raised {text}{where}"
+
+
+def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
+    path = path.resolve()
+    name = path.stem if path.stem.isidentifier() else "strategy_file"
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None:  # a stranger's file may be called like a module that is loaded
+        name = f"_distcheck_file_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    vars(module).update(before)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _public_names(module: ModuleType) -> str:
+    return ", ".join(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def _construct(spec: str, target: type) -> Any:
+    try:
+        return target()
+    except Exception as error:
+        raise UsageError(
+            f"{spec!r} is a class, and {target.__name__}() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
+    """Accepts f(model), f(model, step), and f(model, step: int), which gets the step's index.
+
+    Raises UsageError for anything else.
+    """
+    from distcheck.training.adapters.names import MEANINGS
+
+    try:
+        parameters = inspect.signature(sync).parameters.values()
+    except (TypeError, ValueError):
+        return sync
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    second = positional[1:2]
+    takes_two = len(required) == 2 or variadic or [p.name for p in second] == ["step"]
+    if keyword or len(required) > 2 or (not positional and not variadic):
+        raise UsageError(
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
+            "wanted is sync(model) or sync(model, step)"
+        )
+    asked = [p.name for p in second if MEANINGS.get(p.name, "step") != "step"]
+    if len(required) == 2 and asked:
+        raise UsageError(
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, whose "
+            f"second argument would be the step, and no {asked[0]}; where it is to be filled in, "
+            f"name the method itself, such as {spec}.{sync.__name__}"
+        )
+    if takes_two and any(p.annotation in (int, "int") for p in second):
+        return lambda model, step: sync(model, step.index)
+    if takes_two:
+        return sync
+
+    def with_model_only(model: "torch.nn.Module", step: Step) -> None:
+        sync(model)
+
+    return with_model_only

@@ -1,0 +1,252 @@
+"""The one training loop. `verify` records it, `train` only watches the loss."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.contract import Batch, Step
+from distcheck.errors import UsageError
+from distcheck.machine import seeds
+from distcheck.training.building import Ingredients, restore, take_checkpoint
+from distcheck.training.loading import LoadedStrategy
+from distcheck.training.recorder import Observer
+from distcheck.training.refused import lengths, refuse_other_names, refuse_steps_in_backward
+from distcheck.training.sharding import Shards
+
+Progress = Callable[[int, str], None]  # (step, phase)
+
+
+class Loop:
+    """One rank's training: build, then step by step.
+
+    Random streams: the model is built from one seed on every rank, as data-parallel training
+    wants it; what a forward pass draws comes from a stream of each rank's own.
+    """
+
+    def __init__(
+        self,
+        ingredients: Ingredients,
+        strategy: LoadedStrategy,
+        observer: Observer,
+        *,
+        rank: int,
+        progress: Progress,
+        load_again: Callable[[], LoadedStrategy] | None = None,
+    ) -> None:
+        case, self._training = ingredients.case, ingredients.training
+        self._ingredients, self._strategy, self._observer = ingredients, strategy, observer
+        self._rank, self._progress = rank, progress
+        self._has_data = rank in case.with_data
+        self._shards = Shards(
+            ingredients.loaded,
+            size=ingredients.samples.size(train=True),
+            batch=case.batch,
+            world=len(case.with_data),
+            rank=case.with_data.index(rank) if self._has_data else None,
+            seed=case.seed,
+        )
+        self._load_again = load_again
+        scale = self._training.loss_scale
+        self._scaler = torch.amp.GradScaler(
+            ingredients.device.type, init_scale=scale or 1.0, enabled=scale is not None
+        )
+        progress(0, "build")
+        self._build()
+        observer.started(self.model, self._optimizer)
+
+    def _build(self) -> None:
+        ingredients = self._ingredients
+        seeds.pin_determinism()  # files of theirs have been loaded
+        self.model = ingredients.model()
+        self._observer.attach(self.model)
+        ingredients.handed_over(self.model, self._rank)
+        seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
+        names = [name for name, _ in self.model.named_parameters()]
+        self.wrapped: nn.Module = self._strategy.wrap(self.model)
+        refuse_other_names(f"strategy {ingredients.case.strategy!r}", names, self.model)
+        if self.wrapped is not self.model and ingredients.case.adaptation.without_data:
+            raise UsageError(
+                f"--without-data is for code that is called after backward; "
+                f"{ingredients.case.strategy} wraps the model in a {type(self.wrapped).__name__}, "
+                "whose forward pass a rank without data never runs"
+            )
+        build = partial(ingredients.optimizer, one_group=self._strategy.contract.one_group)
+        self._optimizer = self._strategy.optimizer(build, self.wrapped.parameters())
+
+    def _resume(self, number: int) -> None:
+        """Everything anew, as a script does that was started again, and filled from a checkpoint.
+
+        The optimizer's state is taken from each rank, so that what is divided stays divided.
+        """
+        assert self._load_again is not None, "only a run that is recorded resumes"
+        self._progress(number, "resume")
+        kept = take_checkpoint(self.model, self._optimizer, self._ingredients.device)
+        self._strategy.close()
+        self._strategy = self._load_again()
+        self._build()
+        restore(kept, self.model, self._optimizer, self._ingredients.device)
+
+    def step(self, number: int) -> tuple[float, int, float]:
+        """One step; returns the shard's mean loss, its size, and the seconds it took."""
+        begun = time.perf_counter()
+        case, progress = self._ingredients.case, self._progress
+        if number == self._training.resume_before:
+            self._resume(number)
+        stretch, ids = self._shards.read(number)
+        step = Step(
+            index=number,
+            rank=self._rank,
+            world_size=case.world,
+            samples=len(ids),
+            total_samples=stretch.count,
+            ranks_with_data=len(case.with_data),
+        )
+        self._ingredients.prepare(self.model, number)
+        self._ingredients.schedule(self._optimizer, number)
+        self._observer.reading(number, stretch.epoch, ids)
+
+        progress(number, "forward")
+        self._clear(step)
+        self._strategy.begun(self.wrapped, step)
+        if self._has_data:
+            first = number == 0 and self._strategy.contract.sync != "out-of-sight"
+            before = lengths(self.model) if first else None
+            loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
+            if before is not None:
+                refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
+        else:
+            loss_value = self._stand_by(step)
+        self._observer.backward_over()
+        progress(number, "sync")
+        self._synchronise(step)
+        self._observer.updated(number, self.model, self._optimizer, loss_value)
+        return loss_value, len(ids), time.perf_counter() - begun
+
+    def _clear(self, step: Step) -> None:
+        """As a training loop does. A wrapper that has its own zero_grad() may hold gradients that
+        are views of its buffers: None in their place would cut them off.
+        """
+        own = type(self.wrapped).zero_grad
+        if self._strategy.zero_grad is not None:
+            self._strategy.zero_grad(self.wrapped, step)
+        elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
+            self.wrapped.zero_grad()
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _synchronise(self, step: Step) -> None:
+        """Sync and update. Code that takes the optimizer's step itself, or synchronises within it,
+        has its final gradients when torch's own optimizer begins.
+        """
+        number, update = step.index, self._strategy.update
+        if update == "loop":
+            self._strategy.sync(self.wrapped, step)
+            if self._scaler.is_enabled():
+                self._scaler.unscale_(self._optimizer)
+            self._observer.synced(number, self.model)
+            self._progress(number, "update")
+            if self._training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._training.clip_norm)
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+            return
+        seen = 0
+
+        def begins(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 1:
+                self._observer.synced(number, self.model)
+
+        inner: Any = getattr(self._optimizer, "optim", self._optimizer)
+        own: Any = getattr(self._optimizer, "before_update", None)
+        hook = (own or inner.register_step_pre_hook)(begins)
+        try:
+            self._strategy.sync(self.wrapped, step)
+            if update == "optimizer":
+                self._progress(number, "update")
+                self._optimizer.step()
+        finally:
+            hook.remove()
+        if seen > 1:
+            raise RuntimeError(
+                f"the strategy called optimizer.step() {seen} times in step {number}: it must call "
+                "it once, after all parameters are synchronised (a call inside a loop over the "
+                "parameters updates with gradients that are not synchronised yet)"
+            )
+        if seen == 0:
+            raise UsageError(
+                "torch's optimizer took 0 steps where it should take one: the strategy has to call "
+                "its step() once in every step on every rank; where one rank steps for all and "
+                "sends its parameters, give --as steps-inside"
+            )
+
+    def _backward(self, batch: Batch, step: Step) -> float:
+        """Leaves the shard's gradients, and returns its mean loss."""
+        loss_of = partial(self._ingredients.loaded.workload.loss, self.wrapped)
+        if self._strategy.backward is not None:
+            self._progress(step.index, "backward")
+            returned = self._strategy.backward(loss_of, batch, step)
+            if not isinstance(returned, torch.Tensor):
+                raise TypeError(
+                    "the strategy's backward() must return the shard's mean loss, a tensor, and "
+                    f"returned {returned!r}"
+                )
+            return float(returned.detach())
+        parts = batch.split(self._training.accumulate)
+        if len(parts) == 1:
+            return float(self._backward_one(loss_of(batch), step))
+        mean_loss: torch.Tensor | None = None
+        for part in parts:
+            with self._exchanging(last=part is parts[-1]):
+                share = len(part.ids) / step.samples
+                mean_part = self._backward_one(loss_of(part) * share, step)
+            mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
+        assert mean_loss is not None, "a shard holds at least one sample"
+        return float(mean_loss)
+
+    def _stand_by(self, step: Step) -> float:
+        """What a rank without data does in place of forward and backward: it learns of the step as
+        the others do, and has gradients of zero, as a server has that has made room for them.
+        Returns no loss: NaN.
+        """
+        nothing = torch.zeros((), device=self._ingredients.device)
+        self._scaler.scale(self._strategy.scale_loss(nothing, step))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        return math.nan
+
+    def _backward_one(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
+        """Backward from one loss, which is returned."""
+        case = self._ingredients.case
+        given = loss
+        if case.loss == "mean/world":
+            given = loss * (1 / step.shards)
+        elif case.loss == "sum/global":
+            given = loss * (step.samples / step.total_samples)
+        scaled = self._strategy.scale_loss(given.clone(), step)  # which may work in place
+        self._observer.scaled(given, scaled)
+        self._progress(step.index, "backward")
+        self._scaler.scale(scaled).backward()
+        return loss.detach()
+
+    @contextlib.contextmanager
+    def _exchanging(self, *, last: bool) -> Iterator[None]:
+        """Whether a wrapped model may exchange gradients in this backward, if it can be told."""
+        no_sync = getattr(self.wrapped, "no_sync", None)
+        sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)
+        if sharded is not None:
+            sharded(last)
+        with no_sync() if no_sync is not None and not last else contextlib.nullcontext():
+            yield
+
+    def close(self) -> None:
+        """Lets the strategy end what it started."""
+        self._strategy.close()

@@ -1,0 +1,158 @@
+"""The jobs of a rank: to train and record, or only to train."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import torch
+
+from distcheck.contract import Contract
+from distcheck.machine import devices, seeds
+from distcheck.training.building import Ingredients, is_distributed, open_ingredients
+from distcheck.training.delays import Lateness
+from distcheck.training.epoch_positions import steps_per_epoch
+from distcheck.training.jobs import LOADING, EpochFigures, RecordJob, RunningLoss, TrainJob
+from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.training.loop import Loop
+from distcheck.training.recorder import Observer, TraceRecorder
+from distcheck.training.traces.writer import TraceWriter
+from distcheck.worlds.local import noise
+from distcheck.worlds.local.child import Reporter, keep_folder
+from distcheck.worlds.rendezvous import join
+
+
+def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Runs one recording rank."""
+    job = msgspec.msgpack.decode(payload, type=RecordJob)
+    remaining = list(fds)
+    listen_fd, trace_fd = remaining.pop(0), remaining.pop(0)
+    data_fd = remaining.pop(0) if job.has_data else None
+    baseline_fd = remaining.pop(0) if job.has_baseline else None
+    rank = job.rendezvous.rank
+    if job.memory_seed is not None:
+        noise.allocate(job.memory_seed)
+    keep_folder()
+    seeds.pin_determinism()
+    device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
+    reporter.progress(0, "rendezvous")
+    join(job.rendezvous, listen_fd)
+    reporter.progress(0, LOADING)
+    ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    seeds.pin_default_dtype(job.case.dtype)
+    late = Lateness()
+    if job.delays:
+        late.install()
+        late.begin([delay for delay in job.delays if delay.rank == rank])
+    load = partial(load_strategy, job.case.strategy, job.case.adaptation)
+    writer = TraceWriter(trace_fd, job.layout, rank, baseline_fd)
+    recorder = TraceRecorder(writer, job.layout, device)
+    progress = late.watching(reporter.progress)
+    loop = Loop(ingredients, load(), recorder, rank=rank, progress=progress, load_again=load)
+    for step in range(job.case.steps):
+        loop.step(step)
+    reporter.progress(job.case.steps, "close")
+    loop.close()
+    return str(torch.get_num_threads()).encode()
+
+
+def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Runs one rank that only trains."""
+    job = msgspec.msgpack.decode(payload, type=TrainJob)
+    data_fd = fds[1] if job.has_data else None
+    case, rank = job.case, job.rendezvous.rank
+    seeds.pin_determinism()
+    device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
+    join(job.rendezvous, fds[0])
+    ingredients = open_ingredients(case, job.description, data_fd, device)
+    seeds.pin_default_dtype(case.dtype)
+    strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
+    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    size = ingredients.samples.size(train=True)
+    per_epoch = steps_per_epoch(size, case.batch, case.world)
+    for epoch in range(job.epochs):
+        figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
+        # Ranks that each hold a part of the parameters put them together in every forward pass.
+        together = any(is_distributed(parameter) for parameter in loop.model.parameters())
+        if rank == 0 or together:
+            correct = sum(_count_correct(ingredients, loop.model, reporter))
+            tested = ingredients.samples.size(train=False)
+            figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
+        reporter.say(msgspec.msgpack.encode(figures))
+    loop.close()
+    return b""
+
+
+def _train_epoch(
+    job: TrainJob, loop: Loop, epoch: int, per_epoch: int, reporter: Reporter
+) -> EpochFigures:
+    rank = job.rendezvous.rank
+    steps = per_epoch if job.steps is None else min(job.steps, per_epoch)
+    loss_sum, samples, spent, recent = 0.0, 0, [], []
+    for number in range(steps):
+        loss, size, seconds = loop.step(epoch * per_epoch + number)
+        loss_sum, samples = loss_sum + loss * size, samples + size
+        spent.append(seconds)
+        recent.append(loss)
+        if rank == 0 and job.log_every and (number + 1) % job.log_every == 0:
+            mean = sum(recent) / len(recent)
+            running = RunningLoss(epoch=epoch, step=number + 1, steps=steps, loss=mean)
+            reporter.say(msgspec.msgpack.encode(running))
+            recent = []
+    return EpochFigures(
+        rank=rank,
+        epoch=epoch,
+        loss_sum=loss_sum,
+        samples=samples,
+        step_s=tuple(spent),
+        correct=0,
+        tested=0,
+    )
+
+
+def _count_correct(
+    ingredients: Ingredients, model: torch.nn.Module, reporter: Reporter
+) -> Iterator[int]:
+    """Right answers per batch of the test split, with the model in evaluation mode."""
+    size, batch = ingredients.samples.size(train=False), ingredients.case.batch
+    model.eval()
+    with torch.no_grad():
+        for number, first in enumerate(range(0, size, batch)):
+            reporter.progress(number, "test")
+            ids = torch.arange(first, min(first + batch, size))
+            inputs, labels = ingredients.samples.read(ids, train=False, dtype=ingredients.dtype)
+            inputs, labels = inputs.to(ingredients.device), labels.to(ingredients.device)
+            yield int((model(inputs).argmax(1) == labels).sum())
+    model.train()
+
+
+def alone() -> LoadedStrategy:
+    """No synchronisation: what a single process does."""
+    return LoadedStrategy(contract=Contract(), file="")
+
+
+class Unwatched(Observer):
+    """An observer that looks away."""
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Nothing."""
+
+    def started(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing."""
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """Nothing."""
+
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Nothing."""
+
+    def backward_over(self) -> None:
+        """Nothing."""
+
+    def synced(self, step: int, model: torch.nn.Module) -> None:
+        """Nothing."""
+
+    def updated(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """Nothing."""

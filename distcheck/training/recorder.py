@@ -1,0 +1,182 @@
+"""Watches one rank train and writes down, per step, what the checks need."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from distcheck.machine import devices, seeds
+from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
+from distcheck.training.leaf_hooks import LeafHook
+from distcheck.training.optimizers import implementation
+from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
+from distcheck.training.traces.writer import TraceWriter
+
+
+class Observer(Protocol):
+    """What the training loop tells whoever listens, in this order at every step."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Once, before the strategy has wrapped the model."""
+        ...
+
+    def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Once, before the first step."""
+        ...
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """The shard is known, nothing has been computed."""
+        ...
+
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
+        ...
+
+    def backward_over(self) -> None:
+        """The step's last backward has ended, nothing else has been called."""
+        ...
+
+    def synced(self, step: int, model: nn.Module) -> None:
+        """Gradients are what the optimizer will see."""
+        ...
+
+    def updated(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
+class TraceRecorder:
+    """Records into a trace.
+
+    Local gradients are taken by hooks on the parameters, registered before the strategy sees
+    the model, so they are what backward produced on this rank alone, also for strategies that
+    synchronise while backward is running. Where the code has torch forget them (`leaf_hooks`), they
+    are put back before the next backward. The order in which the hooks fire is the order in
+    which gradients became ready, which is what DDP forms its buckets from.
+
+    Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
+    """
+
+    def __init__(self, writer: TraceWriter, layout: TraceLayout, device: torch.device) -> None:
+        self._writer = writer
+        self._device = device
+        self._layout = layout
+        self._step = 0
+        self._epoch = 0
+        self._ids: list[int] = []
+        self._rng_state = self._library_states = b""
+        self._loss_factor = 1.0
+        self._settings = 0
+        self._ready: list[int] = []
+        self._hooks: dict[int, LeafHook] = {}
+        self._unseen: set[int] = set()
+
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
+        hook only while it trains, and keeps it.
+        """
+        self._hooks.clear()
+        for index, (_, parameter) in enumerate(trainable(model)):
+            trains = parameter.requires_grad
+            if trains or can_train(parameter):
+                self._hooks[index] = LeafHook(parameter.requires_grad_(True), self._hook(index))
+                parameter.requires_grad_(trains)
+
+    def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Records the initial state: slot 0."""
+        self._record_state(0, model, optimizer)
+
+    def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """Opens a step; the RNG states are those that the forward pass will start from."""
+        self._step, self._epoch, self._ids = step, epoch, ids.tolist()
+        self._rng_state = devices.rng_state(self._device)
+        self._library_states = seeds.library_states()
+        self._settings = seeds.settings()
+        self._ready.clear()
+        self._loss_factor = 1.0
+        self._put_hooks_back()
+
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Notes the factor, exactly as backward will meet it."""
+        self._put_hooks_back()  # the forward pass may have sent parameters
+        if scaled is not loss:
+            found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
+            self._loss_factor = float("nan") if found is None else float(found)
+
+    def backward_over(self) -> None:
+        """Notes the hooks that torch forgot after they were last put back."""
+        lost = (index for index, hook in self._hooks.items() if not hook.is_read)
+        self._unseen = {index for index in lost if index not in self._ready}
+
+    def synced(self, step: int, model: nn.Module) -> None:
+        """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
+        that no hook could see nothing is recorded.
+        """
+        parameters = dict(trainable(model))
+        for index, spec in enumerate(self._layout.model.parameters):
+            parameter = parameters.get(spec.name)
+            gradient = None if parameter is None else parameter.grad
+            if index not in self._ready and index not in self._unseen:
+                self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
+            self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
+
+    def updated(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
+    ) -> None:
+        """Records the state after the step, slot `step + 1`, and closes the step."""
+        self._record_state(step + 1, model, optimizer)
+        missing = len(self._layout.model.parameters) - len(self._ready)
+        self._writer.put_header(
+            step,
+            ids=self._ids,
+            loss=loss,
+            loss_factor=self._loss_factor,
+            epoch=self._epoch,
+            rng_state=self._rng_state,
+            ready_order=self._ready + [-1] * missing,
+            library_states=self._library_states,
+            settings=self._settings,
+            implementation=implementation(optimizer),
+        )
+
+    def _put_hooks_back(self) -> None:
+        for hook in self._hooks.values():
+            hook.put_back()
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        return partial(self._local_gradient, index)
+
+    def _local_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if index in self._ready:  # a second backward within the step adds to the first
+            before = self._writer.read_back(Kind.LOCAL_GRADIENT, self._step, index)
+            gradient = before.to(gradient.device) + gradient
+        else:
+            self._ready.append(index)
+        self._writer.put(Kind.LOCAL_GRADIENT, self._step, index, gradient)
+
+    def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model_layout = self._layout.model
+        found: dict[str, torch.Tensor] = dict(trainable(model))
+        for index, spec in enumerate(model_layout.parameters):
+            parameter = found.get(spec.name)
+            order = _order_of(parameter)
+            self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
+        found = dict(model.named_buffers())
+        for index, spec in enumerate(model_layout.buffers):
+            buffer = found.get(spec.name)
+            self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
+        found = state_tensors(model, optimizer, model_layout)
+        for index, spec in enumerate(model_layout.optimizer):
+            self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
+
+
+def _order_of(tensor: torch.Tensor | None) -> int:
+    """How a rank's tensor lies in memory; of one that ranks hold parts of, nothing is known."""
+    if tensor is None or tensor.layout is not torch.strided or is_distributed(tensor):
+        return 0
+    return memory_order(tensor.shape, tensor.stride())

@@ -1,0 +1,130 @@
+"""Traces in files: one safetensors file per slot, readable by anything that reads safetensors.
+
+    index.bin             headers and tables, as they lay in memory
+    slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
+
+A trace that keeps digests alone has the index and no slot files.
+
+A tensor that several ranks share is stored once, under the rank that holds it. complex32 and
+complex128, which safetensors does not know, are stored as pairs of real numbers.
+"""
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import safetensors
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.machine.shared_tensors import raw_bytes, write_at
+from distcheck.records import TensorSpec
+from distcheck.training.jobs import TraceFilesJob
+from distcheck.training.traces import seal
+from distcheck.training.traces.layout import ENTRY, Kind, Source, State, TraceLayout
+from distcheck.training.traces.reader import TraceReader
+from distcheck.worlds.local.child import Reporter
+
+_IN_PAIRS = (torch.complex32, torch.complex128)
+# What files raise that are not as they were written, or whose about.json was edited.
+_DAMAGE = (
+    OSError, safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError,
+    ArithmeticError, AttributeError, struct.error,
+)  # fmt: skip
+
+
+def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Writes the traces behind `fds` to folders run-1, run-2; answers with the digest of each
+    index. Raises CannotRunError.
+    """
+    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
+    indexes = []
+    try:
+        for number, fd in enumerate(fds, 1):
+            folder = Path(job.folder, f"run-{number}")
+            folder.mkdir(parents=True)
+            reporter.progress(number, "save")
+            indexes.append(_save(folder, job.layout, fd, tensors=job.tensors))
+    except safetensors.SafetensorError as error:  # it wraps the system's error in a text
+        full = os.strerror(errno.ENOSPC)
+        raise CannotRunError(full if full in str(error) else str(error)) from error
+    except OSError as error:
+        raise CannotRunError(error.strerror or str(error)) from error
+    return msgspec.msgpack.encode(indexes)
+
+
+def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Fills the traces behind `fds` from folders run-1, run-2. Raises UsageError."""
+    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
+    for number, (fd, digest) in enumerate(zip(fds, job.indexes, strict=True), 1):
+        folder = Path(job.folder, f"run-{number}")
+        reporter.progress(number, "load")
+        try:
+            _load(folder, job.layout, fd, digest, tensors=job.tensors)
+        except _DAMAGE as error:
+            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+    return b""
+
+
+def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -> str:
+    """Writes one trace; returns the digest of its index."""
+    index = os.pread(fd, layout.index_bytes, 0)
+    (folder / "index.bin").write_bytes(index)
+    trace = TraceReader(fd, layout)
+    for slot in range(layout.steps + 1 if tensors else 0):
+        held: dict[str, torch.Tensor] = {}
+        for rank, kind, number, spec in _held(layout, index, slot):
+            tensor = trace.tensor(rank, kind, slot, number)
+            assert tensor is not None, "the table says that it is stored"
+            in_pairs = tensor.dtype in _IN_PAIRS
+            held[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
+        save_file(held, folder / f"slot-{slot:03}.safetensors")
+    return seal.digest(index)
+
+
+def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: bool = True) -> None:
+    index = (folder / "index.bin").read_bytes()
+    if seal.digest(index) != digest:
+        raise ValueError("index.bin does not have the checksum in checksums.json")
+    if len(index) != layout.index_bytes:
+        raise ValueError(f"index.bin has {len(index)} bytes, not {layout.index_bytes}")
+    os.ftruncate(fd, layout.total_bytes)
+    write_at(fd, memoryview(index), 0)
+    for slot in range(layout.steps + 1 if tensors else 0):
+        held = load_file(folder / f"slot-{slot:03}.safetensors")
+        for rank, kind, number, spec in _held(layout, index, slot):
+            tensor = held[_key(rank, kind, spec)].contiguous()
+            if getattr(torch, spec.dtype) in _IN_PAIRS:
+                tensor = torch.view_as_complex(tensor)
+            found = (tuple(tensor.shape), str(tensor.dtype))
+            if found != (spec.shape, f"torch.{spec.dtype}"):
+                raise ValueError(f"{_key(rank, kind, spec)} is {found[1]} of shape {found[0]}")
+            data = raw_bytes(tensor)
+            at = layout.entry_offset(rank, kind, slot, number)
+            if xxhash.xxh3_128_digest(data) != ENTRY.unpack_from(index, at)[0]:
+                raise ValueError(f"{_key(rank, kind, spec)} is not what its rank recorded")
+            write_at(fd, data, layout.data_offset(rank, kind, slot, number))
+
+
+def _held(
+    layout: TraceLayout, index: bytes, slot: int
+) -> Iterator[tuple[int, Kind, int, TensorSpec]]:
+    """The tensors of a slot whose bytes this trace holds."""
+    for rank in range(layout.world):
+        for kind in Kind:
+            if slot >= layout.slots(kind):
+                continue
+            for number, spec in enumerate(layout.specs(kind)):
+                at = layout.entry_offset(rank, kind, slot, number)
+                _, state, source, holder, _ = ENTRY.unpack_from(index, at)
+                if (state, source, holder) == (State.STORED, Source.OWN, rank):
+                    yield rank, kind, number, spec
+
+
+def _key(rank: int, kind: Kind, spec: TensorSpec) -> str:
+    return f"rank{rank}/{kind.name.lower()}/{spec.name}"

@@ -1,0 +1,232 @@
+"""Where everything lies in the trace of one world.
+
+A trace is one file of fixed layout (a memfd: shared memory without a name, so that nothing is
+left behind whatever dies). Every rank writes into regions of its own:
+
+    step headers    per rank and step: sample ids, loss, RNG states, order of gradients
+    slot table      per rank, kind, slot and tensor: digest and where the bytes are
+    data            per rank, kind, slot and tensor: the bytes
+
+The file is sparse: a region that nobody writes costs no memory. Ranks that hold the same bits
+store them once (the table entry of the others points at the first), which is what keeps the
+trace of a correct run small.
+"""
+
+import mmap
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cached_property
+
+import msgspec
+
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES
+from distcheck.records import ModelLayout, TensorSpec
+
+# The dtypes that a trace holds: those whose elements torch copies and whose bytes are theirs alone.
+BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4,
+    "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+NO_DIGEST = bytes(16)
+_ALIGNMENT = 64
+CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
+RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
+
+ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, memory order
+# written, settings, implementation of the optimizer, samples, loss, factor on the loss, epoch,
+# RNG bytes, RNG digest, library states' bytes
+HEADER = struct.Struct("<BBHIddqI16sI")
+_MOST_ORDERED = 8  # dimensions: four bits each
+
+
+class Kind(IntEnum):
+    """What is recorded of a step. The first two belong to a step, the others to a moment:
+    slot k is the state before step k, slot k + 1 that after it.
+    """
+
+    LOCAL_GRADIENT = 0
+    GRADIENT = 1
+    PARAMETER = 2
+    BUFFER = 3
+    OPTIMIZER = 4
+
+    @property
+    def label(self) -> str:
+        """As a report says it."""
+        return self.name.lower().replace("_", " ")
+
+
+class State(IntEnum):
+    """What a table entry says."""
+
+    UNWRITTEN = 0  # the rank never got there
+    ABSENT = 1  # the rank got there and there was no such tensor (a gradient of None)
+    STORED = 2  # the bytes are in the trace that `source` names, in the region of `rank`
+    MALFORMED = 3  # a tensor of another shape or dtype than the layout's
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the rank had a tensor, of the right shape or not."""
+        return self in (State.STORED, State.MALFORMED)
+
+
+class Source(IntEnum):
+    """Which trace holds the bytes of an entry."""
+
+    OWN = 0
+    BASELINE = 1  # the first run, when this one is the rerun
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Size of a tensor in bytes."""
+    return spec.elements * BYTES[spec.dtype]
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """In which order a tensor's dimensions lie in memory, outermost first, four bits each; 0 where
+    there is one order only, or no room.
+
+    Of dimensions with one stride, all but one have size 1, and that one is the innermost of what
+    the others would be: it goes first.
+    """
+    if len(shape) > _MOST_ORDERED:
+        return 0
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
+    return sum(d << (4 * place) for place, d in enumerate(reversed(order)))
+
+
+def strides_in(order: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in memory in this order."""
+    strides, stride = [0] * len(shape), 1
+    for place in range(len(shape)):
+        dimension = (order >> (4 * place)) & 15
+        strides[dimension] = stride
+        stride *= max(1, shape[dimension])
+    return tuple(strides)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps."""
+
+    world: int
+    steps: int
+    max_shard: int
+    model: ModelLayout
+
+    def specs(self, kind: Kind) -> tuple[TensorSpec, ...]:
+        """The tensors of a kind; gradients are shaped like parameters."""
+        if kind is Kind.BUFFER:
+            return self.model.buffers
+        if kind is Kind.OPTIMIZER:
+            return self.model.optimizer
+        return self.model.parameters
+
+    def slots(self, kind: Kind) -> int:
+        """How many slots a kind has: one per step, or one more for the state before the first."""
+        return self.steps if kind in (Kind.LOCAL_GRADIENT, Kind.GRADIENT) else self.steps + 1
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Size of one step header."""
+        ready_order = 4 * len(self.model.parameters)
+        states = RNG_STATE_BYTES + LIBRARY_STATES_BYTES
+        return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order)
+
+    @cached_property
+    def _entries_before(self) -> dict[Kind, int]:
+        """Per kind, the number of table entries of one rank that come before it."""
+        before, total = {}, 0
+        for kind in Kind:
+            before[kind] = total
+            total += self.slots(kind) * len(self.specs(kind))
+        return before
+
+    @cached_property
+    def entries_per_rank(self) -> int:
+        """Table entries of one rank."""
+        return sum(self.slots(kind) * len(self.specs(kind)) for kind in Kind)
+
+    @cached_property
+    def table_offset(self) -> int:
+        """Where the slot tables begin."""
+        return self.world * self.steps * self.header_bytes
+
+    @cached_property
+    def index_bytes(self) -> int:
+        """Size of headers and tables together: what a reader maps at once."""
+        return _aligned(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
+
+    @cached_property
+    def _tensor_offsets(self) -> dict[Kind, tuple[list[int], int]]:
+        """Per kind: each tensor's offset within a slot, and the size of a slot."""
+        offsets: dict[Kind, tuple[list[int], int]] = {}
+        for kind in Kind:
+            starts, total = [], 0
+            for spec in self.specs(kind):
+                starts.append(total)
+                total = _aligned(total + spec_bytes(spec))
+            offsets[kind] = (starts, total)
+        return offsets
+
+    @cached_property
+    def _data_before(self) -> dict[Kind, int]:
+        before, total = {}, 0
+        for kind in Kind:
+            before[kind] = total
+            total += self.slots(kind) * self._tensor_offsets[kind][1]
+        return before
+
+    @cached_property
+    def data_bytes_per_rank(self) -> int:
+        """What one rank would write if it shared nothing with the others."""
+        return sum(self.slots(kind) * self._tensor_offsets[kind][1] for kind in Kind)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Size of the whole (sparse) file."""
+        return self.index_bytes + self.world * self.data_bytes_per_rank
+
+    def header_offset(self, rank: int, step: int) -> int:
+        """Where a rank's header of a step begins."""
+        return (rank * self.steps + step) * self.header_bytes
+
+    def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """Where the table entry of a tensor lies."""
+        entry = (
+            rank * self.entries_per_rank
+            + self._entries_before[kind]
+            + slot * len(self.specs(kind))
+            + index
+        )
+        return self.table_offset + entry * ENTRY.size
+
+    def data_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:
+        """Where the bytes of a tensor lie."""
+        starts, slot_bytes = self._tensor_offsets[kind]
+        within = self._data_before[kind] + slot * slot_bytes + starts[index]
+        return self.index_bytes + rank * self.data_bytes_per_rank + within
+
+    def regions_of(self, rank: int) -> list[tuple[int, int]]:
+        """(offset, length) of everything that a rank may have written: headers, table, data."""
+        table_bytes = self.entries_per_rank * ENTRY.size
+        return [
+            (self.header_offset(rank, 0), self.steps * self.header_bytes),
+            (self.table_offset + rank * table_bytes, table_bytes),
+            (self.index_bytes + rank * self.data_bytes_per_rank, self.data_bytes_per_rank),
+        ]
+
+
+def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:
+    """How many steps, from the first, every rank has finished; `index` maps the trace's start."""
+    for step in range(layout.steps):
+        if not all(index[layout.header_offset(rank, step)] for rank in range(layout.world)):
+            return step
+    return layout.steps

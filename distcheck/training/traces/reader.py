@@ -1,0 +1,182 @@
+"""A trace as the oracles and checks see it: tensors, digests and headers by rank and step."""
+
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES
+from distcheck.machine.shared_tensors import mapped_tensor
+from distcheck.training.traces.layout import (
+    ENTRY,
+    HEADER,
+    RNG_STATE_BYTES,
+    Kind,
+    Source,
+    State,
+    TraceLayout,
+    steps_written,
+)
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHeader:
+    """What a rank recorded of a step besides tensors; ids and ready_order are indices.
+
+    `loss_factor` is the derivative of what backward started from by the shard's mean loss.
+    `rng_state` is that of torch's generators; `library_states` and `settings` are what the
+    functions of that name in `seeds` say, `implementation` what the one in `ranks.optimizers` does.
+    """
+
+    written: bool
+    ids: tuple[int, ...]
+    loss: float
+    loss_factor: float
+    epoch: int
+    rng_state: bytes
+    rng_digest: bytes
+    library_states: bytes
+    ready_order: tuple[int, ...]
+    settings: int
+    implementation: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
+    of a parameter or buffer (0: not known).
+    """
+
+    state: State
+    digest: bytes
+    source: Source
+    holder: int
+    order: int = 0
+
+
+class TraceReader:
+    """Reads the trace behind a file descriptor; it may still be growing. Nothing is copied, except
+    to a `device` that is not the CPU. Without `tensors` the trace holds only their digests, and
+    asking for a tensor raises LookupError.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        layout: TraceLayout,
+        baseline: "TraceReader | None" = None,
+        *,
+        device: torch.device = _CPU,
+        tensors: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.ranks = tuple(range(layout.world))  # as they are numbered in the world that was run
+        self._device = device
+        self._has_tensors = tensors
+        self._fd = fd
+        self._baseline = baseline
+        self._map = mmap.mmap(fd, layout.total_bytes, prot=mmap.PROT_READ)
+        # Checks ask for a tensor many times, and mapping it takes longer than looking it up.
+        self._known: dict[tuple[int, Kind, int, int], torch.Tensor] = {}
+
+    def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
+        """The same trace as a world of these ranks alone would have written it: they are numbered
+        from 0, in this order.
+        """
+        return self if tuple(ranks) == self.ranks else _OfRanks(self, ranks)
+
+    def header(self, rank: int, step: int) -> StepHeader:
+        """The step header of a rank."""
+        at = self.layout.header_offset(rank, step)
+        header = HEADER.unpack_from(self._map, at)
+        written, settings, implementation, samples, loss, factor, epoch, *sizes = header
+        rng_bytes, digest, library_bytes = sizes
+        at += HEADER.size
+        rng_state = bytes(self._map[at : at + rng_bytes])
+        at += RNG_STATE_BYTES
+        library_states = bytes(self._map[at : at + library_bytes])
+        at += LIBRARY_STATES_BYTES
+        ids = struct.unpack_from(f"<{samples}q", self._map, at)
+        at += 8 * self.layout.max_shard
+        order = struct.unpack_from(f"<{len(self.layout.model.parameters)}i", self._map, at)
+        return StepHeader(
+            written=bool(written),
+            ids=ids,
+            loss=loss,
+            loss_factor=factor,
+            epoch=epoch,
+            rng_state=rng_state,
+            rng_digest=digest,
+            library_states=library_states,
+            ready_order=tuple(i for i in order if i >= 0),
+            settings=settings,
+            implementation=implementation,
+        )
+
+    def steps_written(self) -> int:
+        """How many steps, from the first, every rank has finished."""
+        return steps_written(self._map, self.layout)
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        """The table entry of one tensor."""
+        at = self.layout.entry_offset(rank, kind, slot, index)
+        digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
+        return Entry(State(state), digest, Source(source), holder, order)
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
+        entry = self.entry(rank, kind, slot, index)
+        if entry.state is not State.STORED:
+            return None
+        if not self._has_tensors:
+            raise LookupError("the trace holds digests and no tensors")
+        if entry.source is Source.BASELINE:
+            if self._baseline is None:
+                raise LookupError("the rerun's trace was opened without the first run's")
+            return self._baseline._mapped(entry.holder, kind, slot, index)
+        return self._mapped(entry.holder, kind, slot, index)
+
+    def tensors(self, rank: int, kind: Kind, slot: int) -> list[torch.Tensor | None]:
+        """All tensors of a kind in one slot, in the layout's order."""
+        count = len(self.layout.specs(kind))
+        return [self.tensor(rank, kind, slot, index) for index in range(count)]
+
+    def _mapped(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
+        place = (rank, kind, slot, index)
+        if place in self._known:
+            return self._known[place]
+        spec = self.layout.specs(kind)[index]
+        offset = self.layout.data_offset(rank, kind, slot, index)
+        tensor = mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
+        # Optimizers keep their count of steps on the CPU.
+        counts_steps = kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step")
+        if self._device == _CPU or counts_steps:
+            self._known[place] = tensor
+            return tensor
+        return tensor.to(self._device)
+
+
+class _OfRanks(TraceReader):
+    """Some of the ranks of another trace."""
+
+    def __init__(self, whole: TraceReader, ranks: Sequence[int]) -> None:
+        self.layout = msgspec.structs.replace(whole.layout, world=len(ranks))
+        self.ranks = tuple(whole.ranks[rank] for rank in ranks)
+        self._whole, self._chosen = whole, tuple(ranks)
+
+    def header(self, rank: int, step: int) -> StepHeader:
+        return self._whole.header(self._chosen[rank], step)
+
+    def steps_written(self) -> int:
+        return self._whole.steps_written()
+
+    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        return self._whole.entry(self._chosen[rank], kind, slot, index)
+
+    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        return self._whole.tensor(self._chosen[rank], kind, slot, index)

@@ -1,0 +1,90 @@
+"""The checksums of a saved trace, so that a damaged one is refused and never judged.
+
+    checksums.json    the digest of about.json, and that of the index.bin of every run
+
+Tensors have theirs in the index. A trace without this file, or of another schema, is refused: its
+damage could not be noticed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from distcheck.errors import UsageError
+from distcheck.records.decoding import decode_json
+
+SCHEMA = "distcheck.trace/1"
+_NAME = "checksums.json"
+_ABOUT = "about.json"
+
+
+class Seal(msgspec.Struct, frozen=True, kw_only=True):
+    """What checksums.json holds: digests in hexadecimal, of XXH3 with 128 bits."""
+
+    schema: str
+    about: str
+    indexes: tuple[str, ...]
+
+
+def digest(data: bytes) -> str:
+    """The digest of a file's content."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def write_about(folder: Path, about: bytes, indexes: Sequence[str]) -> None:
+    """Writes about.json and then the checksums; `indexes` are the digests of the indexes."""
+    (folder / _ABOUT).write_bytes(about)
+    seal = Seal(schema=SCHEMA, about=digest(about), indexes=tuple(indexes))
+    (folder / _NAME).write_bytes(msgspec.json.encode(seal))
+
+
+def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
+    """The content of about.json and the digests of the indexes, one for each run.
+
+    Raises UsageError where anything of it is missing, damaged or of another schema.
+    """
+    seal = _read(folder)
+    try:
+        about = (folder / _ABOUT).read_bytes()
+    except OSError as error:
+        raise UsageError(_damaged(folder, f"{_ABOUT} cannot be read: {error.strerror}")) from error
+    if digest(about) != seal.about:
+        raise UsageError(_damaged(folder, f"{_ABOUT} does not have the checksum in {_NAME}"))
+    runs = {path.name for path in folder.glob("run-*")}
+    expected = {f"run-{number}" for number in range(1, len(seal.indexes) + 1)}
+    if runs != expected or not expected:
+        said = ", ".join(sorted(runs)) or "no run"
+        raise UsageError(_damaged(folder, f"it has {said} and {len(seal.indexes)} checksums"))
+    return about, seal.indexes
+
+
+def _read(folder: Path) -> Seal:
+    try:
+        data = (folder / _NAME).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(
+            f"the trace in {folder} has no {_NAME}: an earlier version of distcheck wrote it, or "
+            "the file is lost; record the run again"
+        ) from None
+    except OSError as error:
+        raise UsageError(_damaged(folder, f"{_NAME} cannot be read: {error.strerror}")) from error
+    try:
+        schema = decode_json(data, _Schema).schema
+        if schema == SCHEMA:
+            return decode_json(data, Seal)
+    except msgspec.MsgspecError as error:
+        raise UsageError(_damaged(folder, f"{_NAME}: {error}")) from error
+    raise UsageError(
+        f"the trace in {folder} has the schema {schema!r}, and this version reads {SCHEMA!r}; "
+        "record the run again with this version"
+    )
+
+
+class _Schema(msgspec.Struct, frozen=True):
+    schema: str
+
+
+def _damaged(folder: Path, how: str) -> str:
+    return f"the trace in {folder} is damaged: {how}; record the run again"

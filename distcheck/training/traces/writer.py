@@ -1,0 +1,142 @@
+"""A rank's pen: writes tensors and step headers into the trace."""
+
+import mmap
+import os
+
+import torch
+import xxhash
+
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES
+from distcheck.machine.shared_tensors import raw_bytes, write_at
+from distcheck.training.traces.layout import (
+    ENTRY,
+    HEADER,
+    NO_DIGEST,
+    RNG_STATE_BYTES,
+    Kind,
+    Source,
+    State,
+    TraceLayout,
+)
+
+
+class TraceWriter:
+    """Writes one rank's part of a trace.
+
+    Bytes go in with `pwrite`, not through a mapping, so that they do not count as memory of the
+    rank. A tensor whose digest another rank (or the same slot of the baseline run) already
+    published is not written again. Two ranks that publish at the same moment may both write:
+    wasteful, never wrong. Local gradients are not shared between ranks, because a second
+    backward writes to their slot again.
+    """
+
+    def __init__(
+        self, fd: int, layout: TraceLayout, rank: int, baseline_fd: int | None = None
+    ) -> None:
+        self._fd = fd
+        self._baseline_fd = baseline_fd
+        self._layout = layout
+        self._rank = rank
+        self._index = mmap.mmap(fd, layout.index_bytes)
+        self._baseline = (
+            mmap.mmap(baseline_fd, layout.index_bytes, prot=mmap.PROT_READ)
+            if baseline_fd is not None
+            else None
+        )
+
+    def put(
+        self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None, *, order: int = 0
+    ) -> None:
+        """Records one tensor (or its absence), and in which `memory_order` its dimensions lay. The
+        tensor may be reused as soon as this returns.
+        """
+        at = self._layout.entry_offset(self._rank, kind, slot, index)
+        if tensor is None:
+            self._publish(at, NO_DIGEST, State.ABSENT, Source.OWN, self._rank)
+            return
+        spec = self._layout.specs(kind)[index]
+        if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+            self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank)
+            return
+        # A conjugate's or a negative's memory holds the other sign, which a bit takes back.
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = raw_bytes(dense)
+        digest = xxhash.xxh3_128_digest(data)
+        source, holder = self._holder(kind, slot, index, digest)
+        if source is Source.OWN and holder == self._rank:
+            write_at(self._fd, data, self._layout.data_offset(self._rank, kind, slot, index))
+        self._publish(at, digest, State.STORED, source, holder, order)
+
+    def read_back(self, kind: Kind, slot: int, index: int) -> torch.Tensor:
+        """A copy of a tensor that this rank recorded earlier."""
+        at = self._layout.entry_offset(self._rank, kind, slot, index)
+        _, _, source, holder, _ = ENTRY.unpack_from(self._index, at)
+        fd = self._baseline_fd if source == Source.BASELINE else self._fd
+        assert fd is not None, "only a rerun refers to a baseline"
+        spec = self._layout.specs(kind)[index]
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        if tensor.numel():
+            os.preadv(fd, [raw_bytes(tensor)], self._layout.data_offset(holder, kind, slot, index))
+        return tensor
+
+    def put_header(
+        self,
+        step: int,
+        *,
+        ids: list[int],
+        loss: float,
+        loss_factor: float,
+        epoch: int,
+        rng_state: bytes,
+        ready_order: list[int],
+        library_states: bytes = b"",
+        settings: int = 0,
+        implementation: int = 0,
+    ) -> None:
+        """Records what belongs to a step and is no tensor of the model; marks it as written.
+
+        `ready_order` [parameters] lists parameter indices in the order in which backward
+        finished their gradients, padded with -1. The digest is of torch's generators alone: the
+        libraries' are drawn from by whoever likes, and what that changes shows elsewhere.
+        `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does.
+        """
+        at = self._layout.header_offset(self._rank, step)
+        tail = at + HEADER.size
+        self._index[tail : tail + len(rng_state)] = rng_state
+        tail += RNG_STATE_BYTES
+        self._index[tail : tail + len(library_states)] = library_states
+        tail += LIBRARY_STATES_BYTES
+        packed_ids = b"".join(i.to_bytes(8, "little", signed=True) for i in ids)
+        self._index[tail : tail + len(packed_ids)] = packed_ids
+        tail += 8 * self._layout.max_shard
+        packed_order = b"".join(i.to_bytes(4, "little", signed=True) for i in ready_order)
+        self._index[tail : tail + len(packed_order)] = packed_order
+        digest = xxhash.xxh3_128_digest(rng_state)
+        sizes = len(rng_state), digest, len(library_states)
+        kinds = settings, implementation
+        HEADER.pack_into(self._index, at, 1, *kinds, len(ids), loss, loss_factor, epoch, *sizes)
+
+    def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
+        """Who already holds these bytes; this rank itself when nobody does."""
+        others = [r for r in range(self._layout.world) if r != self._rank]
+        if kind is Kind.LOCAL_GRADIENT:
+            others = []
+        for table, source, ranks in (
+            (self._baseline, Source.BASELINE, [self._rank]),
+            (self._index, Source.OWN, others),
+        ):
+            if table is None:
+                continue
+            for rank in ranks:
+                at = self._layout.entry_offset(rank, kind, slot, index)
+                known, state, where, holder, _ = ENTRY.unpack_from(table, at)
+                if state == State.STORED and where == Source.OWN and known == digest:
+                    return source, holder
+        return Source.OWN, self._rank
+
+    def _publish(
+        self, at: int, digest: bytes, state: State, source: Source, holder: int, order: int = 0
+    ) -> None:
+        # The state byte goes in last: a peer that sees STORED also sees the digest.
+        ENTRY.pack_into(self._index, at, digest, State.UNWRITTEN, source, holder, order)
+        self._index[at + 16] = state

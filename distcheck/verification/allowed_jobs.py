@@ -1,0 +1,63 @@
+"""What a process that lends its ranks runs: the code that its own command line named, no other.
+
+The front says which case a rank trains. It may choose another built-in workload, batch or delay,
+as follow-ups do; strategies, and whatever a case names by module or file, must be among those that
+this process was started with.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from distcheck import backends
+from distcheck.errors import CannotRunError
+from distcheck.records import Case
+from distcheck.store.trust import named
+from distcheck.training import loading
+from distcheck.training.jobs import CALIBRATE
+from distcheck.workloads.cells import place_of
+
+
+class _Meeting(msgspec.Struct, frozen=True):
+    backend: str
+
+
+class _Calibration(msgspec.Struct, frozen=True):
+    rendezvous: _Meeting
+
+
+class _Training(msgspec.Struct, frozen=True):
+    rendezvous: _Meeting
+    case: Case
+
+
+class Allowed:
+    """The code of `cases`, and what is built in."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._named = {one for case in cases for one in named(case)}
+
+    def check(self, target: str, payload: bytes) -> None:
+        """Raises CannotRunError for a rank's job that would run other code."""
+        try:
+            if target == CALIBRATE:
+                job = msgspec.msgpack.decode(payload, type=_Calibration)
+                asked = {("backend", job.rendezvous.backend)}
+            else:
+                training = msgspec.msgpack.decode(payload, type=_Training)
+                asked = {*named(training.case), ("backend", training.rendezvous.backend)}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CannotRunError(f"rank 0 asks for a job that makes no sense: {error}") from None
+        for what, spec in sorted(asked - self._named):
+            if not _is_built_in(what, spec):
+                raise CannotRunError(
+                    f"rank 0 asks for {what} {spec}, and this process was started for other code; "
+                    "start every process with the same options"
+                )
+
+
+def _is_built_in(what: str, spec: str) -> bool:
+    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
+    if what == "workload":
+        return place in loading.workload_names() or spec != place_of(spec)
+    return what == "backend" and spec in backends.backend_names()

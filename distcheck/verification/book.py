@@ -1,0 +1,201 @@
+"""The book of a verification: what becomes of each case as it finishes, and what is kept of it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from distcheck.errors import DistcheckError
+from distcheck.errors.masking import masker
+from distcheck.plan.provenance import Provenance
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
+from distcheck.records.searches import Explored
+from distcheck.store import run_folder as store
+from distcheck.store.last_pass import since_last_green
+from distcheck.store.run_folder import SavedCase, Store
+from distcheck.verification import followups, verdicts
+from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.contents import not_shown
+from distcheck.verification.followups import FollowUp
+from distcheck.worlds.pool import Pool
+
+
+class Book:
+    """Enters cases as they finish: their report, and what is kept of them."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        runs: Sequence[CaseRun],
+        made: Mapping[str, Provenance],
+        environment: dict[str, Any],
+        keep: Store | None,
+        earlier: dict[str, CaseReport],
+    ) -> None:
+        self._pool, self._made = pool, made
+        self._runs, self._environment, self._keep = runs, environment, keep
+        self._earlier = tuple(
+            msgspec.structs.replace(report, notes=(*report.notes, "judged before a restart"))
+            for report in earlier.values()
+        )
+        self._reports: dict[str, CaseReport] = {}
+        self._save_error = ""
+        self.plan: RunPlan | None = None
+        self.left_out: dict[str, str] = {}
+        self.settles = False
+        self.made: Origin | None = None
+        self.explored: list[Explored] = []
+        self._found: list[CaseReport] = []
+
+    @property
+    def finished(self) -> list[CaseReport]:
+        """The reports of this start."""
+        return list(self._reports.values())
+
+    def replace(self, run: CaseRun) -> None:
+        """Takes a case that was changed and run again, in the place of the first of its id."""
+        if self._keep is not None:
+            self._keep.write_case(run.case, self._made.get(run.case.id))
+        self.enter(run)
+
+    def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
+        """Takes what follow-ups have shown into the reports."""
+        for report in followups.take_in(self.finished, done):
+            if report != self._reports[report.case.id]:
+                self._reports[report.case.id] = report
+                self._note_finished(report)
+
+    @property
+    def not_counted(self) -> dict[str, str]:
+        """The ids of cases that ran and do not count, each with the reason."""
+        return followups.leave_out(self.finished)[1] if self.settles else {}
+
+    def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
+        """Takes how far a search went, and the cases that it adds."""
+        self.explored.append(explored)
+        self._found += found
+
+    def enter(self, run: CaseRun) -> VerdictName:
+        """Takes a finished case and returns its verdict; afterwards its traces may go."""
+        report = verdicts.report_of(run, replay=self._replay(run.case))
+        self._reports[run.case.id] = report
+        if self._keep is not None and not self._save_error and not run.not_run:
+            self._save(run, report)
+        return report.verdict
+
+    def _save(self, run: CaseRun, report: CaseReport) -> None:
+        assert self._keep is not None
+        fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
+        size = sum(store.stored_bytes(fd) for fd in fds)
+        try:
+            if self._keep.wants_trace(size, failed=report.verdict == "fail"):
+                self._keep.write_trace(self._pool, self._saved(run), fds)
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+        else:  # last: what counts as finished is not run again, nor saved
+            self._note_finished(report)
+
+    def _note_finished(self, report: CaseReport) -> None:
+        if self._keep is None or self._save_error:
+            return
+        try:
+            self._keep.write_finished(report)
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+
+    def _saved(self, run: CaseRun) -> SavedCase:
+        return SavedCase(
+            case=run.case,
+            facts=run.facts,
+            planned=tuple(run.planned),
+            layout=run.layout,
+            outcomes=tuple(run.outcomes),
+            rerun_outcomes=tuple(run.rerun_outcomes),
+            rerun_in=run.rerun_in,
+            surroundings=run.surroundings,
+            separation=run.separation,
+            notes=tuple(run.notes),
+            environment=self._environment,
+            digests=self._made[run.case.id].digests,
+        )
+
+    def report(
+        self, *, interrupted: bool = False, given_up: DistcheckError | None = None
+    ) -> Report:
+        """The report over all cases; those that never finished are unknown. `given_up` is what
+        ended the run before they did.
+        """
+        cases = tuple(self._reports.get(run.case.id) or self._unfinished(run) for run in self._runs)
+        counted: list[CaseReport] = [*self._earlier, *cases]
+        out: dict[str, str] = {}
+        if self.settles and not interrupted and given_up is None:
+            counted, out = followups.leave_out(counted)
+        report = Report(
+            environment=self._environment,
+            cases=(*counted, *self._found),
+            explored=tuple(self.explored),
+            made=self.made,
+            not_shown=not_shown([case.contents for case in counted if case.contents]),
+            plan=self.plan,
+            left_out={**self.left_out, **out},
+            since_green=self._since_green(),
+            saved_to=str(self._keep.folder) if self._keep and not self._save_error else None,
+            save_error=self._save_error,
+            interrupted=interrupted,
+        )
+        if given_up is not None:
+            report = given_up_on(report, given_up)
+        return self._written(report) if self._keep and not self._save_error else report
+
+    def _unfinished(self, run: CaseRun) -> CaseReport:
+        report = verdicts.report_of(run, replay=self._replay(run.case))
+        return msgspec.structs.replace(report, unfinished=True)
+
+    def _since_green(self) -> SinceGreen | None:
+        if self._keep is None:
+            return None
+        cases = [run.case for run in self._runs]
+        return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
+
+    def _written(self, report: Report) -> Report:
+        from distcheck.errors.shown_text import without_secrets
+        from distcheck.reports.json_report import as_document, render
+
+        assert self._keep is not None
+        try:
+            self._keep.write_report(render(without_secrets(as_document(report), masker())))
+        except OSError as error:
+            self._note_failure(error)
+            return msgspec.structs.replace(report, saved_to=None, save_error=self._save_error)
+        return report
+
+    def _note_failure(self, error: Exception) -> None:
+        """What a person asked to save and is not saved is an error; our own keeping is not."""
+        assert self._keep is not None
+        if not self._keep.keep_everything:
+            self._keep = None
+            return
+        what = getattr(error, "strerror", None) or error
+        self._save_error = f"the run could not be saved to {self._keep.folder} ({what})"
+
+    def _replay(self, case: Case) -> str:
+        if self._keep is not None:
+            return f"distcheck replay {shlex.quote(str(self._keep.case_file(case)))}"
+        return case.command_line
+
+
+def given_up_on(report: Report, error: DistcheckError) -> Report:
+    """A report that says why the run ended before every case was judged."""
+    return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
+
+
+def run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
+    """A case that was saved, as it was when its last world had ended; `fds` are its traces."""
+    run = CaseRun(saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout)
+    run.trace_fd, run.rerun_fd = [*fds, -1, -1][:2]
+    run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
+    run.rerun_in, run.surroundings = saved.rerun_in, saved.surroundings
+    run.separation = saved.separation
+    run.notes = list(saved.notes)
+    return run

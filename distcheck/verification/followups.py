@@ -1,0 +1,199 @@
+"""What is run once more, or not counted, when a strategy's cases have failed for a known reason.
+
+Three kinds of right code fail in the default cases, and none of them in a usual training:
+
+- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`): the lattice and composite
+  have one. They are run again with a vector of one element in its place, and those reports take the
+  first ones' places
+- code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
+  which is added for S64. Where every float32 case passed, that case is left out
+- code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
+  equal shards is run to say what passes then
+
+What is not judged for such a reason is said in a note, with the option that asks for it.
+
+No torch here.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from distcheck.records import Case, CaseReport, Diagnosis, Outcome
+from distcheck.records.case_ids import as_file_name
+
+Kind = Literal["no scalar", "equal shards"]
+_NO_SCALAR = {name: f"{name}:no-scalar" for name in ("lattice", "composite")}
+_ERROR = re.compile(r"^[\w.]+(?:Error|Exception): .+$", re.MULTILINE)
+_MOST_SHOWN = 160  # characters of an error
+
+
+class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A case to run because of another one's report."""
+
+    case: Case
+    kind: Kind
+    of: CaseReport
+
+    def replaces(self, done: CaseReport) -> bool:
+        """Whether its report takes the place of the first one."""
+        return self.kind == "no scalar" and bool(done.outcomes) and not done.ranks_failed
+
+
+def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
+    """The cases to run after these: of equal shards at most one for a strategy and world."""
+    found: dict[tuple[object, ...], FollowUp] = {}
+    for report in reports:
+        for kind, make in _MAKE.items():
+            case = make(report, reports)
+            once = kind == "equal shards"
+            of = (report.case.siblings, report.case.adaptation) if once else report.case.id
+            key = (kind, of)
+            if case is not None and key not in found:
+                found[key] = FollowUp(case=case, kind=kind, of=report)
+    return list(found.values())
+
+
+def _without_scalar(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
+    """Ranks crashed on a workload that has such a parameter, and on another one they did not."""
+    alike = _siblings(report, reports)
+    finished = any(r.outcomes and not r.ranks_failed for r in alike)
+    without = _NO_SCALAR.get(report.case.workload)
+    if without is None or not _crashed(report) or not finished:
+        return None
+    return msgspec.structs.replace(report.case, workload=without)
+
+
+def _with_equal_shards(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
+    case, shards = report.case, len(report.case.with_data)
+    equal = case.batch // shards * shards
+    is_it = any(cause.cause == "unweighted-mean" for cause in report.diagnosis)
+    if not is_it or equal == case.batch or "lattice" in case.layers or case.dtype != "float32":
+        return None
+    name = as_file_name(f"{case.id}-batch-{equal}")
+    return msgspec.structs.replace(case, id=name, batch=equal, rerun=False)
+
+
+_MAKE: Mapping[Kind, Callable[[CaseReport, Sequence[CaseReport]], Case | None]] = {
+    "no scalar": _without_scalar,
+    "equal shards": _with_equal_shards,
+}
+
+
+def take_in(
+    reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
+) -> list[CaseReport]:
+    """The reports with what the follow-ups have shown."""
+    found = list(reports)
+    for follow_up, report in done:
+        change = _with_vector if follow_up.kind == "no scalar" else _with_hint
+        found = [change(each, follow_up, report) for each in found]
+    return found
+
+
+def _with_vector(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
+    if report.case.id != follow_up.case.id or not follow_up.replaces(done):
+        return report
+    note = (
+        "parameters of no dimension are not judged: the code fails on the one that "
+        f"{follow_up.of.case.workload} has ({_error(follow_up.of)}), and not on a vector of one "
+        "element in its place, which was run instead; a model with such a parameter (a logit "
+        f"scale) fails; --workload {follow_up.of.case.workload} asks for it"
+    )
+    return msgspec.structs.replace(done, notes=(*done.notes, note))
+
+
+def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
+    if report.case.siblings != follow_up.case.siblings:
+        return report
+    case = follow_up.case
+    what = f"with --batch {case.batch} all shards are equal: {case.workload} {case.dtype} "
+    if done.verdict == "pass":
+        what += f"passes there ({case.steps} step{'s' * (case.steps > 1)})"
+    else:
+        causes = ", ".join(dict.fromkeys(cause.cause for cause in done.diagnosis))
+        what += f"does not pass there either ({causes or done.verdict})"
+    return msgspec.structs.replace(
+        report, diagnosis=tuple(_hinted(cause, what) for cause in report.diagnosis)
+    )
+
+
+def _hinted(cause: Diagnosis, what: str) -> Diagnosis:
+    if cause.cause != "unweighted-mean":
+        return cause
+    return msgspec.structs.replace(cause, suggestion=f"{cause.suggestion}; {what}")
+
+
+def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
+    """The reports that count, with notes on those that do not, and why they do not, by their id:
+    the float64 cases of code that computes in float32.
+    """
+    out: dict[str, str] = {}
+    for report in reports:
+        alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
+        why = _why_not_float64(report) if _is_companion(report.case) else ""
+        # One of the two may have been run again without its scalar.
+        same = [r for r in alike if _base(r.case) == _base(report.case)]
+        # A crash that the same workload does not have in float32 comes of the dtype, also where
+        # gradients are wrong.
+        ran = bool(same) and all(r.outcomes and not r.ranks_failed for r in same)
+        passed = ran and all(r.verdict == "pass" for r in alike)
+        if why and (passed or (ran and report.ranks_failed)):
+            out[report.case.id] = _float64_note(report, why, passed=passed)
+    kept = [r for r in reports if r.case.id not in out]
+    notes: Callable[[CaseReport], list[str]] = lambda report: [  # noqa: E731
+        note
+        for left in reports
+        if (note := out.get(left.case.id)) and left.case.siblings == report.case.siblings
+    ]
+    return [msgspec.structs.replace(r, notes=(*r.notes, *notes(r))) for r in kept], out
+
+
+def _base(case: Case) -> str:
+    return case.workload.partition(":")[0]
+
+
+def _is_companion(case: Case) -> bool:
+    """Whether it is the float64 case that a float32 case is given, and was not asked for."""
+    return case.dtype == "float64" and case.layers == ("S64",)
+
+
+def _why_not_float64(report: CaseReport) -> str:
+    if report.verdict == "fail" and report.rounded_to == "float32":
+        return "every gradient that it leaves is a number of float32"
+    return f"it fails on other gradients ({_error(report)})" if _crashed(report) else ""
+
+
+def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
+    so = "the verdict is that of float32" if passed else "it says nothing of the gradients"
+    return (
+        f"{report.case.workload} in float64 does not count: the code computes in float32 alone, "
+        f"{why}; {so}, in which errors below about 1e-7 of a gradient are not seen; --dtype "
+        "float64 asks for it"
+    )
+
+
+def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseReport]:
+    """The other cases of the same code, called in the same way, in the same world."""
+    case = report.case
+    return [
+        r
+        for r in reports
+        if r is not report
+        and (r.case.siblings, r.case.adaptation) == (case.siblings, case.adaptation)
+    ]
+
+
+def _crashed(report: CaseReport) -> bool:
+    """Whether ranks failed, and none of them because of waiting."""
+    return report.ranks_failed and not any(o.outcome in ("hung", "lost") for o in report.outcomes)
+
+
+def _error(report: CaseReport) -> str:
+    """The error that the first rank ended with, in one line."""
+    first: Outcome = next(o for o in report.outcomes if o.outcome != "finished")
+    found = _ERROR.findall(first.detail) or first.detail.splitlines()[1:2] or [first.outcome]
+    text = str(found[-1]).strip()
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

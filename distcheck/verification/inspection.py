@@ -1,0 +1,360 @@
+"""The first job of a run: look at strategy, workload, data and machine before any rank starts."""
+
+import ast
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distcheck import __version__
+from distcheck.backends.mpi.alone import stand_alone
+from distcheck.contract import Contract
+from distcheck.errors import UsageError
+from distcheck.judge import acceptance
+from distcheck.machine import devices, seeds
+from distcheck.machine.cores import cores
+from distcheck.records import Case
+from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
+from distcheck.training.jobs import CaseFacts, Facts, InspectionJob
+from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.worlds.local.child import Reporter
+
+_IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+_SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple
+_SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
+
+
+def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
+    job = msgspec.msgpack.decode(payload, type=InspectionJob)
+    data_fd = fds[0] if job.has_data else None
+    seeds.pin_determinism()
+    _enter_world_of_one()
+    if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
+        stand_alone()
+    known: dict[tuple[str, str], CaseFacts] = {}
+    facts = []
+    for case in job.cases:
+        reporter.progress(0, f"inspect {case.id}")
+        with seeds.under(seeds.settings()):  # puts back what their file sets
+            strategy = load_strategy(case.strategy, case.adaptation)
+        _check_loss(case, strategy)
+        _check_without_data(case, strategy)
+        acceptance.check_promise(case, strategy.contract)
+        key = (case.workload, case.dtype)
+        if key not in known:
+            ingredients = open_ingredients(case, job.description, data_fd)
+            seeds.pin_default_dtype(case.dtype)
+            known[key] = look_at(ingredients)
+            seeds.pin_default_dtype("float32")
+        facts.append(
+            msgspec.structs.replace(
+                known[key],
+                contract=acceptance.contract_under(case, strategy.contract),
+                strategy_file=strategy.file,
+                takes_loss=_takes_loss(strategy),
+                strategy_line=strategy.line,
+                groups=1 if strategy.contract.one_group else known[key].groups,
+                syncs_statistics=_syncs_statistics(strategy.file),
+                note=strategy.note,
+                own_backward=strategy.backward is not None,
+                own_update=strategy.update != "loop",
+            )
+        )
+    first = job.cases[0]
+    devices.enter(first.device, 0)
+    seeds.pin_determinism()  # files of theirs have been loaded
+    found = Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
+    return msgspec.msgpack.encode(found)
+
+
+def _mentions_mpi(spec: str) -> bool:
+    """Whether a file of a strategy, or one beside it that it imports, speaks of mpi4py."""
+    file = Path(spec.partition(":")[0])
+    text = _text_of(file)
+    beside = (file.with_name(f"{name}.py") for name in dict.fromkeys(_IMPORTED.findall(text)))
+    return "mpi4py" in text or any("mpi4py" in _text_of(path) for path in beside)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _check_loss(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for a loss contract beside a strategy that has its own."""
+    if case.loss == "mean":
+        return
+    if not _takes_loss(strategy):
+        raise UsageError(
+            f"--loss {case.loss} is for code that promises nothing; {case.strategy} promises how "
+            "it weights and scales, or has a backward() of its own: leave --loss at mean"
+        )
+
+
+def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
+    """Raises UsageError for ranks without data beside a promise of what every rank gives."""
+    contract = strategy.contract
+    about_gradients = msgspec.structs.replace(
+        contract, backend=None, device=None, declines=(), initial_state=None
+    )
+    if not case.adaptation.without_data:
+        return
+    if strategy.backward is not None or about_gradients != Contract():
+        raise UsageError(
+            f"--without-data is for code that promises nothing and is called after backward; "
+            f"{case.strategy} promises how every rank's gradient is exchanged, or has a backward() "
+            "of its own: leave --without-data out, or the promise"
+        )
+
+
+def _syncs_statistics(file: str) -> bool:
+    """Whether the code in a file makes SyncBatchNorm of a model's BatchNorm."""
+    try:
+        nodes = list(ast.walk(ast.parse(Path(file).read_text())))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return False
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(used & {"SyncBatchNorm", "convert_sync_batchnorm"})
+
+
+def _takes_loss(strategy: LoadedStrategy) -> bool:
+    return strategy.backward is None and strategy.contract.observes_loss
+
+
+def _enter_world_of_one() -> None:
+    """What code may ask for when it is loaded: a process group, and a launcher's variables."""
+    import torch.distributed as dist
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
+    """Versions, machine and settings, as a report records them."""
+    return {
+        "distcheck": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores": cores(),
+        "backend": backend,
+        "device": device,
+        **seeds.describe_settings(),
+        **devices.describe(device),
+        "libraries": {name: version(name) for name in ("msgspec", "safetensors", "xxhash")},
+        "executable": sys.executable,
+    }
+
+
+def examine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """What `distcheck doctor` asks of a process with torch in it; JSON."""
+    import torch.distributed as dist
+
+    seeds.pin_determinism()
+    built = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    cuda = "cuda (built in)" if torch.backends.cuda.is_built() else "no cuda"
+    try:
+        import torchvision
+
+        vision = f"loads, {torchvision.__version__}"
+    except Exception as error:
+        vision = f"does not load: {type(error).__name__}: {error}"
+    found = {
+        "environment": environment(),
+        "backends": [name for name, there in built.items() if there],
+        "devices": f"cpu, {cuda}; {devices.gpu_count() or 'no'} GPU here",
+        "torchvision": vision,
+    }
+    return msgspec.json.encode(found)
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def look_at(ingredients: Ingredients) -> CaseFacts:
+    """What there is to know of a workload, from a forward pass over two samples."""
+    saved_bytes = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved_bytes
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    model = ingredients.model()
+    _check_statistics(ingredients.case, model)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    # What a workload does before its first step may put them into another mode.
+    changes = hasattr(ingredients.loaded.workload, "before_step")
+    normalises = any(changes or m.training or m.running_mean is None for m in norms)
+    batch = ingredients.batch(torch.arange(2), 2)
+    roundings = _Roundings(model)
+    before, libraries_before = torch.get_rng_state(), seeds.library_states()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
+            ingredients.loaded.workload.loss(model, batch)
+    except Exception:  # theirs, or of something compiled that bears no such mode
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            ingredients.loaded.workload.loss(model, batch)
+    draws = not torch.equal(before, torch.get_rng_state())
+    # NumPy may have been loaded within; then there is nothing to hold its state against.
+    draws = draws or not seeds.library_states().startswith(libraries_before)
+    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+    layout = describe_model(ingredients, model)
+    return CaseFacts(
+        contract=Contract(),
+        strategy_file="",
+        model=layout,
+        makes_groups=ingredients.makes_groups,
+        updates_again=updates_again(ingredients, model, layout),
+        train_size=ingredients.samples.size(train=True),
+        saved_bytes_per_sample=saved_bytes // 2,
+        own_sampler=ingredients.loaded.sampler is not None,
+        draws_random_numbers=draws,
+        normalises_batches=normalises,
+        rows_apart=normalises and _rows_apart(ingredients, model, norms),
+        rounds_to=tuple(sorted(roundings.dtypes)),
+        training=ingredients.training,
+        must_happen=ingredients.must_happen,
+        kinds=_kinds(model),
+        groups=_groups(ingredients, model),
+        schedule=hasattr(ingredients.loaded.workload, "schedule"),
+        frozen=frozen,
+    )
+
+
+def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
+    """The classes of the modules that hold a parameter or a buffer themselves."""
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    }
+    return tuple(sorted(found))
+
+
+def _groups(ingredients: Ingredients, model: torch.nn.Module) -> int:
+    """How many groups of parameters the workload's optimizer has; people's own may have none."""
+    optimizer = ingredients.optimizer(model.parameters())
+    return len(getattr(optimizer, "param_groups", ())) or 1
+
+
+def _check_statistics(case: Case, model: torch.nn.Module) -> None:
+    """Raises UsageError for a forward pass that needs the other ranks'."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
+            raise UsageError(
+                f"workload {case.workload}: {name or 'its model'} is a SyncBatchNorm, which "
+                "exchanges statistics in the forward pass: no rank's part can be computed again "
+                "by itself, so nothing could be owed; give the model BatchNorm"
+            )
+
+
+class _Roundings(TorchDispatchMode):
+    """Notes the floating-point dtypes of a model's parameters, and those that operations round
+    longer ones to. An autocast that is for a GPU rounds nothing here, and is noted as well.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes = {_name(p.dtype) for p in model.parameters() if _eps(p) > 0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        finest = min((eps for eps in map(_eps, given) if eps > 0), default=1.0)
+        found = func(*args, **(kwargs or {}))
+        made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
+        self.dtypes.update(_name(tensor.dtype) for tensor in made if _eps(tensor) > finest)
+        if torch.is_autocast_enabled("cuda"):
+            self.dtypes.add(_name(torch.get_autocast_dtype("cuda")))
+        return found
+
+
+def _eps(tensor: torch.Tensor) -> float:
+    """What its dtype rounds by, relatively; 0 where that is no floating-point one."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps if floating else 0.0
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows_seen(
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm], samples: int
+) -> list[torch.Tensor]:
+    """What each call of a BatchNorm is given in a forward pass over the first samples."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((*args, *kwargs.values())[0].detach().clone())
+
+    hooks = [norm.register_forward_pre_hook(note, with_kwargs=True) for norm in norms]
+    try:
+        batch = ingredients.batch(torch.arange(samples), samples)
+        ingredients.loaded.workload.loss(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _rows_apart(
+    ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm]
+) -> bool:
+    """Whether BatchNorm sees rows of which it cannot be told whose they are.
+
+    There may be several for a sample: then all samples have as many, and the first sample's come
+    first, and are what they are where it is alone. (In eval mode, in which they do not depend on
+    one another.)
+    """
+    samples = min(_SAMPLES, ingredients.samples.size(train=True))
+    if all(len(rows) == samples for rows in _rows_seen(ingredients, model, norms, samples)):
+        return False
+    model.eval()
+    try:
+        several, alone = (_rows_seen(ingredients, model, norms, count) for count in (samples, 1))
+    except Exception:  # theirs: it may be no model for one sample, or for another mode
+        return True
+    if [len(rows) for rows in several] != [samples * len(rows) for rows in alone]:
+        return True
+    firsts = [rows[: len(rows) // samples] for rows in several]
+    return any(
+        float((first - rows).norm()) > _SAME_ROWS * float(rows.norm())
+        for first, rows in zip(firsts, alone, strict=True)
+    )

@@ -1,0 +1,95 @@
+"""Whether a case fits on this machine, told before anything is started."""
+
+import math
+import resource
+from pathlib import Path
+
+import psutil
+
+from distcheck.errors import CannotRunError
+from distcheck.records import Case
+from distcheck.training.jobs import CaseFacts
+from distcheck.training.traces.layout import Kind, TraceLayout, spec_bytes
+
+_PER_RANK_BYTES = 25 << 20  # what a forked rank with gloo adds to the helper that it came from
+_FDS_PER_RANK = 4
+_FDS_SPARE = 64
+
+
+def available_bytes() -> int:
+    """Memory that can still be had: the machine's, or the container's if that is less."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> int:
+    """An estimate of the peak: ranks that train here, the trace of all, one reference at work.
+
+    Local gradients are stored once per rank, everything else once where the ranks agree.
+    """
+    model = sum(
+        _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
+    )
+    saved = facts.saved_bytes_per_sample * case.batch
+    ranks = ranks_here * (_PER_RANK_BYTES + model + saved // len(case.with_data))
+    return ranks + trace_bytes(case, layout) + reference_bytes(case, facts, layout)
+
+
+def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
+    """An estimate of what one judge needs: the whole batch, and every rank's gradients."""
+    model = _size(layout, Kind.PARAMETER) + _size(layout, Kind.OPTIMIZER)
+    gradients = (case.world + 5) * _size(layout, Kind.GRADIENT)  # 5: mean and bound in float64
+    if facts.training.accumulate > 1:  # what the passes' absolute values add up to, in float64
+        gradients += case.world * 8 * sum(spec.elements for spec in layout.specs(Kind.GRADIENT))
+    return _PER_RANK_BYTES + 2 * model + gradients + facts.saved_bytes_per_sample * case.batch
+
+
+def trace_bytes(case: Case, layout: TraceLayout) -> int:
+    """What the traces of a correct case take up: the rerun's tensors are those of the first run."""
+    runs = 2 if case.rerun else 1
+    shared = _size(layout, Kind.GRADIENT) + _size(layout, Kind.PARAMETER)
+    shared += _size(layout, Kind.BUFFER) * case.world + _size(layout, Kind.OPTIMIZER)
+    per_step = case.world * _size(layout, Kind.LOCAL_GRADIENT) + shared
+    return (case.steps + 1) * per_step + runs * layout.index_bytes
+
+
+def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
+    """Raises CannotRunError when memory or file descriptors cannot suffice for the ranks that are
+    on this machine, and for the traces of all.
+    """
+    _raise_descriptor_limit()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _FDS_PER_RANK * ranks_here + case.world + _FDS_SPARE
+    if soft != resource.RLIM_INFINITY and descriptors > soft:
+        raise CannotRunError(
+            f"--world {case.world} needs about {descriptors} open files in one process and the "
+            f"limit is {soft}; raise it with ulimit -n, or use fewer ranks"
+        )
+    needed = needed_bytes(case, facts, layout, ranks_here=ranks_here)
+    available = available_bytes()
+    if needed > available:
+        raise CannotRunError(
+            f"case {case.id} needs about {_gib(needed)} GiB of memory and {_gib(available)} GiB "
+            "are available; use fewer ranks, fewer steps or a smaller workload"
+        )
+
+
+def _size(layout: TraceLayout, kind: Kind) -> int:
+    return sum(spec_bytes(spec) for spec in layout.specs(kind))
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}" if size < 100 << 30 else f"{math.ceil(size / (1 << 30))}"

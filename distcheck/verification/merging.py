@@ -1,0 +1,251 @@
+"""`distcheck merge`: the reports of a plan's parts, put together again.
+
+It works on documents, as they were written, and adds nothing to them but what is missing: a cell
+that was planned, and that no report holds, is unknown.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from distcheck.errors import ExitCode, UsageError
+from distcheck.errors.shown_text import say
+from distcheck.records import VerdictName, merge_verdicts
+from distcheck.records.searches import Explored
+from distcheck.reports.documents import check_document
+from distcheck.reports.files import check_outputs, damage_said, write_document
+from distcheck.reports.findings import finding_of, name_of, ranks_failed
+from distcheck.reports.json_report import SCHEMA, read_document
+from distcheck.reports.wording import searches_of
+from distcheck.store.origin import origin_here
+from distcheck.verification.contents import not_shown, of_document
+
+_OF_THE_MOMENT = (
+    "timings_s",
+    "replay",
+    "strategy_file",
+)  # may differ where the same case ran twice
+_VERSIONS = ("distcheck", "torch", "python", "cpu")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A report, and the file that it came from."""
+
+    file: str
+    document: dict[str, Any]
+
+
+def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: bool) -> int:
+    """Reads, joins, writes and shows; returns the exit code of the whole."""
+    check_outputs(files)
+    parts = [_read(file) for file in dict.fromkeys(files_in)]
+    with damage_said(*(part.file for part in parts)):
+        whole = join(parts)
+        lines = _lines(whole, len(parts), quiet=quiet)
+        if "-" not in files.values():
+            for line in lines:
+                say(line)
+            for line in _differences(parts):
+                say(f"distcheck: {line}", err=True)
+        write_document(files, whole)
+    return int(whole["exit_code"])
+
+
+def _read(file: str) -> Part:
+    return Part(file, read_document(Path(file)))
+
+
+def join(parts: Sequence[Part]) -> dict[str, Any]:
+    """One document of all. Raises UsageError for parts of different plans, or at odds."""
+    for part in parts:
+        check_document(part.document, part.file)
+    plan = _common_plan(parts)
+    planned = {entry["id"]: entry for entry in plan["cases"]}
+    holders: dict[str, Part] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    explored = _explored(plan, parts)
+    added = {name for one in explored for name in one["found"]}
+    found_by_search: list[dict[str, Any]] = []
+    for part in parts:
+        for case in part.document["cases"]:
+            name = case["id"]
+            if name in added:
+                found_by_search.append(case)
+                continue
+            if name not in planned:
+                raise UsageError(f"{part.file} holds case {name}, which its own plan does not have")
+            if name in cases:
+                _check_alike(name, holders[name], cases[name], part, case)
+                continue
+            holders[name], cases[name] = part, case
+    left_out = {n: why for p in parts for n, why in (p.document.get("left_out") or {}).items()}
+    found = [
+        cases.get(name) or _missing(entry, parts)
+        for name, entry in planned.items()
+        if name in cases or name not in left_out
+    ]
+    found += found_by_search
+    searched = [one["verdict"] for one in explored if one["verdict"] != "not run"]
+    verdicts = [*(case["verdict"] for case in found), *searched]
+    verdict = merge_verdicts([cast("VerdictName", each) for each in verdicts])
+    return {
+        "schema": SCHEMA,
+        "verdict": verdict,
+        "exit_code": int(_exit_code(found, verdict, parts)),
+        "made": _made(parts),
+        "environment": parts[0].document["environment"],
+        "cases": found,
+        "plan": {**plan, "shard": 0},
+        "left_out": left_out,
+        "not_shown": list(not_shown(of_document(found))),
+        "explored": explored,
+        "parts": [
+            {
+                "file": part.file,
+                "shard": part.document["plan"]["shard"],
+                "exit_code": part.document["exit_code"],
+                "environment": part.document["environment"],
+                "made": part.document.get("made"),
+            }
+            for part in parts
+        ],
+    }
+
+
+def _made(parts: Sequence[Part]) -> dict[str, Any]:
+    """Where the whole comes from: put together here and now; the commit is that of all parts."""
+    commits = {
+        (made["commit"], made["clean"])
+        for part in parts
+        for made in [part.document.get("made") or {"commit": "", "clean": None}]
+    }
+    commit, clean = next(iter(commits)) if len(commits) == 1 else ("", None)
+    origin = msgspec.structs.replace(origin_here(), commit=commit, clean=clean)
+    made: dict[str, Any] = msgspec.to_builtins(origin)
+    return made
+
+
+def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """How far every planned search went; one that no report holds is unknown."""
+    found = [one for part in parts for one in part.document.get("explored") or []]
+    there = Counter(one["strategy"] for one in found)
+    for search in plan.get("searches") or []:
+        if there[search["strategy"]]:
+            there[search["strategy"]] -= 1
+            continue
+        missing = Explored(
+            strategy=search["strategy"],
+            verdict="unknown",
+            budget_s=search["budget_s"],
+            reason=f"planned in part {search['shard']}, and no report holds it",
+        )
+        found.append(msgspec.to_builtins(missing))
+    return found
+
+
+def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
+    for part in parts:
+        if not part.document.get("plan"):
+            raise UsageError(
+                f"{part.file} holds no plan, so that nobody could tell what is missing; merge "
+                "takes what distcheck verify --json wrote"
+            )
+    first = parts[0]
+    plan: dict[str, Any] = first.document["plan"]
+    for part in parts[1:]:
+        other = part.document["plan"]
+        if other["digest"] != plan["digest"] or other["shards"] != plan["shards"]:
+            raise UsageError(
+                f"{part.file} is of another plan than {first.file} ({other['digest']} in "
+                f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): other options, "
+                "files or versions; merge the parts of one run"
+            )
+        if other["cases"] != plan["cases"]:
+            raise UsageError(f"{part.file} and {first.file} disagree about one plan: edited?")
+    return plan
+
+
+def _check_alike(
+    name: str, one: Part, case: Mapping[str, Any], other: Part, again: Mapping[str, Any]
+) -> None:
+    keys = [key for key in {**case, **again} if key not in _OF_THE_MOMENT]
+    different = [key for key in keys if case.get(key) != again.get(key)]
+    if different:
+        raise UsageError(
+            f"{one.file} and {other.file} both hold case {name}, and differ in "
+            f"{', '.join(different)} (verdict {case['verdict']} there, {again['verdict']} here); "
+            "leave one of them away"
+        )
+
+
+def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+    """The case that nobody ran, or nobody brought, with the keys that every case has."""
+    shards = parts[0].document["plan"]["shards"]
+    where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
+    known = {name: entry[name] for name in entry if name != "shard"}
+    empty = {
+        "strategy_file": "", "strategy_line": 0, "data": "", "data_dir": None, "batch": 0,
+        "steps": 0, "as": None, "arguments": {}, "variables": {}, "finish": None, "reset": None,
+        "without_data": [], "accept": None, "accepted": None,
+        "loss": "mean", "outcomes": [], "checks": [], "diagnosis": [], "timings_s": {},
+        "contents": None, "separate": True,
+    }  # fmt: skip
+    return {
+        **known,
+        **empty,
+        "verdict": "unknown",
+        "replay": "",
+        "command": "",
+        "notes": [f"planned{where}, and no report holds it"],
+    }
+
+
+def _exit_code(
+    cases: Sequence[Mapping[str, Any]], verdict: VerdictName, parts: Sequence[Part]
+) -> ExitCode:
+    """As for one run: a mismatch outweighs a rank that failed in another case."""
+    failed = [case for case in cases if case["verdict"] == "fail"]
+    if any(not ranks_failed(case) for case in failed):
+        return ExitCode.MISMATCH
+    if failed:
+        return ExitCode.RANK_FAILED
+    codes = [part.document["exit_code"] for part in parts]
+    if ExitCode.CANNOT_RUN in codes:
+        return ExitCode.CANNOT_RUN
+    return ExitCode.PASS if verdict == "pass" else ExitCode.UNKNOWN
+
+
+def _lines(whole: Mapping[str, Any], parts: int, *, quiet: bool) -> list[str]:
+    cases = whole["cases"]
+    count = {v: sum(case["verdict"] == v for case in cases) for v in ("fail", "unknown", "pass")}
+    told = [f"{number} {verdict}" for verdict, number in count.items() if number]
+    told += [f"{len(whole['left_out'])} left out"] if whole["left_out"] else []
+    reports = f"{parts} report{'' if parts == 1 else 's'}"
+    planned = len(whole["plan"]["cases"])
+    lines = [f"{whole['verdict'].upper():<8}{planned} planned cells, {reports}: {', '.join(told)}"]
+    lines += [] if quiet else [f"  {line}" for line in searches_of(whole)]
+    for case in () if quiet else cases:
+        if case["verdict"] == "pass":
+            continue
+        found = finding_of(case)
+        verdict = case["verdict"].upper()
+        lines.append(f"  {verdict:<8}{case['strategy']}, {name_of(case)}: {found.headline}")
+        lines += [f"          cause   {cause}" for cause in found.causes]
+        lines += [f"          replay  {found.replay}"] if found.replay else []
+    return lines
+
+
+def _differences(parts: Sequence[Part]) -> list[str]:
+    """What the machines of the parts did not have in common: no verdict changes by it."""
+    found = []
+    for name in _VERSIONS:
+        values = {str(part.document["environment"].get(name)): part.file for part in parts}
+        if len(values) > 1:
+            said = ", ".join(f"{value} ({file})" for value, file in values.items())
+            found.append(f"note: the parts ran with different {name}: {said}")
+    return found

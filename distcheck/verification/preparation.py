@@ -1,0 +1,275 @@
+"""What happens before ranks start: data into memory, a look at everything, calibration."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import msgspec
+import xxhash
+
+from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
+from distcheck.errors import CannotRunError, LeftOutError, RankLostError
+from distcheck.plan import case_remarks as remarks
+from distcheck.plan import cases as plan
+from distcheck.records import Case
+from distcheck.training.epoch_positions import shard_sizes
+from distcheck.training.jobs import (
+    CALIBRATE,
+    INSPECT,
+    PREPARE,
+    Calibration,
+    CalibrationJob,
+    CaseFacts,
+    Facts,
+    InspectionJob,
+    PrepareJob,
+)
+from distcheck.training.traces.layout import TraceLayout
+from distcheck.verification import limits
+from distcheck.verification.case_runs import CaseRun
+from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
+from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
+from distcheck.worlds.local.helper_process import child_environment
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+
+_DEFAULT_DATA_DIR = "data"
+# Orders that are facts about a library; the others are of the strategy's own making.
+TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
+# What a pool has confirmed: facts about its torch, in an environment. Of gloo's only: what other
+# backends add up with may be another library, or no longer work, the next time.
+_confirmed: WeakKeyDictionary[Pool, dict[str, Calibration]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Data:
+    """A file data set in shared memory; `fd` is None where samples are computed."""
+
+    fd: int | None = None
+    description: bytes = b""
+    note: str = ""
+
+
+@contextlib.contextmanager
+def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
+    """Reads a data set of files once, in a process of its own. Raises CannotRunError."""
+    if name not in FILE_DATASETS:
+        yield Data()
+        return
+    fd = os.memfd_create(f"distcheck-{name}")
+    try:
+        folder = data_dir or _DEFAULT_DATA_DIR
+        job = PrepareJob(name=name, data_dir=folder, download=download)
+        description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        about = msgspec.msgpack.decode(description, type=ArrayDescription)
+        for where, other in pool.share_data(name, folder, download=download).items():
+            if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
+                raise CannotRunError(
+                    f"{where} has other files of {name} than rank 0; copy the same ones to every "
+                    "machine"
+                )
+        yield Data(fd, description, about.note)
+    finally:
+        os.close(fd)
+
+
+def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
+    """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
+    job = InspectionJob(
+        cases=tuple(cases), description=data.description, has_data=data.fd is not None
+    )
+    fds = [data.fd] if data.fd is not None else []
+    answer = run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
+    return msgspec.msgpack.decode(answer, type=Facts)
+
+
+def plan_runs(
+    pool: Pool,
+    cases: Sequence[Case],
+    facts: Sequence[CaseFacts],
+    data: Data,
+    spare: Collection[int] = (),
+) -> tuple[list[CaseRun], dict[str, str]]:
+    """Layouts and planned checks of every case, and the cases that are left out, with the reason;
+    calibrates what X relies on, once per world.
+
+    Leaves a case out, with a note beside its siblings as well, where its strategy's wire could not
+    carry its numbers, or where it does not fit on this machine and its world is `spare`. Raises
+    CannotRunError for any other case that does not fit on this machine, or on its backend.
+    """
+    for case, about in zip(cases, facts, strict=True):
+        if about.contract.backend not in (None, case.backend):
+            raise CannotRunError(
+                f"strategy {case.strategy} works on backend {about.contract.backend} only, not on "
+                f"{case.backend}; give --backend {about.contract.backend}"
+            )
+        if about.contract.device not in (None, case.device):
+            raise CannotRunError(
+                f"strategy {case.strategy} works on device {about.contract.device} only, not on "
+                f"{case.device}; give --device {about.contract.device}"
+            )
+    left_out: list[tuple[Case, str]] = []
+    calibrations: dict[tuple[str, int], Calibration] = {}
+    runs = []
+    for case, about in zip(cases, facts, strict=True):
+        sizes = shard_sizes(
+            case.steps, size=about.train_size, batch=case.batch, world=len(case.with_data)
+        )
+        if reason := remarks.why_left_out(case, about, sizes):
+            left_out.append((case, reason))
+            continue
+        layout = TraceLayout(
+            world=case.world,
+            steps=case.steps,
+            max_shard=max(map(max, sizes)),
+            model=about.model,
+        )
+        try:
+            limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
+        except CannotRunError as error:
+            if case.world not in spare:
+                raise
+            left_out.append((case, str(error)))
+            continue
+        key = (case.backend, case.world)
+        if key not in calibrations:
+            calibrations[key] = _calibrate_for(pool, case, cases, facts)
+        planned = plan.plan_checks(
+            case,
+            about,
+            sizes=sizes,
+            calibration_failure=calibrations[key].failure(about.contract),
+        )
+        run = CaseRun(case, about, about.contract, planned, layout)
+        run.notes += _notes(case, about, sizes, data)
+        runs.append(run)
+    for case, reason in left_out:
+        _note_left_out(case, reason, runs, elsewhere=case.world in spare)
+    return runs, {case.id: reason for case, reason in left_out}
+
+
+def _notes(
+    case: Case, about: CaseFacts, sizes: Sequence[Sequence[int]], data: Data
+) -> Iterator[str]:
+    """What a person should know about a case before reading its verdict."""
+    if data.note and case.data in FILE_DATASETS:
+        yield data.note
+    if about.note:
+        yield about.note
+    yield from remarks.notes_on(case, sizes, about.contract)
+    if why := remarks.why_no_full_batch(case, about, sizes):
+        yield why
+    if about.makes_groups and about.contract.one_group:
+        yield remarks.ONE_GROUP
+    if not about.updates_again:
+        yield remarks.NOT_REPEATED
+
+
+def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
+    """Notes it on the cases of its strategy and world; where there is none, and it may be noted
+    `elsewhere`, on those of other worlds.
+    """
+    siblings = [run for run in runs if run.case.siblings == case.siblings]
+    if not siblings and elsewhere:
+        reason = f"world {case.world}: {reason}"
+        siblings = [run for run in runs if run.case.strategy == case.strategy]
+    if not siblings:
+        raise LeftOutError(
+            f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
+            f"{reason}; give another workload, or another batch"
+        )
+    for run in siblings:
+        run.notes.append(f"workload {case.workload} is left out: {reason}")
+
+
+def _calibrate_for(
+    pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
+) -> Calibration:
+    """Tries the orders that any case on this world relies on, in a world of this size."""
+    orders: dict[Order, None] = {}
+    dtypes: set[str] = set()
+    for other, about in zip(cases, facts, strict=True):
+        alike = (other.world, other.backend) == (case.world, case.backend)
+        if alike and isinstance(about.contract.order, TO_CONFIRM):
+            orders[about.contract.order] = None
+            dtypes |= {about.contract.wire or dtype for dtype in _exchanged(other, about)}
+    # A backend that is a library of its own is tried in any case: with it, more can be amiss than
+    # `backends.missing` is able to tell.
+    if case.world == 1 or (not orders and case.backend == "gloo"):
+        return Calibration()
+    what = (case.backend, case.world, tuple(orders), sorted(dtypes), case.device, case.deadline_s)
+    surroundings = child_environment()
+    surroundings.pop("PYTEST_CURRENT_TEST", None)  # another one in every test
+    key = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((what, sorted(surroundings.items()))))
+    known = _confirmed.setdefault(pool, {})
+    if key in known:
+        return known[key]
+    found = calibrate(
+        pool,
+        backend=case.backend,
+        world=case.world,
+        orders=tuple(orders),
+        dtypes=tuple(sorted(dtypes)),
+        device=case.device,
+        deadline_s=case.deadline_s,
+    )
+    if case.backend == "gloo" and not any(why for _, why in found.failures):
+        known[key] = found
+    return found
+
+
+def _exchanged(case: Case, facts: CaseFacts) -> set[str]:
+    """The dtypes that gradients are added up in; complex numbers are added up as pairs."""
+    parts = {"complex64": "float32", "complex128": "float64"}
+    found = {parts.get(spec.dtype, spec.dtype) for spec in facts.model.parameters}
+    return found or {case.dtype}
+
+
+def calibrate(
+    pool: Pool,
+    *,
+    backend: str,
+    world: int,
+    orders: tuple[Order, ...],
+    dtypes: tuple[str, ...],
+    deadline_s: float,
+    device: str = "cpu",
+) -> Calibration:
+    """Runs a calibrating world. Raises CannotRunError where not even that works."""
+
+    def payload(rendezvous: Rendezvous) -> bytes:
+        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device)
+        return msgspec.msgpack.encode(job)
+
+    ranks = start_world(
+        pool,
+        target=CALIBRATE,
+        backend=backend,
+        size=world,
+        payload=payload,
+        fds=[],
+        deadline_s=deadline_s,
+    )
+    run_until_over(pool, ranks)
+    try:
+        if not ranks.succeeded:
+            lost = [child.lost for child in ranks.children if child.lost]
+            if lost:
+                raise RankLostError(lost[0])
+            why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
+            if not ranks.hung:
+                unfinished = [c for c in ranks.children if c.done is None]
+                why = str(error_of((unfinished or ranks.children)[0]))
+            raise CannotRunError(
+                f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
+            )
+        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
+    finally:
+        ranks.close()
+    failures = dict.fromkeys(orders, "")
+    for answer in answers:
+        for order, failure in answer.failures:
+            failures[order] = failures[order] or failure
+    return Calibration(failures=tuple(failures.items()))

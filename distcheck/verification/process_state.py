@@ -1,0 +1,223 @@
+"""Lines of the code under test that read state which differs from process to process.
+
+Found in the syntax tree of the strategy's file and of the modules beside it; nothing is imported.
+Which line is at fault cannot be read off a file, so all that may be are listed: of the strategy's
+own file those that it leads to by name, and by the factor that made a difference:
+
+    interpreters, memory   iterates over a set; hash(), id(), data_ptr()
+    nodes                  LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, get_node_local_rank()
+    environment            iterates over os.environ
+
+Where two worlds with the same process state differed, sets, hashes, addresses, clocks, process ids
+and the system's random numbers are listed.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from distcheck.judge.rerun_bisection import Separation
+from distcheck.plan.source_files import modules_beside
+
+_MOST_BYTES = 1 << 20  # of a file that is read
+_MOST_LINES, _MOST_TEXT = 4, 80  # that are shown
+_SETS = ("set", "frozenset")
+_OF_SETS = ("union", "intersection", "difference", "symmetric_difference", "copy")
+# What takes an iterable and keeps its order, or adds up in it.
+_IN_ORDER = (
+    "list", "tuple", "enumerate", "iter", "zip", "map", "filter", "sum", "reversed", "fromkeys",
+    "join", "stack", "cat", "chain", "extend",
+)  # fmt: skip
+_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+_ADDRESSES = ("data_ptr", "_cdata")
+_CHANGING = (
+    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now",
+    "getpid", "urandom", "uuid1", "uuid4", "token_bytes", "SystemRandom",
+)  # fmt: skip
+_BY_CHANCE = "chance"
+_FACTORS_OF = {
+    "iterates over a set": ("interpreters", "memory", _BY_CHANCE),
+    "calls hash()": ("interpreters", "memory", _BY_CHANCE),
+    "reads an address": ("interpreters", "memory", _BY_CHANCE),
+    "reads a clock, a process id or random bytes": (_BY_CHANCE,),
+    "reads which machine a rank is on": ("nodes",),
+    "iterates over the environment": ("environment",),
+}
+
+
+class StateLine(msgspec.Struct, frozen=True):
+    """A line that reads process state, and how."""
+
+    file: str
+    line: int
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.what}: {self.text}"
+
+
+def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
+    """Those lines of the strategy's code that read what made the difference, as text; at most
+    four. `line` is where the strategy is defined, 0 where that is not known.
+    """
+    wanted = set(found.factors if found.depends else (_BY_CHANCE,))
+    lines = [
+        one for one in lines_of(Path(file), line) if wanted.intersection(_FACTORS_OF[one.what])
+    ]
+    more = len(lines) - _MOST_LINES
+    return (*map(str, lines[:_MOST_LINES]), *([f"and {more} more"] if more > 0 else []))
+
+
+def lines_of(path: Path, line: int = 0) -> list[StateLine]:
+    """All such lines of a file and of the modules beside it, the file's own first: those that the
+    definition at `line` leads to, or all of them. None where it cannot be read.
+    """
+    try:
+        contents = {path.name: path.read_bytes(), **modules_beside(path)}
+    except (OSError, RecursionError, MemoryError):
+        return []
+    places = dict.fromkeys(contents, 0) | {path.name: line}
+    return [
+        found for name, content in contents.items() for found in _lines(name, content, places[name])
+    ]
+
+
+def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
+    if len(content) > _MOST_BYTES or not name.endswith(".py"):
+        return []
+    try:
+        tree = ast.parse(content)
+        finder = _Finder(tree, _leads_to(tree, line))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    text = content.decode(errors="replace").splitlines()
+    found = dict.fromkeys(sorted(finder.found))
+    return [StateLine(name, number, what, _shown(text, number)) for number, what in found]
+
+
+def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
+    """The statements of a module that the definition at `line` comes to: itself, those whose names
+    it and they mention, and what runs when the module is loaded. All, where there is none.
+    """
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    ahead: list[ast.stmt] = [
+        node
+        for node in defined.values()
+        if min([node.lineno, *(d.lineno for d in node.decorator_list)]) <= line
+        and line <= (node.end_lineno or 0)
+    ]
+    if not ahead:
+        return tree.body
+    ahead += [node for node in tree.body if not isinstance(node, (*kinds, ast.Import))]
+    found: list[ast.stmt] = []
+    while ahead:
+        statement = ahead.pop()
+        found.append(statement)
+        for name in filter(None, map(_name_of, ast.walk(statement))):
+            if name in defined and defined[name] not in found and defined[name] not in ahead:
+                ahead.append(defined[name])
+    return found
+
+
+def _shown(text: list[str], line: int) -> str:
+    """A line of somebody's file, fit for a terminal."""
+    raw = text[line - 1].strip() if line <= len(text) else ""
+    safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in raw)
+    return safe if len(safe) <= _MOST_TEXT else f"{safe[: _MOST_TEXT - 3]}..."
+
+
+class _Finder:
+    """Looks through some statements of a file. A name or an attribute holds a set where one is
+    assigned to it anywhere in the file.
+    """
+
+    def __init__(self, tree: ast.Module, statements: list[ast.stmt]) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._sets: set[str] = set()
+        nodes = list(ast.walk(tree))
+        for _ in range(2):  # b = a, where a is assigned further down
+            self._sets.update([name for node in nodes for name in self._assigned_sets(node)])
+        for statement in statements:
+            for node in ast.walk(statement):
+                self._look_at(node)
+
+    def _assigned_sets(self, node: ast.AST) -> Iterator[str]:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            return
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if self._is_set(node.value):
+            yield from filter(None, map(_name_of, targets))
+
+    def _is_set(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Set | ast.SetComp):
+            return True
+        if isinstance(node, ast.BinOp):
+            return self._is_set(node.left) or self._is_set(node.right)
+        if isinstance(node, ast.IfExp):
+            return self._is_set(node.body) or self._is_set(node.orelse)
+        if isinstance(node, ast.Call):
+            called = _name_of(node.func)
+            if isinstance(node.func, ast.Attribute):
+                return called in _OF_SETS and self._is_set(node.func.value)
+            return called in _SETS
+        return _name_of(node) in self._sets
+
+    def _look_at(self, node: ast.AST) -> None:
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            self._iterates(node.iter)
+        elif isinstance(node, ast.Starred):
+            self._iterates(node.value)
+        elif isinstance(node, ast.Call):
+            self._called(node)
+        elif isinstance(node, ast.Constant) and node.value in _NODES:
+            self._note(node, "reads which machine a rank is on")
+        elif isinstance(node, ast.Attribute) and node.attr in _ADDRESSES:
+            self._note(node, "reads an address")
+
+    def _called(self, node: ast.Call) -> None:
+        name = _name_of(node.func)
+        plain = isinstance(node.func, ast.Name)
+        if plain and name == "hash":
+            self._note(node, "calls hash()")
+        elif plain and name == "id":
+            self._note(node, "reads an address")
+        elif name == "get_node_local_rank":
+            self._note(node, "reads which machine a rank is on")
+        elif name in _CHANGING:
+            self._note(node, "reads a clock, a process id or random bytes")
+        elif name in _IN_ORDER:
+            for argument in node.args:
+                self._iterates(argument)
+        elif name == "pop" and isinstance(node.func, ast.Attribute) and not node.args:
+            self._iterates(node.func.value)
+        for keyword in node.keywords:
+            if keyword.arg == "key" and _name_of(keyword.value) in ("id", "hash"):
+                called = _name_of(keyword.value) == "hash"
+                self._note(keyword.value, "calls hash()" if called else "reads an address")
+
+    def _iterates(self, node: ast.expr) -> None:
+        if self._is_set(node):
+            self._note(node, "iterates over a set")
+        elif _is_environment(node):
+            self._note(node, "iterates over the environment")
+
+    def _note(self, node: ast.expr, what: str) -> None:
+        self.found.append((node.lineno, what))
+
+
+def _name_of(node: ast.AST) -> str:
+    """The name of a variable, or the last one of an attribute; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _is_environment(node: ast.expr) -> bool:
+    """`os.environ`, or its items(), keys() or values()."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("items", "keys", "values") and _is_environment(node.func.value)
+    return _name_of(node) in ("environ", "environb")

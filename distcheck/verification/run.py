@@ -1,0 +1,370 @@
+"""The numbered story of a verification: plan, look, calibrate, run, judge, report.
+
+1  plan       what was asked for becomes cases                     plan.py
+2  prepare    data files are read once, into shared memory         preparation.py
+3  inspect    strategies, workloads and the machine are looked at  inspection.py
+4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
+5  run        worlds train and record; judges compare              session.py, judge.py
+6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
+"""
+
+import atexit
+import os
+import shlex
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distcheck.errors import (
+    CannotRunError,
+    DistcheckError,
+    HelperError,
+    LeftOutError,
+    MembershipError,
+    RankLostError,
+    UsageError,
+)
+from distcheck.plan import cases as plan
+from distcheck.plan import thorough as thorough_run
+from distcheck.plan.cases import Request
+from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
+from distcheck.plan.thorough import NOTHING_BESIDE, Beside, Search
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, VerdictName
+from distcheck.store import run_folder as store
+from distcheck.store.origin import origin_here
+from distcheck.store.run_folder import Store
+from distcheck.training.adapters.asked import adaptation_of
+from distcheck.verification import followups, limits, preparation, verdicts
+from distcheck.verification.book import Book, given_up_on, run_of
+from distcheck.verification.case_runs import CaseRun, is_separate
+from distcheck.verification.contents import not_shown
+from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
+from distcheck.verification.followups import FollowUp
+from distcheck.verification.given_objects import names_of
+from distcheck.verification.progress import Listener, Silent
+from distcheck.verification.session import Session
+from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
+from distcheck.worlds import turns
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
+
+_DELAY = ("rank", "collective", "ms")
+
+
+def verify(
+    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
+    *,
+    world: int | Sequence[int] | None = None,
+    workload: str | Sequence[str] = (),
+    data: str = SYNTHETIC,
+    data_dir: str | os.PathLike[str] | None = None,
+    batch: int = 256,
+    steps: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    deadline_s: float = 30.0,
+    form: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    finish: str | None = None,
+    reset: str | None = None,
+    without_data: Sequence[int] = (),
+    loss: str = "mean",
+    accept: str | None = None,
+    thorough: bool = False,
+    without: Sequence[str] = (),
+    explore_s: float = 60.0,
+    delays: Sequence[tuple[int, int, int]] = (),
+    separate: bool = True,
+    save: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Judges one or more gradient-sync strategies against single-node training.
+
+    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
+                be imported by its module and name, as it stands there
+    world       number of ranks, or several to try; by default 4
+    workload    names of workloads; by default lattice, cnn and composite
+    batch       samples per step, over all ranks; `steps`: by default each workload's own
+    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
+    without_data  ranks without a shard of the batch, such as a parameter server
+    accept      as --accept: what differs by design, such as "low-precision:bf16"
+    thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
+                a search of `explore_s` seconds for each strategy (0: none)
+    delays      (rank, collective, ms): ranks that are late in the first world, before their n-th
+                collective of every step, or before backward (0)
+    separate    whether the second world's ranks come from separate interpreters
+    save        folder for cases, traces and the report; nothing is written without it
+    Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
+    fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
+    sense, CannotRunError for what this machine cannot run.
+    """
+    adapted = form, arguments or {}, variables or {}, finish, reset, without_data
+    asked = {
+        "strategies": names_of(strategy),
+        "worlds": (4,) if world is None else (world,) if isinstance(world, int) else world,
+        "workloads": (workload,) if isinstance(workload, str) else workload,
+        "data": data,
+        "data_dir": None if data_dir is None else os.fspath(data_dir),
+        "batch": batch,
+        "steps": steps,
+        "seed": seed,
+        "dtype": dtype,
+        "deadline_s": deadline_s,
+        "adaptation": adaptation_of(*adapted),
+        "loss": loss,
+        "accept": accept,
+        "thorough": thorough,
+        "without": (without,) if isinstance(without, str) else tuple(without),
+        "explore_s": explore_s,
+        "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
+        "separate": separate,
+    }
+    request = _request(asked, world_given=world is not None)
+    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
+    return verify_cases(cases, keep=None if save is None else Store.at(Path(save)), beside=beside)
+
+
+def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
+    try:
+        return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"verify() was given something else than it takes: {error}") from None
+
+
+def verify_cases(
+    cases: Sequence[Case], *, keep: Store | None = None, beside: Beside = NOTHING_BESIDE
+) -> Report:
+    """Runs and judges cases on this process's own pool, as `verify` does; in a turn of its own
+    where many processes run tests.
+    """
+    with _pool_lock, turns.turn():
+        pool = shared_pool()
+        try:
+            return run_cases(cases, pool=pool, keep=keep, follow_up=True, beside=beside)
+        except DistcheckError:
+            raise
+        except BaseException:
+            pool.close()  # it may have been interrupted in the middle of a message
+            raise
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    pool: Pool,
+    keep: Store | None = None,
+    listener: Listener | None = None,
+    download: bool = False,
+    made: Mapping[str, Provenance] | None = None,
+    whole: RunPlan | None = None,
+    follow_up: bool = False,
+    beside: Beside = NOTHING_BESIDE,
+) -> Report:
+    """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
+    were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
+    or does not count. The searches of `beside` come last. Raises Interrupted, with what there is,
+    on Ctrl-C and SIGTERM; GivenUpError where the helper or another process with ranks is gone.
+    """
+    origin = origin_here()
+    try:
+        return _run_cases(
+            cases,
+            pool=pool,
+            keep=keep,
+            listener=listener or Silent(),
+            download=download,
+            made=made or {},
+            whole=whole,
+            follow_up=follow_up,
+            beside=beside,
+            origin=origin,
+        )
+    except (Interrupted, GivenUpError):
+        raise
+    except KeyboardInterrupt:
+        early = nothing_judged(cases, "not judged: interrupted", whole, origin, unfinished=True)
+        raise Interrupted(msgspec.structs.replace(early, interrupted=True)) from None
+    except (HelperError, RankLostError) as error:
+        lost = nothing_judged(cases, str(error), whole, origin, unfinished=True)
+        raise GivenUpError(given_up_on(lost, error)) from error
+
+
+def _run_cases(
+    cases: Sequence[Case],
+    *,
+    pool: Pool,
+    keep: Store | None,
+    listener: Listener,
+    download: bool,
+    made: Mapping[str, Provenance],
+    whole: RunPlan | None,
+    follow_up: bool,
+    beside: Beside,
+    origin: Origin,
+) -> Report:
+    listener.preparing("importing torch")
+    pool.open()
+    if any(is_separate(case) for case in cases):
+        pool.open_interpreters()
+    _write_cases(keep, cases, {})
+    try:
+        pool.wait_ready()
+    except MembershipError as error:
+        return nothing_judged(cases, str(error), whole, origin)
+    data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
+    listener.preparing(f"preparing data {data_name}")
+    with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
+        listener.preparing("looking at strategies and workloads")
+        facts = preparation.inspect(pool, cases, data)
+        environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
+        here = {case.id: provenance_of(case, environment) for case in cases}
+        _write_cases(keep, cases, here)
+        earlier = {} if keep is None else keep.finished(cases)
+        about = dict(zip([case.id for case in cases], facts.cases, strict=True))
+        left = [case for case in cases if case.id not in earlier]
+        listener.preparing("calibrating reduction orders")
+        known = [about[case.id] for case in left]
+        runs, out = preparation.plan_runs(pool, left, known, data, beside.spare)
+        if keep is not None:
+            keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
+        listener.planned([run.case for run in runs], before=len(earlier))
+        for run in runs:
+            before = made.get(run.case.id)
+            run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
+        book = Book(pool, runs, here, environment, keep, earlier)
+        book.plan, book.left_out, book.settles = whole, out, follow_up
+        book.made = origin
+        session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        with reported(book, runs):
+            session.run(runs, on_finished=book.enter)
+            if follow_up:
+                _follow_up(pool, book, data, session, listener)
+            _search_beside(pool, book, beside.searches, listener, keep=keep is not None)
+    return book.report()
+
+
+def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:
+    """Raises CannotRunError where a person asked to keep the run, and it cannot be written."""
+    try:
+        for case in cases if keep is not None else ():
+            assert keep is not None
+            keep.write_case(case, made.get(case.id))
+    except OSError as error:
+        assert keep is not None
+        if keep.keep_everything:
+            raise CannotRunError(f"{keep.folder} cannot be written: {error.strerror}") from error
+
+
+def _follow_up(
+    pool: Pool, book: "Book", data: preparation.Data, session: Session, listener: Listener
+) -> None:
+    """Runs what the reports call for, and takes in what it shows."""
+    wanted = followups.follow_ups(book.finished)
+    done: list[tuple[FollowUp, CaseReport]] = []
+    for each in wanted:
+        facts = preparation.inspect(pool, [each.case], data)
+        try:
+            (run,), _ = preparation.plan_runs(pool, [each.case], facts.cases, data)
+        except LeftOutError:
+            continue  # nothing of it could be judged
+
+        def enter(run: CaseRun, each: FollowUp = each) -> VerdictName:
+            report = verdicts.report_of(run, replay=each.case.command_line)
+            done.append((each, report))
+            if each.replaces(report):
+                book.replace(run)
+            return report.verdict
+
+        listener.progress(each.case, "once more, after a failure")
+        try:
+            session.run([run], on_finished=enter)
+        finally:
+            run.close()
+    book.take_in(done)
+
+
+def _search_beside(
+    pool: Pool, book: "Book", searches: Sequence[Search], listener: Listener, *, keep: bool
+) -> None:
+    """Searches for failures that no case has shown."""
+    if not searches:
+        return
+    from distcheck.explore.beside import explore_beside
+
+    explore_beside(
+        pool,
+        searches,
+        book.finished,
+        book.not_counted,
+        keep=keep,
+        show=listener.preparing,
+        enter=book.enter_search,
+    )
+
+
+def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
+    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder.
+
+    On another machine, or with another torch, recorded bits are not the bits that are computed
+    now: what fails there only against those becomes unknown.
+    """
+    listener, origin = listener or Silent(), origin_here()
+    folders = store.saved_cases(folder)
+    pool.wait_ready()
+    first, fds = store.read_trace(pool, folders[0])
+    for fd in fds:
+        os.close(fd)
+    case = first.case
+    with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
+        here = preparation.inspect(pool, [case], data).environment
+        reports: list[CaseReport] = []
+        session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        listener.planned([store.read_about(place).case for place in folders])
+        for place in folders:
+            saved, fds = store.read_trace(pool, place)
+            run = run_of(saved, fds)
+            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
+
+            def enter(run: CaseRun, elsewhere: str = elsewhere) -> VerdictName:
+                replay = f"distcheck recheck {shlex.quote(str(folder))}"
+                reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
+                return reports[-1].verdict
+
+            try:
+                session.rejudge(run, on_finished=enter)
+            finally:
+                run.close()
+    shown = not_shown([report.contents for report in reports if report.contents])
+    return Report(
+        environment=here,
+        cases=tuple(reports),
+        made=origin,
+        not_shown=shown,
+        saved_to=str(folder),
+    )
+
+
+def _hash_seeds(cases: Sequence[Case]) -> list[int]:
+    """PYTHONHASHSEED of the first world, and of the interpreters of the rerun."""
+    return [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
+
+
+def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
+    found = changes_for_bits(then, now, case)
+    return [f"since this case was saved: {'; '.join(map(str, found))}"] if found else []
+
+
+_pool: Pool | None = None
+_pool_lock = threading.Lock()
+
+
+def shared_pool() -> Pool:
+    """The process's own pool; a forked child makes another."""
+    global _pool
+    if _pool is None or not _pool.usable:
+        _pool = Pool()
+        atexit.register(_pool.close)
+    return _pool

@@ -1,0 +1,383 @@
+"""Runs planned cases on a pool: worlds one after the other, judges beside them.
+
+A case goes through: first world -> its steps judged, while the second world reruns it -> what
+spans the whole run judged -> its report. Worlds are never run two at a time, because their ranks
+fill the cores; judges run beside them. A rerun in separate interpreters waits until these are
+ready, and first worlds of other cases go before it; where it differs, further worlds take it apart.
+"""
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from distcheck.errors import CannotRunError
+from distcheck.judge import diagnosis
+from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.machine.cores import cores
+from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
+from distcheck.records import CheckResult, Outcome, VerdictName
+from distcheck.training.jobs import RECORD, RecordJob
+from distcheck.training.traces.layout import steps_written
+from distcheck.verification import limits
+from distcheck.verification.case_runs import CaseRun, WorldName, is_separate, new_trace
+from distcheck.verification.judgings import Judging, start_judging, what_was_judged, what_was_seen
+from distcheck.verification.process_state import state_lines
+from distcheck.verification.progress import Listener, step_in_words, steps_in_words
+from distcheck.worlds import blame
+from distcheck.worlds.launch import end_now, refusal_of, start_world
+from distcheck.worlds.messages import Progress
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.shares import Shared
+from distcheck.worlds.surroundings import TOGETHER, Surroundings
+from distcheck.worlds.world import World
+
+_MOST_JUDGES = 16
+_MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
+_LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
+_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
+_SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
+OnFinished = Callable[[CaseRun], VerdictName]  # takes a case that is done, and says what it is
+_LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A world that is to run: the first, the rerun, or one that takes the rerun apart, with its
+    surroundings; those of the rerun are decided when it starts.
+    """
+
+    run: CaseRun
+    what: WorldName
+    surroundings: Surroundings = TOGETHER
+
+
+class Session:
+    """Runs cases to their end. `on_finished` is called with each as it is done."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        listener: Listener,
+        *,
+        description: bytes,
+        data_fd: int | None,
+    ) -> None:
+        self._pool, self._listener = pool, listener
+        self._description, self._data_fd = description, data_fd
+        self._worlds: deque[_Asked] = deque()
+        self._judgings: deque[Judging] = deque()
+        self._world: tuple[World, _Asked] | None = None
+        self._judges: list[tuple[World, Judging]] = []
+        self._on_finished: OnFinished = lambda run: "unknown"
+        self._judges_only = False
+        # Twice the cores, so that the last few share them instead of leaving one idle.
+        self._cores = cores()
+        self._most_judges = min(2 * self._cores, _MOST_JUDGES)
+
+    def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
+        """Blocks until every case is finished; ends everything it started if interrupted."""
+        self._on_finished = on_finished
+        for run in runs:
+            run.worlds_left = 2 if run.case.rerun else 1
+            self._worlds.append(_Asked(run, "world"))
+        self._until_finished(runs)
+
+    def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
+        """Judges a case whose traces are there already; starts no rank."""
+        self._on_finished = on_finished
+        self._judges_only = True
+        self._plan_step_judges(run)
+        self._judge_whole_run_if_due(run)
+        self._until_finished([run])
+
+    def _until_finished(self, runs: Sequence[CaseRun]) -> None:
+        try:
+            while not all(run.finished for run in runs):
+                self._start_what_fits()
+                self._pool.pump(0.05)
+                self._tick_world()
+                self._tick_judges()
+        except BaseException:
+            self._end_everything()
+            raise
+
+    def _start_what_fits(self) -> None:
+        if self._world is None and len(self._judgings) < self._most_judges:
+            asked = next((one for one in self._worlds if self._may_start(one)), None)
+            if asked is not None:
+                self._worlds.remove(asked)
+                self._world = (self._start_ranks(asked), asked)
+        while self._judgings and self._has_room_for(self._judgings[0]):
+            judging = self._judgings.popleft()
+            world = start_judging(self._pool, judging, self._description, self._data_fd)
+            self._judges.append((world, judging))
+
+    def _may_start(self, asked: _Asked) -> bool:
+        """Whether the interpreters are ready that a rerun's ranks are to be forked from, or it is
+        known that there will be none.
+        """
+        if asked.what != "rerun" or not is_separate(asked.run.case):
+            return True
+        return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
+
+    def _has_room_for(self, judging: Judging) -> bool:
+        """Whether another judge may start: there are processes and, as far as known, memory."""
+        if not self._judges:
+            return True
+        if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
+            return False
+        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
+        return len(self._judges) < self._most_judges and limits.available_bytes() > 2 * needed
+
+    def _start_ranks(self, asked: _Asked) -> World:
+        run, case, surroundings = asked.run, asked.run.case, asked.surroundings
+        if asked.what == "rerun":
+            run.decide_surroundings(self._pool.why_no_interpreters())
+            surroundings = run.surroundings
+        fd, again = new_trace(run.layout), asked.what != "world"
+        run.keep(fd, asked.what)
+        fds = [run.shared_trace(asked.what)]
+        if self._data_fd is not None:
+            fds.append(Shared(fd=self._data_fd, kind="data"))
+        if again:
+            fds.append(run.shared_trace("world"))
+        delays = surroundings.delays(case.world) if again else case.delays
+
+        def payload(rendezvous: Rendezvous) -> bytes:
+            job = RecordJob(
+                case=case,
+                rendezvous=rendezvous,
+                layout=run.layout,
+                description=self._description,
+                has_data=self._data_fd is not None,
+                has_baseline=again,
+                delays=delays,
+                memory_seed=surroundings.memory_seed(rendezvous.rank),
+            )
+            return msgspec.msgpack.encode(job)
+
+        def on_progress(rank: int, progress: Progress) -> None:
+            if rank == 0:
+                at = step_in_words(progress.step, case.steps, progress.phase)
+                self._listener.progress(case, _SAID_OF[asked.what] + at)
+
+        return start_world(
+            self._pool,
+            target=RECORD,
+            backend=case.backend,
+            size=case.world,
+            payload=payload,
+            fds=fds,
+            deadline_s=_deadline_s(asked),
+            on_progress=on_progress,
+            surroundings=surroundings,
+        )
+
+    def _tick_world(self) -> None:
+        if self._world is None:
+            return
+        world, asked = self._world
+        run = asked.run
+        world.tick()
+        if not world.over:
+            return
+        self._world = None
+        run.worlds_left -= 1
+        spent = time.monotonic() - world.begun
+        run.timings_s[asked.what] = run.timings_s.get(asked.what, 0.0) + spent
+        unstarted = [c for c in world.children if c.spawn_error]
+        outcomes = blame.outcomes(world.children, hung=world.hung)
+        world.close()
+        if unstarted:
+            raise CannotRunError(
+                f"{len(unstarted)} of {run.case.world} ranks could not be started "
+                f"({unstarted[0].spawn_error}); use fewer ranks or raise the process limit"
+            )
+        refused = refusal_of(world)
+        if refused is not None:  # what cannot be adapted may show only when it is called
+            raise refused
+        if asked.what == "further":
+            self._further_world_over(run, succeeded=world.succeeded)
+            return
+        if asked.what == "rerun":
+            run.rerun_outcomes = outcomes
+        else:
+            self._first_world_over(run, outcomes, succeeded=world.succeeded)
+        if world.hung:
+            self._leave_out_others(run)
+        self._judge_whole_run_if_due(run)
+
+    def _first_world_over(self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool) -> None:
+        run.outcomes = outcomes
+        self._plan_step_judges(run)
+        if not succeeded:
+            run.worlds_left = 0
+        elif run.case.rerun:
+            self._worlds.appendleft(_Asked(run, "rerun"))
+
+    def _leave_out_others(self, hung: CaseRun) -> None:
+        """Ends the strategy's other cases of this world, each of which would cost a deadline."""
+        case = hung.case
+        for asked in list(self._worlds):
+            run = asked.run
+            if asked.what != "world" or run is hung or run.case.siblings != case.siblings:
+                continue
+            self._worlds.remove(asked)
+            run.worlds_left, run.finished = 0, True
+            run.not_run = not_run_after_hang(run.case, case)
+            self._listener.progress(run.case, "not run, after a hang")
+            self._finish(run)
+
+    def _plan_step_judges(self, run: CaseRun) -> None:
+        with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
+            written = steps_written(index, run.layout)
+        planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+        groups = [planned]
+        if run.timings_s.get("world", 0.0) > _LONG_WORLD_S:
+            # The two references, of like cost, apart; the longer part (it also runs the batch
+            # without ghosts) first, so that the cores finish together.
+            whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
+            groups = [whole, [pair for pair in planned if pair not in whole]]
+        for group in filter(None, groups):
+            for steps in self._shares(run, written):
+                self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
+                run.judges_left += 1
+
+    def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
+        """Steps per judge. The lattice trains on from its own beginning, and what must happen in a
+        run may take several steps, so these are not shared. A short world is judged beside its
+        rerun, in time, by fewer: to start one takes the cores from those ranks.
+        """
+        if steps == 0:
+            return []
+        if "lattice" in run.case.layers or run.facts.must_happen:
+            return [tuple(range(steps))]
+        judges = min(steps, self._most_judges)
+        if "world" in run.timings_s:
+            busy_s = run.timings_s["world"] * min(run.case.world, self._cores)
+            judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
+        bounds = [steps * k // judges for k in range(judges + 1)]
+        return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+
+    def _judge_whole_run_if_due(self, run: CaseRun) -> None:
+        if run.worlds_left:
+            return
+        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
+        self._judgings.append(Judging(run, (), planned, whole_run=True))
+        run.judges_left += 1
+
+    def _tick_judges(self) -> None:
+        for entry in list(self._judges):
+            world, judging = entry
+            world.tick()
+            if not world.over:
+                continue
+            self._judges.remove(entry)
+            run = judging.run
+            spent = time.monotonic() - world.begun
+            what = "closer look" if judging.closer_look else "judge"
+            run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
+            if judging.closer_look:
+                run.seen = what_was_seen(world, run)
+            else:
+                self._take_results(judging, what_was_judged(world, judging))
+            world.close()
+            run.judges_left -= 1
+            self._go_on(run)
+
+    def _take_results(self, judging: Judging, results: list[CheckResult]) -> None:
+        run = judging.run
+        if judging.what == "world":
+            run.results += results
+            self._listener.progress(run.case, f"judged {steps_in_words(judging.steps)}")
+        elif judging.what == "rerun":
+            run.of_rerun = results
+        else:
+            assert run.taking_apart is not None
+            run.taking_apart.note(any(result.verdict == "fail" for result in results))
+
+    def _go_on(self, run: CaseRun) -> None:
+        """The next thing to do with a case that waits for nothing, or its end."""
+        if run.judges_left or run.worlds_left:
+            return
+        if self._takes_apart(run) or self._looks_closer(run):
+            return
+        run.finished = True
+        self._finish(run)
+
+    def _finish(self, run: CaseRun) -> None:
+        verdict = self._on_finished(run)
+        run.close()
+        self._listener.finished(run.case, verdict)
+
+    def _takes_apart(self, run: CaseRun) -> bool:
+        """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
+        only if that was in separate interpreters, and differed.
+        """
+        done = run.separation is not None or self._judges_only
+        if done or not run.surroundings.factors or not run.rerun_differed:
+            return False
+        apart = run.taking_apart = run.taking_apart or TakingApart(run.surroundings)
+        if apart.next is not None:
+            self._worlds.appendleft(_Asked(run, "further", apart.next))
+            run.worlds_left = 1
+            return True
+        assert apart.conclusion is not None
+        found = apart.conclusion
+        if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
+            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+            steps = tuple(range(run.case.steps))
+            judging = Judging(run, steps, planned, whole_run=False, what="rerun")
+            self._judgings.append(judging)
+            run.judges_left += 1
+            return True
+        run.separation = self._completed(run, found)
+        return False
+
+    @staticmethod
+    def _completed(run: CaseRun, found: Separation) -> Separation:
+        finished = all(outcome.outcome == "finished" for outcome in run.rerun_outcomes)
+        passed = bool(run.of_rerun) and all(r.verdict == "pass" for r in run.of_rerun or ())
+        lines = state_lines(run.facts.strategy_file, run.facts.strategy_line, found)
+        return msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
+
+    def _further_world_over(self, run: CaseRun, *, succeeded: bool) -> None:
+        assert run.taking_apart is not None
+        if not succeeded:
+            run.taking_apart.note(True)
+            self._go_on(run)
+            return
+        planned = (("rerun", "-"),)
+        self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
+        run.judges_left += 1
+
+    def _looks_closer(self, run: CaseRun) -> bool:
+        """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
+        if run.seen is not None or not diagnosis.worth_a_look(run.results):
+            return False
+        self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
+        run.judges_left += 1
+        return True
+
+    def _end_everything(self) -> None:
+        worlds = [world for world, _ in self._judges]
+        if self._world is not None:
+            worlds.append(self._world[0])
+        end_now(self._pool, *worlds)
+
+
+def _deadline_s(asked: _Asked) -> float:
+    """A world that takes a rerun apart may be one of several that hang, and the first world has
+    shown how long one takes that does not.
+    """
+    case = asked.run.case
+    if asked.what != "further":
+        return case.deadline_s
+    usual_s = _FURTHER_DEADLINE * asked.run.timings_s.get("world", 0.0)
+    return min(case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))

@@ -1,0 +1,229 @@
+"""From what a case's ranks and judges left behind to its report."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from distcheck.judge import acceptance, diagnosis, sensitivity
+from distcheck.judge.checks.merging import earliest_failure, hold_against, merge_results
+from distcheck.judge.diagnosis.precision import rounded_to
+from distcheck.plan.coverage import PlannedCheck
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.records.expected_events import PURPOSE
+from distcheck.records.mistakes import SENSITIVITY
+from distcheck.records.picture_sums import merge_aggregates
+from distcheck.verification import contents
+from distcheck.verification.case_runs import CaseRun
+from distcheck.workloads.cells import CELLS
+
+# Settings and versions that the bits of a float computation depend on.
+_BIT_SETTINGS = (
+    "torch", "cpu", "cpu_capability", "machine", "threads", "mkldnn", "float32_matmul_precision",
+    "tf32", "gpu", "cuda", "cudnn",
+)  # fmt: skip
+
+
+def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
+    """The report of a case that is finished, or that was interrupted; `elsewhere` is what
+    `recorded_elsewhere` says of its traces.
+    """
+    outcomes = _decisive(run)
+    results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
+    verdict = merge_verdicts([result.verdict for result in results])
+    failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
+    return CaseReport(
+        rounded_to=rounded_to(run.seen) if run.seen and failed == {("gradients", "S64")} else "",
+        case=run.case,
+        strategy_file=run.facts.strategy_file,
+        strategy_line=run.facts.strategy_line,
+        verdict=verdict,
+        outcomes=tuple(outcomes),
+        checks=tuple(results),
+        diagnosis=tuple(
+            diagnosis.diagnose(outcomes, results, run.seen, run.separation, accept=run.case.accept)
+        ),
+        timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
+        replay=replay,
+        accepted=acceptance.describe(run.case),
+        contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
+        notes=(
+            *run.notes,
+            *filter(None, [elsewhere]),
+            *_about_cell(run.case, results),
+        ),
+    )
+
+
+def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
+    """What a cell is about, where it did not pass; where only its purpose is missing, how many
+    steps it takes.
+    """
+    workload = case.workload
+    wrong = {result.check for result in results if result.verdict != "pass"}
+    if workload not in CELLS or not wrong:
+        return []
+    if wrong == {PURPOSE}:
+        own = CELLS[workload].steps
+        few = f"{workload} trains {own} steps by itself, and this run took {case.steps}"
+        return [f"{few}: leave out --steps"] if case.steps < own else []
+    return [
+        f"{workload} is a cell in which {CELLS[workload].about}; if this need not work, give "
+        f"--without {workload}, or decline it in the contract"
+    ]
+
+
+def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """How the place where traces were recorded differs from the one that judges them, as far as
+    the bits of a computation depend on it; "" where it does not.
+    """
+    other = [
+        f"{name} {recorded.get(name)} there, {here.get(name)} here"
+        for name in _BIT_SETTINGS
+        if recorded.get(name) != here.get(name)
+    ]
+    if not other:
+        return ""
+    return f"recorded elsewhere ({'; '.join(other)}): bits computed here need not be the same"
+
+
+def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Failures against bits that were computed here become unknown where others recorded them.
+
+    So is every X, the first model, and R: its bound is that of adding up and dividing the ranks'
+    own gradients, and the reference has those as this machine's kernels compute them. What ranks
+    are held against each other, the lattice's exact sums, and the full batch, whose bound is that
+    of a computation in another order, stand.
+    """
+    return [
+        _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)
+        if elsewhere
+        and result.verdict == "fail"
+        and (result.layer in ("X", "R") or result.check == "initial state")
+        else result
+        for result in results
+    ]
+
+
+def _decisive(run: CaseRun) -> list[Outcome]:
+    """The outcomes of the run that failed, the first of the two if none did."""
+    if any(o.outcome != "finished" for o in run.rerun_outcomes):
+        where = (
+            "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"
+        )
+        return [
+            msgspec.structs.replace(o, detail=f"{where}: {o.detail}")
+            if o.outcome != "finished"
+            else o
+            for o in run.rerun_outcomes
+        ]
+    return run.outcomes
+
+
+def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
+    parts: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
+    for result in run.results:
+        parts[result.check, result.layer].append(result)
+    results: list[CheckResult] = []
+    for planned in run.planned:
+        if planned.scope == "front":
+            if planned.check == SENSITIVITY:
+                why = run.not_run or _why_not_judged(outcomes)
+                shown = sensitivity.judge(run.case, results, if_none=why)
+                results.append(hold_against(shown, planned.owed))
+            else:
+                results.append(_with_note(_outcome_check(planned, outcomes), run.not_run))
+            continue
+        found = parts.get((planned.check, planned.layer))
+        if found:
+            found.sort(key=lambda part: part.first.step if part.first else 0)
+            merged = msgspec.structs.replace(
+                merge_results(found),
+                aggregates=merge_aggregates([part.aggregates for part in found]),
+            )
+        else:
+            merged = CheckResult(
+                check=planned.check,
+                layer=planned.layer,
+                verdict="unknown",
+                reason=run.not_run or _why_not_judged(outcomes),
+            )
+        if planned.check == "rerun":
+            merged = _of_rerun(run, merged)
+        held = sensitivity.of_check(hold_against(merged, planned.owed))
+        held = _with_note(held, planned.note)
+        results.append(_of_what_was_accepted(run.case, held))
+    return results
+
+
+def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
+    """Where the rerun was, and whether what it did differently is right as well."""
+    note = run.rerun_in
+    if run.separation is not None and run.separation.harmless and result.verdict == "fail":
+        result = msgspec.structs.replace(result, verdict="pass")
+        factor = run.separation.factors[0]
+        note += f"; there bits differ, by {factor} alone, and pass every check as well"
+    return _with_note(result, note) if result.verdict != "unknown" else result
+
+
+def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
+    """A pass of gradients that never were what is accepted shows nothing of it."""
+    if (result.check, result.layer, result.verdict) != ("gradients", "R", "pass"):
+        return result
+    why = acceptance.why_nothing_was_accepted(case, result.reason)
+    return _with_note(msgspec.structs.replace(result, verdict="unknown"), why) if why else result
+
+
+def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Says of failures that begin after the first one that they may follow from it.
+
+    Every step is judged from the state that the ranks had, but ranks that have drifted apart
+    have no common loss; and the lattice trains on from its own beginning.
+    """
+    cause = earliest_failure(results)
+    if cause is None or cause.first is None:
+        return list(results)
+    return [
+        _with_note(
+            result,
+            f"begins after {cause.check} had diverged at step {cause.first.step}, and may follow "
+            "from that",
+        )
+        if result is not cause and _may_follow(result, cause)
+        else result
+        for result in results
+    ]
+
+
+def _may_follow(result: CheckResult, cause: CheckResult) -> bool:
+    if result.verdict != "fail" or result.first is None or cause.first is None:
+        return False
+    same_lattice = result.layer == cause.layer == "lattice"
+    return result.first.step > cause.first.step or (same_lattice and result.check != cause.check)
+
+
+def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckResult:
+    failed = [o for o in outcomes if o.outcome != "finished"]
+    result = CheckResult(
+        check=planned.check,
+        layer=planned.layer,
+        verdict="fail" if failed else "pass" if outcomes else "unknown",
+        compared=Compared(ranks=len(outcomes)),
+        reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
+    )
+    return hold_against(result, planned.owed)
+
+
+def _why_not_judged(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return "not judged: interrupted"
+    if any(o.outcome != "finished" for o in outcomes):
+        return "not judged: the ranks did not finish a step"
+    return "not judged"
+
+
+def _with_note(result: CheckResult, note: str) -> CheckResult:
+    if not note:
+        return result
+    reason = "; ".join(filter(None, [note, result.reason]))
+    return msgspec.structs.replace(result, reason=reason)

@@ -1,0 +1,254 @@
+"""Cells: small trainings that each hold one thing that real ones have and simple ones lack.
+
+`distcheck verify --thorough` runs all of them. A cell is a workload, so `--workload NAME` runs it
+by itself; this list says what the front must know of it without importing torch. A strategy that
+cannot do a cell declines it in its contract, and a person leaves it out with `--without`.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from distcheck.contract import Contract, Training
+from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
+
+BATCH = 256  # samples a step over all ranks; some cells count on it for where an epoch ends
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a cell before it is loaded.
+
+    `place` is its class; `about` a sentence for reports and lists; `without` the layers that have
+    nothing to say about it.
+    """
+
+    place: str
+    about: str
+    steps: int = 3
+    without: tuple[str, ...] = ()
+
+
+CELLS: Mapping[str, Cell] = {
+    "tied_weights": Cell(
+        place="distcheck.workloads.cells.models:TiedWeights",
+        about="two layers share one weight, whose gradient comes from both",
+    ),
+    "unused_parameters": Cell(
+        place="distcheck.workloads.cells.models:UnusedParameters",
+        about="the loss never reaches one layer: its p.grad is None, on every rank",
+    ),
+    "unused_later": Cell(
+        place="distcheck.workloads.cells.models:UnusedLater",
+        about="from step 2 on one layer is left out: its p.grad is None from then on",
+        steps=4,
+    ),
+    "frozen_parameters": Cell(
+        place="distcheck.workloads.cells.models:FrozenParameters",
+        about="one layer does not train (requires_grad=False): its p.grad is None",
+    ),
+    "frozen_later": Cell(
+        place="distcheck.workloads.cells.models:FrozenLater",
+        about="one layer stops training at step 2 (requires_grad=False from then on)",
+        steps=4,
+    ),
+    "called_twice": Cell(
+        place="distcheck.workloads.cells.models:CalledTwice",
+        about="the model is called twice before one backward",
+    ),
+    "dropout": Cell(
+        place="distcheck.workloads.cells.models:WithDropout",
+        about="every rank draws masks of its own",
+    ),
+    "reassigned_buffers": Cell(
+        place="distcheck.workloads.cells.models:ReassignedBuffers",
+        about="a buffer is replaced by a new tensor in every forward pass",
+    ),
+    "one_element": Cell(
+        place="distcheck.workloads.cells.sizes:OneElement",
+        about="parameters of a single element, with and without dimensions",
+    ),
+    "zero_size": Cell(
+        place="distcheck.workloads.cells.sizes:ZeroSize",
+        about="parameters of no element at all, between others",
+    ),
+    "indivisible_sizes": Cell(
+        place="distcheck.workloads.cells.sizes:IndivisibleSizes",
+        about="parameters whose sizes no world divides, some smaller than the world",
+    ),
+    "bucket_boundaries": Cell(
+        place="distcheck.workloads.cells.sizes:BucketBoundaries",
+        about="parameters of exactly 128 KiB and 1 MiB, and of one element more and less",
+    ),
+    "channels_last": Cell(
+        place="distcheck.workloads.cells.sizes:ChannelsLast",
+        about="convolutions in channels_last: gradients lie in memory in another order",
+    ),
+    "transposed": Cell(
+        place="distcheck.workloads.cells.sizes:Transposed",
+        about="parameters that are transposed views: their gradients are not contiguous",
+    ),
+    "mixed_dtypes": Cell(
+        place="distcheck.workloads.cells.dtypes:MixedDtypes",
+        about="parameters in float32, float64 and bfloat16",
+        without=("S32", "S64"),
+    ),
+    "complex": Cell(
+        place="distcheck.workloads.cells.dtypes:ComplexParameters",
+        about="complex parameters, whose gradients have two parts",
+    ),
+    "sparse": Cell(
+        place="distcheck.workloads.cells.dtypes:SparseGradients",
+        about="an embedding with sparse gradients, which touch other rows on every rank",
+        without=("X", "R"),  # a row is added up from its duplicates whenever it suits torch
+    ),
+    "ragged_batch": Cell(
+        place="distcheck.workloads.cells.schedules:RaggedBatch",
+        about="the last batch of the epoch is smaller",
+        steps=4,
+    ),
+    "two_epochs": Cell(
+        place="distcheck.workloads.cells.schedules:TwoEpochs",
+        about="two epochs, in another order each",
+        steps=4,
+    ),
+    "accumulation": Cell(
+        place="distcheck.workloads.cells.schedules:Accumulation",
+        about="two backward passes a step; the first within no_sync(), where there is one",
+    ),
+    "clipping": Cell(
+        place="distcheck.workloads.cells.schedules:Clipping",
+        about="the loop clips gradients by their norm, after the exchange",
+    ),
+    "loss_scaling": Cell(
+        place="distcheck.workloads.cells.schedules:LossScaling",
+        about="a GradScaler, and on one rank a gradient that overflows: every rank skips the step",
+        steps=4,
+    ),
+    "adamw": Cell(
+        place="distcheck.workloads.composite:WithAdamW",
+        about="the composite model with AdamW, in two groups, its rates changing with every step",
+        without=("S32", "S64"),
+    ),
+    "schedule": Cell(
+        place="distcheck.workloads.cells.schedules:Schedule",
+        about="the learning rate changes with every step, from 0 on",
+        steps=4,
+    ),
+    "zero_on_some": Cell(
+        place="distcheck.workloads.cells.some_ranks:ZeroOnSome",
+        about="one layer's gradient is zero on all ranks but one, another's on one rank only",
+    ),
+    "different_starts": Cell(
+        place="distcheck.workloads.cells.some_ranks:DifferentStarts",
+        about="ranks begin with different parameters, and have to be given those of rank 0",
+    ),
+    "non_finite": Cell(
+        place="distcheck.workloads.cells.extremes:NonFinite",
+        about="gradients with infinities and NaN on some ranks, and no GradScaler",
+    ),
+    "huge_gradients": Cell(
+        place="distcheck.workloads.cells.extremes:Huge",
+        about="gradients of 1e30, whose squares are beyond float32",
+    ),
+    "denormal_gradients": Cell(
+        place="distcheck.workloads.cells.extremes:Denormal",
+        about="gradients below the smallest normal number of float32",
+    ),
+    "over_25_mib": Cell(
+        place="distcheck.workloads.cells.large:Over25MiB",
+        about="one parameter of more than 25 MiB",
+        steps=1,
+    ),
+    "over_2_24_elements": Cell(
+        place="distcheck.workloads.cells.large:Over2To24",
+        about="one parameter of more than 2^24 elements",
+        steps=1,
+    ),
+    "complex128": Cell(
+        place="distcheck.workloads.cells.dtypes:LongComplexParameters",
+        about="complex parameters with parts in float64",
+    ),
+    "equal_twins": Cell(
+        place="distcheck.workloads.cells.modules:EqualTwins",
+        about="four layers of one shape, which begin with the same parameters",
+    ),
+    "odd_modules": Cell(
+        place="distcheck.workloads.cells.modules:OddModules",
+        about="LSTM, GRU, attention, Bilinear, parametrizations, containers of parameters",
+    ),
+    "integer_buffers": Cell(
+        place="distcheck.workloads.cells.modules:IntegerBuffers",
+        about="buffers of int64, int32 and bool, one beyond what float32 counts",
+    ),
+    "eval_mode": Cell(
+        place="distcheck.workloads.cells.modules:InEvalMode",
+        about="the model is handed over in eval mode, and trains in it for two steps",
+        steps=4,
+    ),
+    "resume": Cell(
+        place="distcheck.workloads.cells.schedules:Resume",
+        about="after step 1 everything is built anew and filled from a checkpoint",
+        steps=4,
+    ),
+    # Last: many a strategy that is right elsewhere ends the run here.
+    "absent_on_some": Cell(
+        place="distcheck.workloads.cells.some_ranks:AbsentOnSome",
+        about="one layer is used on one rank only, one on all but one: elsewhere p.grad is None",
+    ),
+}
+
+
+def place_of(spec: str) -> str:
+    """Where a cell's class is; any other spelling of a workload as it is."""
+    return CELLS[spec].place if spec in CELLS else spec
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raises UsageError for a name that is no cell's."""
+    for name in names:
+        if name not in CELLS:
+            meant = did_you_mean(name, CELLS)
+            raise UsageError(
+                f"--without {name!r} is no cell of --thorough{meant}; those are {', '.join(CELLS)}"
+            )
+
+
+def _shown_by(workload: str, training: Training) -> list[str]:
+    """The cells that hold what a workload holds: the one that it is, and those of its loop."""
+    loop = {
+        "accumulation": training.accumulate > 1,
+        "clipping": training.clip_norm is not None,
+        "loss_scaling": training.loss_scale is not None,
+        "resume": training.resume_before is not None,
+    }
+    return [name for name in CELLS if name == workload or loop.get(name, False)]
+
+
+def why_declined(
+    workload: str, contract: Contract, training: Training, *, own_backward: bool, own_update: bool
+) -> str:
+    """Why a strategy cannot do a cell, or a workload with that `training`: because it says so, or
+    because the loop has no place in it for what is wanted; empty where it can. `own_update`: it
+    takes the optimizer's step, or exchanges within it.
+    """
+    for name in _shown_by(workload, training):
+        if name in contract.declines:
+            what = "it" if name == workload else name
+            return f"its contract declines {what} ({CELLS[name].about})"
+    if workload == "different_starts" and contract.initial_state is None:
+        return (
+            'it does not promise initial_state="rank 0" in a contract: ranks have to begin alike, '
+            "and then there is nothing to send"
+        )
+    scales, clips = training.loss_scale is not None, training.clip_norm is not None
+    if (training.accumulate > 1 or scales) and own_backward:
+        return "it runs backward itself, so the loop cannot do it otherwise"
+    if (clips or scales) and own_update:
+        return (
+            "it exchanges gradients within the optimizer's step, after the loop would have looked "
+            "at them"
+        )
+    if clips and contract.optimizer_state == "cut":
+        return "a norm over pieces adds up in another order, so no bits of the update are owed"
+    return ""

@@ -1,0 +1,138 @@
+"""Cells that differ in what gradients consist of."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from distcheck.records.expected_events import Dtypes, RowsApart
+from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
+
+_WIDTH = 16
+_SAMPLES, _COLUMNS = 512, 8
+
+
+class MixedLayers(nn.Module):
+    """Each layer computes in its own dtype."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.in_single = nn.Linear(FEATURES, _WIDTH)
+        self.in_double = nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64)
+        self.in_short = nn.Linear(_WIDTH, _WIDTH, dtype=torch.bfloat16)
+        self.outputs = nn.Linear(_WIDTH, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        hidden = self.in_single(inputs.flatten(1)).tanh()
+        hidden = self.in_double(hidden.double()).tanh()
+        hidden = self.in_short(hidden.to(torch.bfloat16)).tanh()
+        logits: torch.Tensor = self.outputs(hidden.to(self.outputs.weight.dtype))
+        return logits
+
+
+class MixedDtypes(CellWorkload):
+    """Gradients in three dtypes."""
+
+    must_happen = (Dtypes(dtypes=("float32", "float64", "bfloat16")),)
+
+    own_dtypes = True
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """In the dtypes that it is built in."""
+        return MixedLayers(classes)
+
+
+class ComplexLayers(nn.Module):
+    """A complex layer, whose two parts a real one reads."""
+
+    def __init__(self, classes: int, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(_WIDTH, FEATURES, dtype=dtype) / 16)
+        self.outputs = nn.Linear(2 * _WIDTH, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        hidden = inputs.flatten(1).to(self.weight.dtype) @ self.weight.t()
+        parts = torch.view_as_real(hidden).flatten(1).to(self.outputs.weight.dtype)
+        logits: torch.Tensor = self.outputs(parts.tanh())
+        return logits
+
+
+class ComplexParameters(CellWorkload):
+    """Gradients with an imaginary part."""
+
+    must_happen = (Dtypes(dtypes=("complex64",)),)
+
+    own_dtypes = True
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """In the dtypes that it is built in."""
+        return ComplexLayers(classes)
+
+
+class LongComplexParameters(CellWorkload):
+    """Gradients with two parts in float64."""
+
+    own_dtypes = True
+    must_happen = (Dtypes(dtypes=("complex128",)),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The real layer stays in float32."""
+        return ComplexLayers(classes, torch.complex128)
+
+
+class NumberedSamples(CellSamples):
+    """The first pixel is the sample's number."""
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels."""
+        images, labels = super().read(ids, train=train, dtype=dtype)
+        images[:, 0, 0, 0] = ids.to(dtype)
+        return images, labels
+
+
+class Words(nn.Module):
+    """A vector for every two samples, which are often on two ranks."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_SAMPLES // 2, _COLUMNS, sparse=True)
+        self.outputs = nn.Linear(_COLUMNS, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        rows = inputs[:, 0, 0, 0].long() // 2
+        logits: torch.Tensor = self.outputs(self.words(rows).tanh())
+        return logits
+
+
+def _coalesce(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
+
+class SparseGradients(CellWorkload):
+    """Gradients with a few rows."""
+
+    must_happen = (RowsApart(parameter="words.weight"),)
+
+    def samples(self) -> CellSamples:
+        """Half of all samples are in a step."""
+        return NumberedSamples(_SAMPLES)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """An embedding and a layer."""
+        return Words(classes)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD without momentum, which takes sparse gradients as they are: duplicates of a row are
+        first added up, or the update's bits would depend on whether the exchange has done so.
+        """
+        optimizer = torch.optim.SGD(parameters, lr=0.05)
+        optimizer.register_step_pre_hook(_coalesce)
+        return optimizer

@@ -1,0 +1,99 @@
+"""Cells whose gradients hold numbers of unusual size: infinities and NaN, close to the largest
+number of float32, below its smallest normal one.
+
+They are those of one small parameter, whose value nothing depends on: it stands beside a model that
+trains as usual, whatever becomes of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+from distcheck.records.expected_events import Magnitude, NotFinite
+from distcheck.workloads.cells.models import Layers
+from distcheck.workloads.cells.samples import CellWorkload
+
+
+class _Silent(torch.autograd.Function):
+    """Zeros forward; backward, a gradient of `sizes` times that of each sample."""
+
+    @staticmethod
+    def forward(context: Any, parameter: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(sizes)
+        return sizes.new_zeros(len(sizes))
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (sizes,) = context.saved_tensors
+        return (gradients[0].unsqueeze(1) * sizes).sum(0), None
+
+
+class Gate(nn.Module):
+    """A parameter whose gradient is the mean, over samples, of `factors` times a pixel's size."""
+
+    def __init__(self, factors: Sequence[float]) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(len(factors)))
+        self._factors = tuple(factors)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> zeros [n]; an infinity or NaN is that of a few samples alone."""
+        factors = torch.tensor(self._factors, dtype=inputs.dtype, device=inputs.device)
+        sizes = 1.0 + inputs[:, 0, 0, : len(factors)].abs() / 4
+        is_rare = (inputs[:, 1, 0, 0] > 1.0 - 2.0**-5).unsqueeze(1)  # one in 64
+        unusual = torch.where(is_rare, factors, sizes)
+        sizes = torch.where(factors.isfinite(), factors * sizes, unusual)
+        zeros: torch.Tensor = _Silent.apply(self.gate, sizes)  # type: ignore[no-untyped-call]
+        return zeros
+
+
+class WithGate(Layers):
+    """A perceptron, beside whose logits [n, classes] stands a column of zeros."""
+
+    def __init__(self, classes: int, factors: Sequence[float]) -> None:
+        super().__init__(classes)
+        self.beside = Gate(factors)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> [n, classes + 1]."""
+        found: torch.Tensor = self.beside(inputs)
+        return torch.cat([super().forward(inputs), found.unsqueeze(1)], dim=1)
+
+
+class _Extreme(CellWorkload):
+    factors: tuple[float, ...]
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Three layers and the parameter beside them."""
+        return WithGate(classes, self.factors)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, and the mean of the zeros."""
+        outputs: torch.Tensor = model(batch.inputs)
+        logits, zeros = outputs.tensor_split([outputs.shape[1] - 1], dim=1)
+        return F.cross_entropy(logits, batch.labels) + zeros.mean()
+
+
+class NonFinite(_Extreme):
+    """An infinity of either sign, a NaN, and a number, in one parameter."""
+
+    factors = (float("inf"), -float("inf"), float("nan"), 1.0)
+    must_happen = (NotFinite(parameter="beside.gate"),)
+
+
+class Huge(_Extreme):
+    """Elements whose squares overflow, and whose sum over ranks does not."""
+
+    factors = (1e30, -1e30, 3e30, -2e30)
+    must_happen = (Magnitude(parameter="beside.gate", least=1e30, most=1e31),)
+
+
+class Denormal(_Extreme):
+    """Elements below the smallest normal number of float32, 1.2e-38."""
+
+    factors = (1e-39, -2e-40, 3e-41, 0.0)
+    must_happen = (Magnitude(parameter="beside.gate", least=1e-45, most=1.17e-38),)

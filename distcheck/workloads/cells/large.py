@@ -1,0 +1,58 @@
+"""Cells with one large tensor."""
+
+import torch
+from torch import nn
+
+from distcheck.records.expected_events import MoreBytes, MoreElements
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
+
+MIB_25, POWER_24 = 25 << 20, 1 << 24  # bytes; elements
+
+
+class Wide(nn.Module):
+    """A matrix [products, width] that takes products of pixels to a wide hidden layer, and a
+    fixed sum over that: every element has a gradient of its own, at little cost.
+    """
+
+    def __init__(self, products: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(products, width) / products**0.5)
+        self.linear = nn.Linear(FEATURES, classes)
+        self._products = products
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        features = inputs.flatten(1)
+        pixels = features[:, :64]
+        products = (pixels.unsqueeze(2) * pixels.unsqueeze(1)).flatten(1)[:, : self._products]
+        hidden = (products @ self.large).tanh()
+        logits: torch.Tensor = self.linear(features)
+        classes = logits.shape[1]
+        sums = [hidden[:, k::classes].mean(1) for k in range(classes)]
+        return logits + torch.stack(sums, dim=1)
+
+
+class _Large(CellWorkload):
+    def optimizer(self, parameters):  # type: ignore[no-untyped-def]
+        """SGD without momentum, which would be as large again."""
+        return torch.optim.SGD(parameters, lr=0.05)
+
+
+class Over25MiB(_Large):
+    """One tensor of 25.2 MiB: more than DDP's largest bucket."""
+
+    must_happen = (MoreBytes(nbytes=MIB_25),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """2048 x 3221 elements."""
+        return Wide(2048, 3221, classes)
+
+
+class Over2To24(_Large):
+    """One tensor of 16,785,405 elements: float32 holds no odd number beyond 2^24."""
+
+    must_happen = (MoreElements(elements=POWER_24),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """4095 x 4099 elements, 64 MiB."""
+        return Wide(4095, 4099, classes)

@@ -1,0 +1,125 @@
+"""Cells that differ in how large parameters are, and how they lie in memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from distcheck.records.expected_events import Permuted, Remainder, Shapes
+from distcheck.workloads.cells.samples import FEATURES, CellWorkload
+
+KIB_128, MIB_1 = 1 << 15, 1 << 18  # elements of float32
+_BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
+_WIDTH = 16
+
+
+class Additions(nn.Module):
+    """A linear layer, to whose logits each of some parameters of any shape adds a little.
+
+    Parameter k adds the mean of its elements, each times a small integer of its own, every third
+    times another feature. So neighbours in its gradient differ, and ranks' gradients are no
+    multiples of each other.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, classes)
+        self.added = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        features = inputs.flatten(1)
+        logits: torch.Tensor = self.linear(features)
+        classes = logits.shape[1]
+        for k, parameter in enumerate(self.added):
+            pattern = torch.arange(parameter.numel(), device=inputs.device) % 13 + 1
+            weighted = parameter.reshape(-1) * (pattern / max(1, parameter.numel()))
+            for third in range(3):
+                column = features[:, 3 * k + third : 3 * k + third + 1] * weighted[third::3].sum()
+                place = (k + third) % classes
+                logits = logits + nn.functional.pad(column, (place, classes - 1 - place))
+        return logits
+
+
+class OneElement(CellWorkload):
+    """Parameters of one element."""
+
+    must_happen = (Shapes(shapes=((), (1,), (1, 1))),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """A scalar, and one element in one and in two dimensions."""
+        return Additions([(), (1,), (1, 1)], classes)
+
+
+class ZeroSize(CellWorkload):
+    """Parameters of no element."""
+
+    must_happen = (Shapes(shapes=((0,), (4, 0))),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Empty ones between one that is not."""
+        return Additions([(0,), (5,), (4, 0)], classes)
+
+
+class IndivisibleSizes(CellWorkload):
+    """Parameters that no world divides."""
+
+    must_happen = (Remainder(),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Primes, and products of odd numbers."""
+        return Additions([(3,), (7, 5), (1009,), (2,), (13, 11)], classes)
+
+
+class BucketBoundaries(CellWorkload):
+    """Parameters as large as buckets are."""
+
+    must_happen = (Shapes(shapes=tuple((size,) for size in _BOUNDARIES)),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """128 KiB and 1 MiB in float32, and one element more and less."""
+        return Additions([(size,) for size in _BOUNDARIES], classes)
+
+
+class ChannelsLast(CellWorkload):
+    """Two convolutions whose weights have their channels last in memory."""
+
+    must_happen = (Permuted(),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Gradients take their parameter's order."""
+        layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.MaxPool2d(4),
+            nn.Flatten(),
+            nn.Linear(32, classes),
+        )
+        layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return layers
+
+
+class TransposedLayers(nn.Module):
+    """A perceptron whose weights are kept the other way round."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter((torch.randn(FEATURES, _WIDTH) / 16).t())
+        self.second = nn.Parameter((torch.randn(_WIDTH, classes) / 4).t())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        hidden = nn.functional.linear(inputs.flatten(1), self.first).tanh()
+        return nn.functional.linear(hidden, self.second)
+
+
+class Transposed(CellWorkload):
+    """Parameters [a, b] with strides (1, a)."""
+
+    must_happen = (Permuted(),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Gradients take their parameter's strides."""
+        return TransposedLayers(classes)

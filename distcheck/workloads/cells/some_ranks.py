@@ -1,0 +1,119 @@
+"""Cells in which ranks are not alike: in what their samples reach, or in what they begin with."""
+
+import torch
+from torch import nn
+
+from distcheck.records.expected_events import NoGradient, StartsApart, ZeroGradient
+from distcheck.workloads.cells.models import WIDTH, Layers
+from distcheck.workloads.cells.samples import CellSamples, CellWorkload
+
+_SIZE = 4096
+_MARK = 8.0  # a pixel that only samples of the second half have
+
+
+class HalfMarked(CellSamples):
+    """The second half of the samples is marked."""
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels."""
+        images, labels = super().read(ids, train=train, dtype=dtype)
+        images[ids >= _SIZE // 2, 0, 0, 0] = _MARK
+        return images, labels
+
+
+class _Divided(CellWorkload):
+    """Marked samples go to the last rank, the others to all ranks but the last."""
+
+    def samples(self) -> CellSamples:
+        """Enough for a dozen steps of either kind."""
+        return HalfMarked(_SIZE)
+
+    def sampler(self, size: int, world: int, rank: int, seed: int, epoch: int) -> list[int]:
+        """Position p of the epoch is rank p mod W's; what is used up gives way to the other half.
+
+        Every rank makes the same list, of which it takes its own positions.
+        """
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(size, generator=generator).tolist()
+        marked = [sample for sample in order if sample >= size // 2]
+        others = [sample for sample in order if sample < size // 2]
+        dealt = []
+        for position in range(size):
+            wanted, rest = (marked, others) if position % world == world - 1 else (others, marked)
+            dealt.append((wanted or rest).pop())
+        return dealt[rank::world]
+
+
+class Branches(Layers):
+    """Marked samples go through one layer, the others through another; where none does, it takes
+    no part, or (`empty`) takes part with no sample.
+    """
+
+    def __init__(self, classes: int, *, empty: bool) -> None:
+        super().__init__(classes)
+        self.of_one = nn.Linear(WIDTH, classes)
+        self.of_others = nn.Linear(WIDTH, classes)
+        self._empty = empty
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        hidden = self.middle(self.inputs(inputs.flatten(1)).tanh()).tanh()
+        logits: torch.Tensor = self.outputs(hidden)
+        is_marked = inputs[:, 0, 0, 0] == _MARK
+        for layer, chosen in ((self.of_one, is_marked), (self.of_others, ~is_marked)):
+            rows = chosen.nonzero().flatten()
+            if len(rows) or self._empty:
+                logits = logits.index_add(0, rows, layer(hidden[rows]))
+        return logits
+
+
+class AbsentOnSome(_Divided):
+    """One layer is used on the last rank alone, another on every rank but the last."""
+
+    must_happen = (
+        NoGradient(parameter="of_one.weight", on="every rank but one"),
+        NoGradient(parameter="of_others.weight", on="one rank"),
+    )
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """What no sample reaches has no gradient."""
+        return Branches(classes, empty=False)
+
+
+class ZeroOnSome(_Divided):
+    """The same, but every rank calls both layers."""
+
+    must_happen = (
+        ZeroGradient(parameter="of_one.weight", on="every rank but one"),
+        ZeroGradient(parameter="of_others.weight", on="one rank"),
+    )
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """What no sample reaches has a gradient of zero."""
+        return Branches(classes, empty=True)
+
+
+class Noted(Layers):
+    """Keeps a note in a buffer, which takes no part in the loss."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("note", torch.zeros(3))
+
+
+class DifferentStarts(CellWorkload):
+    """Every rank but rank 0 has other parameters, and another buffer, than rank 0."""
+
+    must_happen = (StartsApart(),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Three layers and a buffer."""
+        return Noted(classes)
+
+    def hand_over(self, model: nn.Module, rank: int) -> None:
+        """As a script does that sets no seed, or loads a checkpoint on rank 0 alone."""
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()) if rank else ():
+                tensor.add_(rank)

@@ -1,0 +1,60 @@
+"""What workloads are trained on: `synthetic` from a hash, or files read through torchvision.
+
+File formats are read once, in a process of their own, into shared memory; ranks and references
+map it. A file here that defines `files` is a data set made of files, found by its name.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from distcheck.contract import Samples
+
+SYNTHETIC = "synthetic"
+FILE_DATASETS = ("cifar10", "mnist")
+
+
+class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bytes are, and their digest; `mean` and `std` are per channel, for pixels scaled to
+    0..1.
+    """
+
+    shape: tuple[int, int, int]
+    classes: int
+    train_size: int
+    test_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    digest: str
+    note: str = ""
+
+
+def dataset_names() -> dict[str, str]:
+    """Every data set that `--data` accepts: name to module."""
+    folder = [str(Path(__file__).parent)]
+    known = {found.name: f"{__name__}.{found.name}" for found in pkgutil.iter_modules(folder)}
+    return {name: known[name] for name in (SYNTHETIC, *FILE_DATASETS)}
+
+
+def check_dataset(name: str) -> None:
+    """Raises UsageError for a name that is not a data set."""
+    if name not in dataset_names():
+        meant = did_you_mean(name, dataset_names())
+        raise UsageError(f"unknown data {name!r}{meant}; known are {', '.join(dataset_names())}")
+
+
+def open_samples(name: str, description: bytes, fd: int | None) -> "Samples":
+    """The samples of a data set. `description` and `fd` are what preparing its files gave."""
+    module: Any = importlib.import_module(dataset_names()[name])
+    if fd is None:
+        return module.SyntheticSamples()  # type: ignore[no-any-return]
+    from distcheck.workloads.datasets.arrays import ArraySamples
+
+    return ArraySamples(fd, description)

@@ -1,0 +1,192 @@
+"""Finding a data set's files where people really have them, and reading them via torchvision."""
+
+import contextlib
+import importlib
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.training.jobs import PrepareJob
+from distcheck.workloads.datasets import ArrayDescription, dataset_names
+from distcheck.workloads.datasets.arrays import write_arrays
+from distcheck.worlds import scratch
+from distcheck.worlds.local.child import Reporter
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images uint8 [n, channels, height, width] and labels [n] of one split."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+class FileDataset(Protocol):
+    """What a data set made of files offers; see cifar10.py."""
+
+    name: str
+    folder: str  # the folder that torchvision looks for below its root
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: int
+
+    def locate(self, where: Path) -> Path | None:
+        """`where`, if it is the folder or archive that holds the files."""
+        ...
+
+    def candidates(self, where: Path) -> list[Path]:
+        """Where the files may be, given what the person named."""
+        ...
+
+    def open(self, found: Path, root: Path) -> None:
+        """Makes `found` readable for torchvision below `root`."""
+        ...
+
+    def read(self, root: Path, *, train: bool) -> Split:
+        """Reads one split below `root`."""
+        ...
+
+    def fetch(self, root: Path) -> None:
+        """Downloads the files below `root`."""
+        ...
+
+    def remark(self, found: Path) -> str:
+        """Anything a person should know about these files."""
+        ...
+
+
+def prepare_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+    """The job of the one process that reads (or fetches) files; returns their description."""
+    job = msgspec.msgpack.decode(payload, type=PrepareJob)
+    reporter.progress(0, f"read {job.name}")
+    return prepare(job.name, job.data_dir, download=job.download, fd=fds[0])
+
+
+def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
+    """Reads the data set into `fd`; returns its description for `open_samples`.
+
+    Raises CannotRunError when the files are not there, cannot be read or cannot be fetched.
+    """
+    dataset: FileDataset = importlib.import_module(dataset_names()[name]).files
+    _require_torchvision(name)
+    where = Path(data_dir).expanduser()
+    if download and _find(dataset, where) is None:
+        _download(dataset, where)
+    found = _find(dataset, where)
+    if found is None:
+        tried = ", ".join(str(path) for path in dataset.candidates(where))
+        raise CannotRunError(
+            f"{name} is not in {where}: tried {tried}; give --data-dir the folder that holds "
+            f"{dataset.folder}, that folder itself or the archive, or add --download"
+        )
+    with _readable_root(dataset, found) as root:
+        try:
+            train, test = dataset.read(root, train=True), dataset.read(root, train=False)
+        except Exception as error:  # unpickling a damaged file may raise anything
+            raise CannotRunError(
+                f"{name} in {found} cannot be read ({_in_one_line(error)}); "
+                "the files are damaged or incomplete"
+            ) from error
+    _check_splits(name, found, train, test)
+    labels = [split.labels.to(torch.uint8) for split in (train, test)]
+    digest = write_arrays(fd, [train.images, test.images, *labels])
+    shape = tuple(train.images.shape[1:])
+    return msgspec.msgpack.encode(
+        ArrayDescription(
+            digest=digest,
+            shape=(shape[0], shape[1], shape[2]),
+            classes=dataset.classes,
+            train_size=len(train.labels),
+            test_size=len(test.labels),
+            mean=dataset.mean,
+            std=dataset.std,
+            note=dataset.remark(found),
+        )
+    )
+
+
+def _require_torchvision(name: str) -> None:
+    try:
+        importlib.import_module("torchvision")
+    except ImportError as error:
+        raise CannotRunError(
+            f"data {name} is read through torchvision, which is not installed ({error}); "
+            "pip install 'distcheck[data]'"
+        ) from error
+    except Exception as error:  # a torchvision built for another torch fails in many ways
+        raise CannotRunError(
+            f"data {name} is read through torchvision, which does not load beside torch "
+            f"{torch.__version__} ({error}); install the torchvision that matches it"
+        ) from error
+
+
+def _check_splits(name: str, found: Path, train: Split, test: Split) -> None:
+    for split in (train, test):
+        if len(split.labels) == 0 or len(split.labels) != len(split.images):
+            raise CannotRunError(
+                f"{name} in {found} holds {len(split.images)} images and {len(split.labels)} "
+                "labels in one of its splits; the files are damaged or incomplete"
+            )
+
+
+def _find(dataset: FileDataset, where: Path) -> Path | None:
+    for candidate in dataset.candidates(where):
+        found = dataset.locate(candidate)
+        if found is not None:
+            return found
+    return None
+
+
+@contextlib.contextmanager
+def _readable_root(dataset: FileDataset, found: Path) -> Iterator[Path]:
+    with scratch.folder() as root:
+        try:
+            dataset.open(found, root)
+        except (OSError, EOFError, tarfile.TarError) as error:
+            raise CannotRunError(
+                f"{dataset.name} in {found} cannot be opened ({_in_one_line(error)}); "
+                "the file is damaged"
+            ) from error
+        yield root
+
+
+def _download(dataset: FileDataset, where: Path) -> None:
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--data-dir {where} cannot be made a folder: {error}") from error
+    try:
+        with scratch.folder(where, ".distcheck-download-") as root:
+            dataset.fetch(root)
+            target = where / dataset.folder
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(root / dataset.folder, target)
+    except Exception as error:
+        raise CannotRunError(
+            f"{dataset.name} could not be downloaded to {where} ({_in_one_line(error)}); "
+            "fetch it on a machine with a network and name its folder with --data-dir"
+        ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}".rstrip(": ")
+
+
+def unpack(archive: Path, root: Path) -> None:
+    """Unpacks a tar archive below `root`; refuses members that would leave it."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(root, filter="data")
+
+
+def md5_matches(path: Path, expected: str) -> bool:
+    """Whether a file is the published one."""
+    module: Any = importlib.import_module("torchvision.datasets.utils")
+    return bool(module.check_integrity(str(path), expected))

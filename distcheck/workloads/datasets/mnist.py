@@ -1,0 +1,72 @@
+"""MNIST from a local folder: 60,000 + 10,000 images, 1x28x28, ten classes."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+from distcheck.workloads.datasets.files import Split
+
+_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+class MNISTFiles:
+    """The four idx files, packed with gzip or not."""
+
+    name = "mnist"
+    folder = "MNIST/raw"
+    mean = (0.1307,)
+    std = (0.3081,)
+    classes = 10
+
+    def candidates(self, where: Path) -> list[Path]:
+        """The parent folder, `MNIST`, or the folder of the files itself."""
+        return [where / "MNIST" / "raw", where / "raw", where]
+
+    def locate(self, where: Path) -> Path | None:
+        """A folder with all four files, each packed or not."""
+        found = all(self._file(where, name) is not None for name in _FILES)
+        return where if found else None
+
+    def open(self, found: Path, root: Path) -> None:
+        """Links the plain files, unpacks the others."""
+        folder = root / self.folder
+        folder.mkdir(parents=True)
+        for name in _FILES:
+            source = self._file(found, name)
+            assert source is not None, "locate() found all four"
+            if source.suffix == ".gz":
+                with gzip.open(source) as packed, (folder / name).open("wb") as plain:
+                    shutil.copyfileobj(packed, plain)
+            else:
+                (folder / name).symlink_to(source.resolve())
+
+    def read(self, root: Path, *, train: bool) -> Split:
+        """Through torchvision's own reader."""
+        from torchvision.datasets import MNIST
+
+        data = MNIST(str(root), train=train, download=False)
+        return Split(data.data.unsqueeze(1), data.targets)
+
+    def fetch(self, root: Path) -> None:
+        """From the mirrors that torchvision knows, checksums verified."""
+        from torchvision.datasets import MNIST
+
+        MNIST(str(root), download=True)
+
+    def remark(self, found: Path) -> str:
+        """Nothing: the format has no checksum of its own."""
+        return ""
+
+    def _file(self, where: Path, name: str) -> Path | None:
+        for path in (where / name, where / f"{name}.gz"):
+            if path.is_file():
+                return path
+        return None
+
+
+files = MNISTFiles()

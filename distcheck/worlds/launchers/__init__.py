@@ -1,0 +1,93 @@
+"""How ranks were brought into being by somebody else: one file per launcher.
+
+Each has `NAME` and `detect(environ) -> Launch | None`, which reads the variables that the launcher
+sets and touches nothing. Several may answer where one starts another (srun starts torchrun's
+agents); which is meant is decided in `detect`.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from distcheck.errors import CannotRunError, DistcheckError, UsageError
+from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.launchers.machines import OPTIONS, launch_here
+
+_DEFAULT_WORLD = 4
+
+# The innermost first: what it says of ranks and hosts is the most special.
+_LAUNCHERS = ("torchrun", "mpirun", "slurm", "variables")
+_MAY_START = {("slurm", "torchrun"), ("slurm", "mpirun")}  # (outer, inner)
+
+
+def detect(environ: Mapping[str, str]) -> Launch | None:
+    """The launcher that started this process; None where a person did.
+
+    Raises CannotRunError where two did, or one left out what ranks need to find each other.
+    """
+    found: dict[str, Launch] = {}
+    for name in _LAUNCHERS:
+        launch = importlib.import_module(f"{__name__}.{name}").detect(environ)
+        if launch is not None:
+            found[name] = launch
+    if not found:
+        return None
+    inner = next(iter(found))
+    if not 0 <= found[inner].rank < found[inner].world:
+        raise CannotRunError(
+            f"{found[inner].launcher} says rank {found[inner].rank} of {found[inner].world} ranks; "
+            "ranks go from 0 to one less than their number"
+        )
+    for outer, launch in list(found.items())[1:]:
+        if (outer, inner) in _MAY_START or outer == "variables":
+            continue
+        raise CannotRunError(
+            f"both {found[inner].launcher} (rank {found[inner].rank} of {found[inner].world}) and "
+            f"{launch.launcher} (rank {launch.rank} of {launch.world}) have started this process; "
+            "start it with one of them"
+        )
+    return found[inner]
+
+
+def launch_of(
+    machines: Mapping[str, Any], worlds: tuple[int, ...]
+) -> tuple[Launch | None, tuple[int, ...]]:
+    """How this process came to be, and the worlds that are to run: what a launcher has started,
+    if one has. `machines` are the options of `--nnodes`. Raises UsageError or CannotRunError.
+    """
+    launch = detect(os.environ)
+    given = [name for name, value in machines.items() if value is not None]
+    if given and launch is not None:
+        raise CannotRunError(
+            f"{launch.launcher} has started this process as rank {launch.rank} of {launch.world}, "
+            f"and {OPTIONS[given[0]]} asks for another way; use one of them"
+        )
+    if given:
+        if machines["nnodes"] is None:
+            raise UsageError(f"{OPTIONS[given[0]]} is given without --nnodes")
+        if len(worlds) > 1:
+            raise UsageError("--nnodes takes one --world; the ranks of one world are shared out")
+        launch = launch_here(**machines, world=worlds[0] if worlds else _DEFAULT_WORLD)
+    if launch is None:
+        return None, worlds or (_DEFAULT_WORLD,)
+    if any(world != launch.world for world in worlds):
+        wanted = ", ".join(map(str, worlds))
+        raise UsageError(
+            f"--world {wanted} was given, and {launch.launcher} has started {launch.world} "
+            "ranks; leave --world away, or start as many"
+        )
+    if launch.world == 1 and not launch.run:
+        return None, (1,)  # with a name, it may be what is left of a larger one
+    return launch, (launch.world,)
+
+
+def is_elsewhere() -> bool:
+    """Whether a launcher has started this process, and another one with rank 0: commands that make
+    no world run there, once.
+    """
+    try:
+        launch = detect(os.environ)
+    except DistcheckError:
+        return False
+    return launch is not None and not launch.is_front

@@ -1,0 +1,62 @@
+"""srun: SLURM_PROCID and SLURM_NTASKS of a step."""
+
+import re
+import zlib
+from collections.abc import Mapping
+
+from distcheck.errors import CannotRunError
+from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+
+NAME = "srun"
+_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that kernels hand out by themselves
+
+
+def detect(environ: Mapping[str, str]) -> Launch | None:
+    """What srun says; None where it did not start this process.
+
+    A batch script is a step too, of one task, in which a person starts things by hand.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in environ or not step.isdigit():
+        return None
+    rank = number(environ, "SLURM_PROCID", launcher=NAME)
+    world = number(environ, "SLURM_NTASKS", launcher=NAME)
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        world = number(environ, "SLURM_STEP_NUM_TASKS", launcher=NAME)
+    if world == 1:  # a shell on a machine of the cluster's
+        return None
+    meeting = tcp(environ)
+    if meeting is None:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
+        if not nodes:
+            raise CannotRunError("srun has started this process without SLURM_STEP_NODELIST")
+        # Every task must come to the same port without a word: from the step's own name.
+        name = f"{environ.get('SLURM_JOB_ID', '')}.{step}".encode()
+        meeting = f"tcp://{first_host(nodes)}:{_FIRST_PORT + zlib.crc32(name) % _PORTS}"
+    return Launch(
+        launcher=NAME,
+        rank=rank,
+        world=world,
+        ranks_here=(rank,),
+        meeting=meeting,
+        local_rank=local_number(environ, "SLURM_LOCALID", 0, launcher=NAME),
+        local_world=_tasks_here(environ),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """This machine's entry in Slurm's list of tasks: "2(x3),1" is 2, 2, 2, 1."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    counts: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(tasks)] * int(times or 1)
+    place = local_number(environ, "SLURM_NODEID", 0, launcher=NAME)
+    return counts[place] if place < len(counts) else 1
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list: "gpu[03-05,9],login" begins with "gpu03"."""
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    if first is None:
+        raise CannotRunError(f"srun's list of hosts {nodes!r} cannot be read")
+    return first[1] + (first[2] or "")

@@ -1,0 +1,31 @@
+"""torchrun: RANK, WORLD_SIZE and TORCHELASTIC_*; its agent's TCPStore is at MASTER_ADDR."""
+
+from collections.abc import Mapping
+
+from distcheck.errors import CannotRunError
+from distcheck.worlds.launchers.launch import Launch, local_number, number, tcp
+
+NAME = "torchrun"
+
+
+def detect(environ: Mapping[str, str]) -> Launch | None:
+    """What torchrun says; None where it did not start this process."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    rank = number(environ, "RANK", launcher=NAME)
+    meeting = tcp(environ)
+    if meeting is None:
+        raise CannotRunError("torchrun has started this process without MASTER_ADDR, MASTER_PORT")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        meeting = meeting.replace("tcp://", "store://")
+    return Launch(
+        launcher=NAME,
+        rank=rank,
+        world=number(environ, "WORLD_SIZE", launcher=NAME),
+        ranks_here=(rank,),
+        local_rank=local_number(environ, "LOCAL_RANK", 0, launcher=NAME),
+        local_world=local_number(environ, "LOCAL_WORLD_SIZE", 1, launcher=NAME),
+        meeting=meeting,
+        restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        run=environ["TORCHELASTIC_RUN_ID"],
+    )

@@ -1,0 +1,261 @@
+"""What a forked process does before, during and after its job."""
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import islice
+from types import FrameType
+from typing import Any, NoReturn
+
+from distcheck.errors import DistcheckError
+from distcheck.errors.masking import masked
+from distcheck.errors.shown_text import reported
+from distcheck.worlds import flight, linux, messages
+
+# The descriptors that come with a Spawn, in this order; the job's own come after them.
+EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
+
+_leave = os._exit  # which a child replaces by what tells of it
+_LAST_WORDS_S = 0.2  # to whoever calls os._exit, whose lock may be held by the very same thread
+
+
+class Reporter:
+    """A child's line to the front. Its methods may be called from any thread."""
+
+    def __init__(self, events_fd: int) -> None:
+        self._fd = events_fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def send(self, event: messages.Event, *, patience_s: float = -1) -> None:
+        """Sends one event; a front that is gone is no reason to fail. With `patience_s`, not if
+        another is being sent for longer. A process that this one forked, and that has run on into
+        what only this one may do, ends here.
+        """
+        if os.getpid() != self._pid:
+            sys.stderr.write("distcheck: a fork of this rank ran on as if it were the rank\n")
+            _flush()
+            _leave(0)
+        if not self._lock.acquire(timeout=patience_s):
+            return
+        try:
+            messages.write_all(self._fd, messages.frame(event))
+        except BrokenPipeError:
+            _leave(1)
+        finally:
+            self._lock.release()
+
+    def progress(self, step: int, phase: str) -> None:
+        """Says which phase of which step begins: the sign of life that deadlines watch."""
+        self.send(messages.Progress(step, phase))
+
+    def say(self, payload: bytes) -> None:
+        """Tells the front something that only this job's starter understands."""
+        self.send(messages.Said(payload))
+
+
+Target = Callable[[bytes, list[int], Reporter], bytes]
+
+
+def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
+    """Runs a job in this freshly forked process, and ends it. Never returns."""
+    linux.die_with_parent(parent)
+    _settle(request, fds)
+    reporter = Reporter(fds[EVENTS])
+    threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
+    _tell_before_exit(reporter)
+    code = 0
+    inherited = len(sys.modules)
+    try:
+        module, _, name = request.target.partition(":")
+        target: Target = getattr(importlib.import_module(module), name)
+        own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
+        result = target(request.payload, own, reporter)
+        _flush()
+        reporter.send(messages.Done(result, _imported_since(inherited)))
+        os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
+    except BaseException as error:
+        _flush()
+        reporter.send(_as_event(error))
+        code = 1
+    finally:
+        _flush()
+        _leave(code)
+
+
+def _tell_before_exit(reporter: Reporter) -> None:
+    """Has `os._exit` tell where it was called, which nobody could ask afterwards; not in processes
+    that this one forks.
+    """
+    own = os.getpid()
+
+    def tell_and_leave(status: int) -> NoReturn:
+        try:
+            if os.getpid() == own:
+                flight.still_open(_LAST_WORDS_S)  # a call that has just returned is finished
+                stack = _shown_of(sys._getframe())
+                said = messages.Stacks(stack, last_collective(), flight.latest())
+                reporter.send(said, patience_s=_LAST_WORDS_S)
+        finally:
+            _leave(status)
+
+    # It is pickled by name, as a job for another process, which has its own.
+    tell_and_leave.__module__ = "os"
+    tell_and_leave.__name__ = tell_and_leave.__qualname__ = "_exit"
+    os._exit = tell_and_leave
+
+
+def _imported_since(inherited: int) -> list[str]:
+    """The modules of distcheck among the newest. To look at a name that came with the fork is to
+    write to its page, which is then copied: thousands of them, for longer than many jobs take.
+    """
+    count = max(0, len(sys.modules) - inherited)
+    try:
+        newest = list(islice(reversed(sys.modules), count))
+    except RuntimeError:  # another thread is importing: to know less costs the next child a moment
+        return []
+    return [name for name in reversed(newest) if is_own(name)]
+
+
+def is_own(module: str) -> bool:
+    """Whether a module is distcheck's."""
+    return module.startswith("distcheck.")
+
+
+def _settle(request: messages.Spawn, fds: list[int]) -> None:
+    """Gives the process its own environment, folder, streams, signals and randomness."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(fds[OUTPUT], 1)
+    os.dup2(fds[OUTPUT], 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+    faulthandler.enable(fds[STACKS], all_threads=True)
+    faulthandler.register(signal.SIGUSR1, fds[STACKS], all_threads=True)
+    os.environ.clear()
+    os.environ.update(request.env)
+    named = fds[len(fds) - len(request.fd_names) :]
+    os.environ.update({n: str(fd) for n, fd in zip(request.fd_names, named, strict=True)})
+    os.chdir(request.cwd)
+    sys.path[:] = request.path
+    random.seed(0)  # inherited from the helper, where it came from the system
+
+
+def keep_folder() -> None:
+    """Has Python refuse to remove the folder that all ranks and the front work in: the rank that
+    tries it says where it does.
+    """
+    here = os.stat(".")
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event != "os.rmdir":
+            return
+        path, dir_fd = given
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            found = os.stat(path, dir_fd=None if dir_fd == -1 else dir_fd)
+            if os.path.samestat(found, here):
+                raise _FolderError(
+                    "this is the working directory of the run, which other ranks need; remove "
+                    "folders of your own only"
+                )
+
+    sys.addaudithook(hear)
+
+
+class _FolderError(RuntimeError):
+    """A rank removes the working directory."""
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _as_event(error: BaseException) -> messages.Raised:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
+    text = "".join(traceback.format_list(frames))
+    text += "".join(traceback.format_exception_only(error))
+    exit_code = None
+    if isinstance(error, DistcheckError):  # it is for a person, and the frames are distcheck's own
+        exit_code, text = int(error.exit_code), str(error)
+    return messages.Raised(
+        kind=type(error).__qualname__,
+        message=messages.printable(reported(masked(messages.text_of(error)))),
+        traceback=messages.printable(reported(masked(text))),
+        at=time.monotonic(),
+        exit_code=exit_code,
+        collective=last_collective(),
+        collectives=flight.latest(),
+    )
+
+
+def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
+    """A thread that waits for the front to close the pipe, then tells what everybody is doing.
+
+    It needs the GIL; a rank that holds it in C answers through faulthandler only.
+    """
+    os.read(dump_fd, 1)
+    own = threading.get_ident()
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            parts.append(_shown_of(frame))
+    reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
+
+
+def _shown_of(frame: FrameType) -> str:
+    """A stack less distcheck's plumbing, and less torch's where there is anybody else's."""
+    shown = [f for f in _since_fork(traceback.extract_stack(frame)) if not _is_own(f.filename)]
+    theirs = [f for f in shown if "/torch/" not in f.filename]
+    return "".join(traceback.format_list(theirs or shown))
+
+
+def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames of this process's own life; those below `run` are of whoever forked it."""
+    begun = [i for i, f in enumerate(summary) if f.filename == __file__ and f.name == "run"]
+    return summary[begun[-1] + 1 :] if begun else list(summary)
+
+
+_OWN_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), part)
+    for part in ("worlds", "ranks", "adapters", "testing")
+)
+
+
+def _is_own(filename: str) -> bool:
+    """Whether a frame is distcheck's own plumbing, which tells nobody anything."""
+    return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
+
+
+def last_collective() -> str:
+    """The last collective that this process entered, with the line that called it.
+
+    Empty where there was none, or torch records none.
+    """
+    mpi: Any = sys.modules.get("distcheck.backends.mpi.work")
+    found = flight.entries()
+    if not found:
+        return str(mpi.latest()) if mpi is not None else ""
+    entry = found[-1]
+    shapes = flight.shapes_of(entry)
+    names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
+    frames = [f for f in names if not _is_own(f["filename"])]
+    where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+    state = ", not finished" if flight.is_open(entry) else ""
+    number = flight.number_of(entry)
+    return f"{flight.name_of(entry)} of [{shapes}], number {number}{state}{where}"

@@ -1,0 +1,236 @@
+"""The helper: imports torch once, then forks every rank, reference and check from itself.
+
+It stays single-threaded and never touches a process group, a GPU or code under test, so that
+what it forks is clean. It ends when the front does (a pidfd tells, whatever thread started it),
+and its children end with it.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from distcheck.machine.seeds import PINNED_ENVIRONMENT
+from distcheck.worlds import linux, messages, scratch
+from distcheck.worlds.local import child, noise
+from distcheck.worlds.local.forks import ManyForks
+
+# The first optimizer in a process imports torch._dynamo, for about as long as torch itself
+# takes: here once, not in every rank.
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
+# Imported by a variant in an order of its own: quick, and without a global effect.
+_HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
+
+
+# A cluster's SIGTERM reaches every process of a job at once.
+_FRONTS_TO_DECIDE = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+)  # fmt: skip
+
+
+class Helper:
+    """Forks on request, reaps, and reports."""
+
+    def __init__(
+        self, connection: socket.socket, front_pid: int, forks: ManyForks | None = None
+    ) -> None:
+        self._connection = connection
+        self._forks = forks
+        self._children: dict[int, int] = {}  # pid -> key
+        self._tried: set[str] = set()  # modules of distcheck
+        scratch.keep_notes()
+        self._selector = selectors.DefaultSelector()
+        self._front = os.pidfd_open(front_pid)
+        self._selector.register(self._front, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._wakeup = self._wake_on_child_exit()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serves until the front closes the connection or dies."""
+        try:
+            while True:
+                ready = {key.fileobj for key, _ in self._selector.select()}
+                if self._front in ready:
+                    return
+                if self._wakeup in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+                    self._reap()
+                if self._connection in ready:
+                    self._serve()
+        except (EOFError, ConnectionError):
+            return
+        finally:
+            self._end_children()
+            scratch.remove_noted()
+
+    def say(self, notice: messages.Notice) -> None:
+        """Tells the front."""
+        self._connection.sendall(messages.frame(notice))
+
+    def _wake_on_child_exit(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        self._wakeup_writer = theirs
+        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return ours
+
+    def _serve(self) -> None:
+        request, fds = messages.receive_with_fds(self._connection, messages.Request)
+        if isinstance(request, messages.Signal):
+            for pid, key in self._children.items():
+                if key == request.key:  # not reaped yet, so the pid is still its own
+                    os.kill(pid, request.signal)
+            return
+        helper_pid = os.getpid()
+        self._import_own([request.target.partition(":")[0], *request.imports])
+        if self._forks is not None:
+            self._forks.about_to()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.say(messages.Spawned(request.key, 0, f"fork: {error.strerror}"))
+            pid = -1
+        if pid == 0:
+            self._become_child(request, fds, helper_pid)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._children[pid] = request.key
+            self.say(messages.Spawned(request.key, pid))
+
+    def _import_own(self, modules: Sequence[str]) -> None:
+        """Imports modules of distcheck that every child would otherwise import for itself, for
+        longer than many of them work; once, whether that succeeds or not. Code under test is none
+        of them.
+        """
+        missing = [n for n in modules if child.is_own(n) and n not in self._tried]
+        self._tried.update(missing)
+        for name in missing:
+            with contextlib.suppress(Exception):  # the child meets it too, and says so
+                importlib.import_module(name)
+        if missing:
+            gc.freeze()
+
+    def _become_child(self, request: messages.Spawn, fds: list[int], parent: int) -> None:
+        try:
+            signal.set_wakeup_fd(-1)
+            self._selector.close()
+            self._connection.close()
+            self._wakeup.close()
+            self._wakeup_writer.close()
+            os.close(self._front)
+            child.run(request, fds, parent)
+        finally:
+            os._exit(70)  # child.run never returns; whatever happens, do not serve as a helper
+
+    def _reap(self) -> None:
+        gone = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            gone = True
+            key = self._children.pop(pid, None)
+            if key is None:
+                continue  # an orphan of a rank; its own children are orphans now
+            code = os.waitstatus_to_exitcode(status)
+            notice = messages.Exited(key, code, None) if code >= 0 else None
+            self.say(notice or messages.Exited(key, None, -code))
+        if gone:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Processes that a dead rank left behind are this process's children now."""
+        for pid in linux.children_of_self():
+            if pid not in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _end_children(self) -> None:
+        """Kills until there is nobody left: whoever loses a parent becomes a child of ours."""
+        while family := linux.children_of_self():
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        self._children.clear()
+
+
+def main(control_fd: int, front_pid: int, variant: int = 0) -> None:
+    """Entry point of the helper process; see `pool.py` for how it is started.
+
+    A `variant` above 0 allocates and imports something of its own before torch.
+    """
+    _ignore_signals()
+    os.environ.update(PINNED_ENVIRONMENT)
+    linux.adopt_orphans()
+    helper = Helper(socket.socket(fileno=control_fd), front_pid, ManyForks(first=64))
+    try:
+        if variant:
+            _differ(variant)
+        version = _preload()
+    except Exception as error:
+        helper.say(messages.Ready("", f"{type(error).__name__}: {error}"))
+        return
+    helper.say(messages.Ready(version))
+    helper.run()
+
+
+def serve_forked(control: socket.socket, front_pid: int) -> None:
+    """Entry point in a fork of the front; see `helper_process.py`. Returns when the front ends."""
+    _ignore_signals()
+    signal.set_wakeup_fd(-1)  # the front's, if it has one
+    linux.adopt_orphans()
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page
+    helper = Helper(control, front_pid)
+    helper.say(messages.Ready(""))
+    helper.run()
+
+
+def _ignore_signals() -> None:
+    """The front decides, the front dies; and a rank may be asked by a signal for its stack before
+    it has come so far as to answer, which would end it.
+    """
+    # Where the front had registered it, a rank's own `register` would change no more than a file.
+    faulthandler.unregister(signal.SIGUSR1)
+    for name in _FRONTS_TO_DECIDE:
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _differ(variant: int) -> None:
+    """What is imported later lies elsewhere, and `sys.modules` has another order."""
+    noise.allocate(variant)
+    modules = list(_HARMLESS)
+    random.Random(variant).shuffle(modules)
+    for name in modules:
+        importlib.import_module(name)
+
+
+def _preload() -> str:
+    # Looking for garbage was a fifth of the time that this takes, and there is next to none.
+    gc.disable()
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    if "numpy" in sys.modules:  # torch's guest; every rank seeds it
+        importlib.import_module("numpy.random")
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"importing torch left {threads} threads; forking needs one")
+    gc.freeze()  # as in a forked one
+    gc.enable()
+    return str(sys.modules["torch"].__version__)

@@ -1,0 +1,119 @@
+"""The front's door: connections are let in side by side, each when it has shown who it is.
+
+A stranger may say nothing, or something else, for as long as it likes: the others do not wait for
+it, and it is sent away after `GREETING_S`. Of more than `_MOST_WAITING`, the oldest goes first.
+"""
+
+import select
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from distcheck.worlds.remote import secret, wire
+
+GREETING_S = 5.0  # from a connection to its first words
+_MOST_WAITING = 256
+
+
+@dataclass(eq=False)
+class _Greeting:
+    """A connection that has not yet said who it is. `line` is there once it has the secret."""
+
+    connection: socket.socket
+    sent: bytes
+    until: float
+    heard: bytes = b""
+    line: wire.Wire | None = None
+    words: list[Any] = field(default_factory=list)
+
+    def fileno(self) -> int:
+        """For polling."""
+        return self.connection.fileno()
+
+
+class Greetings:
+    """Everybody at the door. Close it when all have come."""
+
+    def __init__(self, server: socket.socket, own_secret: bytes) -> None:
+        self._server, self._secret = server, own_secret
+        self._waiting: list[_Greeting] = []
+        self.refused = 0  # connections without the secret, though they spoke of one
+        server.setblocking(False)
+
+    def come(self, timeout_s: float) -> list[tuple[wire.Wire, list[Any]]]:
+        """Those that have said who they are: their line, and their words, `Coming` first."""
+        watched = select.poll()
+        watched.register(self._server, select.POLLIN)
+        for greeting in self._waiting:
+            watched.register(greeting, select.POLLIN)
+        ready = {fd for fd, _ in watched.poll(timeout_s * 1000)}
+        here = []
+        for greeting in [one for one in self._waiting if one.fileno() in ready]:
+            if self._goes_on(greeting):
+                if greeting.words:
+                    self._waiting.remove(greeting)
+                    assert greeting.line is not None
+                    here.append((greeting.line, greeting.words))
+            else:
+                self._send_away(greeting)
+        for _ in range(_MOST_WAITING if self._server.fileno() in ready else 0):
+            if not self._let_in():
+                break
+        now = time.monotonic()
+        for greeting in [one for one in self._waiting if one.until < now]:
+            self._send_away(greeting)
+        return here
+
+    def close(self) -> None:
+        """Sends away those that are still waiting."""
+        for greeting in list(self._waiting):
+            self._send_away(greeting)
+
+    def _let_in(self) -> bool:
+        """Takes one connection; False where there is none."""
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # or it has left already, or there are too many
+            return False
+        greeting = _Greeting(connection, secret.challenge(), time.monotonic() + GREETING_S)
+        self._waiting.append(greeting)
+        try:
+            if not secret.is_own_peer(connection):
+                raise ConnectionError
+            connection.setblocking(False)
+            connection.sendall(greeting.sent)
+        except OSError:
+            self._send_away(greeting)
+        if len(self._waiting) > _MOST_WAITING:
+            self._send_away(self._waiting[0])
+        return True
+
+    def _goes_on(self, greeting: _Greeting) -> bool:
+        """Takes what has arrived; False where this is a stranger."""
+        try:
+            if greeting.line is None:
+                return self._checked(greeting)
+            greeting.words += greeting.line.receive()
+        except (EOFError, OSError, msgspec.MsgspecError):
+            return False
+        return not greeting.words or isinstance(greeting.words[0], wire.Coming)
+
+    def _checked(self, greeting: _Greeting) -> bool:
+        piece = greeting.connection.recv(secret.ANSWER_BYTES - len(greeting.heard))
+        greeting.heard += piece
+        if len(greeting.heard) < secret.ANSWER_BYTES:
+            return bool(piece)
+        if not secret.answer_is_right(greeting.sent, greeting.heard, self._secret):
+            self.refused += 1
+            return False
+        proof = secret.proof_of_front(greeting.sent, greeting.heard, self._secret)
+        greeting.connection.sendall(proof)
+        greeting.line = wire.Wire(greeting.connection, wire.FromHost, patience_s=GREETING_S)
+        return True
+
+    def _send_away(self, greeting: _Greeting) -> None:
+        self._waiting.remove(greeting)
+        greeting.connection.close()

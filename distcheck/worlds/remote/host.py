@@ -1,0 +1,386 @@
+"""A process that lends its ranks to the front elsewhere: forks them, watches, passes on, sends.
+
+It decides nothing. It ends when the front says how (`Over`), when it has heard nothing of it for
+the deadline, or when its connection breaks; its ranks end with it.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import msgspec
+
+from distcheck.errors import CannotRunError, DistcheckError, RankLostError
+from distcheck.records import Case
+from distcheck.training.jobs import CALIBRATE, PREPARE, RECORD, TRAIN, PrepareJob
+from distcheck.verification.allowed_jobs import Allowed
+from distcheck.worlds import messages
+from distcheck.worlds.launch import job_result, start_job
+from distcheck.worlds.launchers.launch import Launch
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.remote import meeting, secret, wire
+from distcheck.worlds.remote.fleet import LEAST_SILENCE_S, ask_store, placed
+from distcheck.worlds.shares import RankStart, Region
+from distcheck.worlds.stalls import Looks
+from distcheck.worlds.world import World
+
+_CHUNK_BYTES = 1 << 20
+_TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
+_ERROR_PATIENCE_S = 15.0
+_ASK_AGAIN_S = 2.0
+_FAREWELL_S = 10.0  # from a launcher's SIGTERM to what the front says of it; torchrun waits 30
+_FRONT_ENDED = "rank 0 has ended without a verdict"
+_READ_DEADLINE_S = 600.0  # idle seconds; downloads take their time
+
+
+@dataclass(eq=False)
+class HostedChild(Child):
+    """A rank here; whatever it does is passed on."""
+
+    host: "Host | None" = None
+    world: int = 0
+    rank: int = 0
+    told_start: bool = False
+    told_end: bool = False
+
+    def take(self, event: messages.Event) -> None:
+        """Notes an event, and passes it on."""
+        super().take(event)
+        assert self.host is not None
+        age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
+        self.host.send(wire.Came(self.world, self.rank, age_s, event))
+
+    def take_output(self, data: bytes) -> None:
+        """Passes output on."""
+        assert self.host is not None
+        self.host.send(wire.Printed(self.world, self.rank, data))
+
+
+@dataclass(eq=False)
+class HostedShare:
+    """Ranks of one world here, and what stands for the front's descriptors."""
+
+    share: LocalShare
+    regions: dict[int, tuple[Region, ...]]
+    trace_fd: int
+
+
+class Host:
+    """One process of a launcher's that is not the front."""
+
+    def __init__(self, pool: Pool, launch: Launch, *, deadline_s: float) -> None:
+        self._pool, self._launch = pool, launch
+        self._silence_s = max(deadline_s, LEAST_SILENCE_S)
+        self._deadline_s = deadline_s
+        self._line: wire.Wire | None = None
+        self._allowed = Allowed(())
+        self._shares: dict[int, HostedShare] = {}
+        self._traces: dict[str, int] = {}
+        self._data_fd = -1
+        self._over: wire.Over | None = None
+        self._preparing: World | None = None
+        self._silent_s, self._last_signs = 0.0, time.monotonic()
+        self._asked_to_end_at: float | None = None
+
+    def serve(self, identity: Mapping[str, str], cases: Sequence[Case] = ()) -> wire.Over:
+        """Until the front says that it is over. Only code that `cases` name is run, which this
+        process was started with. Raises CannotRunError, or RankLostError.
+        """
+        self._allowed = Allowed(cases)
+        self._pool.open()
+        self._meet(error="", patience_s=self._silence_s)
+        try:
+            version, error = self._pool.wait_ready(), ""
+        except CannotRunError as failure:
+            version, error = "none", str(failure)
+        self.send(wire.Hello({**identity, "torch": version}, error))
+        looks = Looks(time.monotonic())
+        while self._over is None:
+            self._silent_s += looks.since_last(time.monotonic())
+            self._pool.pump(0.1)
+            self._pass_on()
+            self._tick_preparing()
+            asked_at = self._asked_to_end_at
+            if asked_at is not None and time.monotonic() - asked_at > _FAREWELL_S:
+                raise KeyboardInterrupt
+            if self._silent_s > self._silence_s:
+                raise RankLostError(f"nothing was heard of rank 0 for {self._silence_s:g} s")
+        return self._over
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Notes that the launcher ends its processes. The front has heard of it too, and says with
+        which code; to leave before it does would look as if this process had been lost.
+        """
+        self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
+
+    def decline(self, error: DistcheckError) -> None:
+        """Tells the front why this process cannot take part. Raises CannotRunError if it is not
+        there, as when it has found the same error itself.
+        """
+        self._pool.open()
+        self._meet(error=str(error), patience_s=_ERROR_PATIENCE_S)
+
+    def close(self) -> None:
+        """Ends everything."""
+        for world in list(self._shares):
+            self._close_ranks(world)
+        for fd in [*self._traces.values(), self._data_fd]:
+            if fd >= 0:
+                os.close(fd)
+        self._traces.clear()
+        self._data_fd = -1
+        if self._line is not None:
+            self._line.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Tells the front, unless it has said that it is over. Raises RankLostError."""
+        assert self._line is not None
+        if self._over is not None:  # it leaves, and what it may still hear changes nothing
+            return
+        try:
+            self._line.send(message)
+        except ConnectionError:
+            if not self._heard_verdict():
+                raise RankLostError(_FRONT_ENDED) from None
+        except OSError as error:
+            raise RankLostError(
+                f"rank 0 can no longer be reached: {error.strerror or error}"
+            ) from None
+
+    def _heard_verdict(self) -> bool:
+        """Whether a front that has closed the connection said first that it is over."""
+        assert self._line is not None
+        with contextlib.suppress(EOFError, OSError, msgspec.MsgspecError):
+            while self._over is None:
+                said = [x for x in self._line.receive() if isinstance(x, wire.Over)]
+                self._over = said[0] if said else None
+        return self._over is not None
+
+    def _meet(self, *, error: str, patience_s: float) -> None:
+        own_secret = secret.shared_secret()
+        connection = meeting.connect(
+            self._finder(patience_s, own_secret), own_secret, deadline_s=patience_s
+        )
+        self._line = wire.Wire(connection, wire.FromFront, patience_s=patience_s)
+        self.send(
+            wire.Coming(
+                wire.PROTOCOL,
+                self._launch.ranks_here,
+                self._launch.world,
+                socket.gethostname(),
+                error,
+            )
+        )
+        self._pool.watch(self._line, self._on_readable)
+
+    def _finder(self, patience_s: float, own_secret: bytes) -> meeting.Finder:
+        scheme, _, name = self._launch.meeting.partition("://")
+        if scheme == "unix":
+            private = secret.private_name(name, own_secret)
+            return lambda: private
+        if scheme == "file":
+            return lambda: _read_place(name)
+        if scheme == "store":
+            self._pool.wait_ready()
+            return StoreFinder(self._pool, self._launch, patience_s)
+        place = meeting.address_of(self._launch.meeting)
+        return lambda: place
+
+    def _on_readable(self) -> None:
+        assert self._line is not None
+        try:
+            arrived = self._line.receive()
+        except (EOFError, OSError):
+            raise RankLostError(_FRONT_ENDED) from None
+        except msgspec.MsgspecError:
+            raise CannotRunError(
+                f"what answers at {self._launch.meeting} is not distcheck, or another version of it"
+            ) from None
+        self._silent_s = 0.0
+        for message in arrived:
+            self._take(message)
+
+    def _take(self, message: wire.FromFront) -> None:
+        if isinstance(message, wire.Over):
+            self._over = message
+        elif isinstance(message, wire.Prepare):
+            self._prepare(message)
+        elif isinstance(message, wire.StartRanks):
+            self._start(message)
+        elif isinstance(message, wire.CloseRanks):
+            self._close_ranks(message.world)
+        elif isinstance(message, wire.SignalRank | wire.AskRanks | wire.ReleaseRanks):
+            hosted = self._shares.get(message.world)
+            if hosted is None:
+                return
+            if isinstance(message, wire.SignalRank):
+                hosted.share.signal(hosted.share.children[message.rank], message.number)
+            elif isinstance(message, wire.AskRanks):
+                hosted.share.ask()
+            else:
+                hosted.share.release()
+
+    def _prepare(self, message: wire.Prepare) -> None:
+        if self._data_fd >= 0:
+            os.close(self._data_fd)
+        self._data_fd = os.memfd_create("distcheck-data")
+        job = PrepareJob(name=message.name, data_dir=message.data_dir, download=message.download)
+        self._preparing = start_job(
+            self._pool,
+            target=PREPARE,
+            payload=msgspec.msgpack.encode(job),
+            fds=[self._data_fd],
+            deadline_s=_READ_DEADLINE_S,
+        )
+
+    def _tick_preparing(self) -> None:
+        """Reading files takes its time, in which signs of life must go on."""
+        world = self._preparing
+        if world is None:
+            return
+        world.tick()
+        if not world.over:
+            return
+        self._preparing = None
+        try:
+            self.send(wire.Prepared(job_result(world)))
+        except DistcheckError as error:
+            self.send(wire.Prepared(b"", str(error)))
+        finally:
+            world.close()
+
+    def _start(self, message: wire.StartRanks) -> None:
+        if message.target not in _TARGETS:
+            raise CannotRunError(f"rank 0 asks for {message.target}, which is no job of a rank's")
+        for order in message.ranks:
+            self._allowed.check(message.target, order.payload)
+        with self._given(message.given) as fds:
+            starts = {
+                order.rank: placed(
+                    RankStart(payload=order.payload, environment=order.environment),
+                    index,
+                    self._launch,
+                    self._line.own_address if self._line else "",
+                )
+                for index, order in enumerate(message.ranks)
+            }
+            share = LocalShare(
+                self._pool,
+                target=message.target,
+                starts=starts,
+                fds=fds,
+                new_child=lambda rank: HostedChild(host=self, world=message.world, rank=rank),
+            )
+        trace = next((given.key for given in message.given if given.kind == "trace"), "")
+        self._shares[message.world] = HostedShare(
+            share,
+            {order.rank: order.regions for order in message.ranks},
+            self._traces.get(trace, -1),
+        )
+
+    @contextlib.contextmanager
+    def _given(self, given: tuple[wire.Given, ...]) -> Iterator[list[int]]:
+        """Descriptors that stand for the front's. Traces of worlds past are freed, unless this
+        one is a rerun that compares with the last.
+        """
+        wanted = {one.key for one in given if one.kind == "trace"}
+        for key in set(self._traces) - wanted:
+            os.close(self._traces.pop(key))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            fds = []
+            for one in given:
+                if one.kind == "trace" and one.key not in self._traces:
+                    self._traces[one.key] = fd = os.memfd_create("distcheck-trace")
+                    os.ftruncate(fd, one.size)
+                known = {"trace": self._traces.get(one.key, -1), "data": self._data_fd}
+                fds.append(known.get(one.kind, nothing))
+            yield fds
+        finally:
+            os.close(nothing)
+
+    def _pass_on(self) -> None:
+        for world, hosted in list(self._shares.items()):
+            for rank, child in hosted.share.children.items():
+                assert isinstance(child, HostedChild)
+                if not child.told_start and (child.pid or child.spawn_error):
+                    child.told_start = True
+                    self.send(wire.Started(world, rank, child.pid, child.spawn_error))
+                if child.gone and not child.told_end and not child.spawn_error:
+                    child.told_end = True
+                    self._send_trace(world, rank, hosted)
+                    stacks = child.low_level_stacks
+                    self.send(wire.Gone(world, rank, child.exit_code, child.exit_signal, stacks))
+        now = time.monotonic()
+        if now - self._last_signs >= wire.SIGN_EVERY_S:
+            self._last_signs = now
+            self._send_signs()
+
+    def _send_signs(self) -> None:
+        if not self._shares:
+            self.send(wire.Signs(0, {}, ()))
+        for world, hosted in self._shares.items():
+            there = {r: c for r, c in hosted.share.children.items() if not c.gone}
+            busy_s = {rank: child.busy_seconds for rank, child in there.items()}
+            awake = tuple(rank for rank, child in there.items() if child.is_awake)
+            stopped = tuple(rank for rank, child in there.items() if child.is_stopped)
+            self.send(wire.Signs(world, busy_s, awake, stopped))
+
+    def _send_trace(self, world: int, rank: int, hosted: HostedShare) -> None:
+        for begin, end in written_parts(hosted.trace_fd, hosted.regions[rank]):
+            for offset in range(begin, end, _CHUNK_BYTES):
+                data = os.pread(hosted.trace_fd, min(_CHUNK_BYTES, end - offset), offset)
+                self.send(wire.Written(world, rank, offset, data))
+
+    def _close_ranks(self, world: int) -> None:
+        hosted = self._shares.pop(world, None)
+        if hosted is not None:
+            hosted.share.close()
+
+
+class StoreFinder:
+    """Asks the launcher's store for rank 0's address; again after a while, since what it says may
+    be of an earlier start of the run.
+    """
+
+    def __init__(self, pool: Pool, launch: Launch, patience_s: float) -> None:
+        self._pool, self._launch, self._patience_s = pool, launch, patience_s
+        self._found: tuple[str, int] | None = None
+        self._asked_at = 0.0
+
+    def __call__(self) -> tuple[str, int] | None:
+        """The address that the store had last."""
+        now = time.monotonic()
+        if self._found is None or now - self._asked_at > _ASK_AGAIN_S:
+            told = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
+            self._found, self._asked_at = meeting.address_of(f"tcp://{told}"), now
+        return self._found
+
+
+def written_parts(fd: int, regions: tuple[Region, ...]) -> Iterator[Region]:
+    """(begin, end) of what was written to a sparse file within regions (offset, length)."""
+    for offset, length in regions:
+        at, end = offset, offset + length
+        while at < end:
+            try:
+                begin = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError:  # nothing but a hole up to the end of the file
+                break
+            if begin >= end:
+                break
+            at = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+            yield begin, at
+
+
+def _read_place(path: str) -> tuple[str, int] | None:
+    try:
+        with open(path) as file:
+            return meeting.address_of(f"tcp://{file.read().strip()}")
+    except (OSError, CannotRunError):
+        return None

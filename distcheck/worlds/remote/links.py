@@ -1,0 +1,226 @@
+"""The front's side of a process elsewhere: a connection, and the ranks that live there."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from distcheck.worlds import messages
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.remote import wire
+from distcheck.worlds.shares import RankStart, Region, Share, Shared
+
+_ENDED = "its process has ended"
+
+
+@dataclass(eq=False)
+class RemoteChild(Child):
+    """A rank elsewhere: what was last heard of it."""
+
+    heard_at: float = 0.0
+    heard_busy_s: float = 0.0
+    heard_awake: bool = False
+    heard_stopped: bool = False
+    heard_stacks: str = ""
+
+    @property
+    def busy_seconds(self) -> float:
+        """As its own machine says."""
+        return self.heard_busy_s
+
+    @property
+    def known_at(self) -> float:
+        """When its machine said so."""
+        return self.heard_at
+
+    @property
+    def is_awake(self) -> bool:
+        """As its own machine says."""
+        return self.heard_awake
+
+    @property
+    def is_stopped(self) -> bool:
+        """As its own machine says."""
+        return self.heard_stopped and not self.gone
+
+    @property
+    def low_level_stacks(self) -> str:
+        """What faulthandler wrote there."""
+        return self.heard_stacks
+
+
+class Link:
+    """The connection to one process, and the shares of worlds that it runs."""
+
+    def __init__(self, line: wire.Wire, coming: wire.Coming) -> None:
+        self.line = line
+        address = line.peer_address
+        self.host = f"{coming.host} ({address})" if address else coming.host
+        self.ranks = coming.ranks
+        self.hello: wire.Hello | None = None
+        self.prepared: wire.Prepared | None = None
+        self.lost = ""
+        self.silent_s = 0.0  # for which somebody listened to it
+        self._shares: dict[int, RemoteShare] = {}
+
+    @property
+    def name(self) -> str:
+        """For a person: "rank 2 on HOST"."""
+        ranks = ", ".join(map(str, self.ranks))
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} on {self.host}"
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends, unless the other end is lost, which this may be how one learns."""
+        if self.lost:
+            return
+        try:
+            self.line.send(message)
+        except ConnectionError:
+            self.lose(_ENDED)
+        except OSError as error:
+            self.lose(error.strerror or "the connection broke")
+
+    def lose(self, reason: str) -> None:
+        """Holds the other end for gone, and every rank that was there."""
+        if self.lost:
+            return
+        self.lost = f"{self.name} can no longer be reached: {reason}"
+        for share in self._shares.values():
+            share.lose()
+
+    def on_readable(self) -> None:
+        """Takes what has arrived."""
+        try:
+            arrived = self.line.receive()
+        except msgspec.MsgspecError as error:
+            self.lose(f"what it says makes no sense ({error})")
+            return
+        except (EOFError, ConnectionError):  # a reset, where something of ours was still unread
+            self.lose(_ENDED)
+            return
+        except OSError as error:
+            self.lose(error.strerror or str(error))
+            return
+        self.silent_s = 0.0
+        for message in arrived:
+            self.take(message)
+
+    def take(self, message: wire.FromHost) -> None:
+        """Notes what the other end says."""
+        if isinstance(message, wire.Hello):
+            self.hello = message
+        elif isinstance(message, wire.Prepared):
+            self.prepared = message
+        elif not isinstance(message, wire.Coming):
+            share = self._shares.get(message.world)
+            if share is not None:
+                share.take(message)
+
+    def start(
+        self,
+        world: int,
+        target: str,
+        starts: dict[int, RankStart],
+        fds: Sequence[Shared],
+    ) -> "RemoteShare":
+        """Starts some ranks of a world there."""
+        trace = next((given for given in fds if given.kind == "trace"), None)
+        regions = {rank: tuple(trace.regions(rank)) if trace else () for rank in starts}
+        share = RemoteShare(self, world, -1 if trace is None else trace.fd, regions)
+        self._shares[world] = share
+        orders = tuple(
+            wire.RankOrder(rank, start.payload, dict(start.environment), regions[rank])
+            for rank, start in starts.items()
+        )
+        given = tuple(wire.Given(one.kind, one.key, one.size) for one in fds)
+        self.send(wire.StartRanks(world, target, orders, given))
+        if self.lost:
+            share.lose()
+        return share
+
+    def forget(self, world: int) -> None:
+        """Has the other end drop a share."""
+        self._shares.pop(world, None)
+        self.send(wire.CloseRanks(world))
+
+
+class RemoteShare(Share):
+    """Ranks at the other end of a link."""
+
+    def __init__(
+        self, link: Link, world: int, trace_fd: int, regions: dict[int, tuple[Region, ...]]
+    ) -> None:
+        self._link, self._world = link, world
+        self._trace_fd, self._regions = trace_fd, regions
+        self.children: dict[int, Child] = {rank: RemoteChild() for rank in regions}
+
+    def signal(self, child: Child, number: int) -> None:
+        """Sends a signal to a rank, if it is still there."""
+        rank = next(rank for rank, other in self.children.items() if other is child)
+        self._link.send(wire.SignalRank(self._world, rank, number))
+
+    def ask(self) -> None:
+        """Has every rank tell what it is doing."""
+        self._link.send(wire.AskRanks(self._world))
+
+    def release(self) -> None:
+        """Lets ranks that are done leave."""
+        self._link.send(wire.ReleaseRanks(self._world))
+
+    def close(self) -> None:
+        """Has the other end forget them."""
+        self._link.forget(self._world)
+
+    def lose(self) -> None:
+        """Every rank that was still there is gone, nobody knows how."""
+        for child in self.children.values():
+            if not child.gone:
+                child.gone, child.lost = True, self._link.lost
+
+    def take(self, message: wire.FromHost) -> None:
+        """Notes what a rank there did."""
+        if isinstance(message, wire.Coming | wire.Hello | wire.Prepared):
+            return
+        told = set(message.busy_s) if isinstance(message, wire.Signs) else {message.rank}
+        if not told <= self.children.keys():
+            self._link.lose(f"it speaks of rank {max(told - self.children.keys())}, not its own")
+            return
+        if isinstance(message, wire.Signs):
+            for rank, busy_s in message.busy_s.items():
+                child = self._child(rank)
+                child.heard_busy_s, child.heard_awake = busy_s, rank in message.awake
+                child.heard_stopped = rank in message.stopped
+                child.heard_at = time.monotonic()
+            return
+        child = self._child(message.rank)
+        if isinstance(message, wire.Started):
+            child.pid, child.spawn_error = message.pid, message.error
+            child.gone = bool(message.error)
+        elif isinstance(message, wire.Came):
+            event = message.event
+            if isinstance(event, messages.Raised):
+                event.at = time.monotonic() - message.age_s
+            child.take(event)
+        elif isinstance(message, wire.Printed):
+            child.take_output(message.data)
+        elif isinstance(message, wire.Written):
+            self._write(message)
+        elif isinstance(message, wire.Gone):
+            child.exit_code, child.exit_signal = message.code, message.signal
+            child.heard_stacks = message.stacks
+            child.gone = True
+
+    def _child(self, rank: int) -> RemoteChild:
+        child = self.children[rank]
+        assert isinstance(child, RemoteChild)
+        return child
+
+    def _write(self, message: wire.Written) -> None:
+        end = message.offset + len(message.data)
+        for offset, length in self._regions[message.rank]:
+            if offset <= message.offset and end <= offset + length:
+                os.pwrite(self._trace_fd, message.data, message.offset)
+                return
+        self._link.lose(f"it wrote outside of rank {message.rank}'s part of the trace")
