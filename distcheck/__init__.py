@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from distcheck.contract import Step, strategy
     from distcheck.errors import VerdictError
     from distcheck.records import Report
-    from distcheck.verification.run import verify
+    from distcheck.testing.verifying import verify
 
 _HOMES = {
     "Report": "distcheck.records",
     "Step": "distcheck.contract",
     "VerdictError": "distcheck.errors",
     "strategy": "distcheck.contract",
-    "verify": "distcheck.verification.run",
+    "verify": "distcheck.testing.verifying",
 }
 
 

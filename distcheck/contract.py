@@ -235,8 +235,8 @@ class Workload(Protocol):
     hand_over(model, rank)             what a script's rank does to its model before the strategy
                                        is given it; what counts is what rank 0 has then
     training                           a `Training`: what the loop does besides
-    must_happen                        events of `distcheck.records.expected_events`: a run in which one of them
-                                       did not happen is unknown
+    must_happen                        events of `distcheck.records.expected_events`: a run in
+                                       which one of them did not happen is unknown
     own_dtypes                         True: `model` is left in the dtypes that it was built in
     """
 

@@ -11,9 +11,10 @@ import msgspec
 from distcheck import backends
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.errors import DistcheckError, ExitCode
+from distcheck.machine.free_memory import available_bytes
 from distcheck.training import loading
 from distcheck.training.jobs import EXAMINE, Calibration
-from distcheck.verification import limits, preparation
+from distcheck.verification import preparation
 from distcheck.workloads.datasets import dataset_names
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
@@ -42,7 +43,7 @@ def doctor_command() -> int:
 def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(_packages())
     free = shutil.disk_usage(".").free
-    yield "memory", f"{limits.available_bytes() / 2**30:.1f} GiB available"
+    yield "memory", f"{available_bytes() / 2**30:.1f} GiB available"
     yield "disk", f"{free / 2**30:.1f} GiB free here"
     pool.wait_ready()
     found: dict[str, Any] = msgspec.json.decode(run_job(pool, EXAMINE, b"", []))

@@ -9,6 +9,7 @@ from rich.console import Console
 from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import say
+from distcheck.explore.beside import explore_beside
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import Provenance
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside
@@ -54,6 +55,7 @@ def verify_command(
             whole=whole,
             follow_up=True,
             beside=beside,
+            explore=explore_beside,
         )
 
     try:

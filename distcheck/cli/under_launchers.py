@@ -11,11 +11,10 @@ from pathlib import Path
 
 import click
 
-from distcheck import __version__
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.plan.provenance import file_digest
+from distcheck.plan.identity import identity_of
 from distcheck.records import Case
-from distcheck.records.case_ids import digest_of_all
+from distcheck.verification.allowed_jobs import Allowed
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote.fleet import Fleet, helper_of
@@ -47,7 +46,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
             host.decline(error)
             raise
         signal.signal(signal.SIGTERM, host.on_sigterm)
-        over = host.serve(identity_of(cases), cases)
+        over = host.serve(identity_of(cases), Allowed(cases))
         # A launcher that sees another process leave may end this one, which is leaving.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_error_file(over.exit_code, over.summary)
@@ -60,21 +59,6 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
     finally:
         host.close()
         pool.close()
-
-
-def identity_of(cases: Sequence[Case]) -> dict[str, str]:
-    """What must be the same in every process, by the name that a person knows it by."""
-    found = {
-        "the version of distcheck": __version__,
-        "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-    }
-    for what, specs in (
-        ("strategy", [case.strategy for case in cases]),
-        ("workload", [case.workload for case in cases]),
-    ):
-        for spec in dict.fromkeys(specs):
-            found[f"the file of {what} {spec}"] = file_digest(what, spec)
-    return {**found, "what was asked for": digest_of_all(cases)}
 
 
 def dismiss(pool: Pool, exit_code: int, message: str) -> None:

@@ -34,6 +34,7 @@ from distcheck.contract import Contract
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shards import declared_factor
+from distcheck.machine import numerics
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import StepHeader, TraceReader
 
@@ -103,7 +104,7 @@ class StepBounds:
                 (self._rounding(filled, contract) for contract in self._contracts),
                 torch.zeros_like(present[0], dtype=torch.float64),
             )
-        except rounding.NotBoundedError:
+        except numerics.NotBoundedError:
             return None
         if same_inputs:
             return bound

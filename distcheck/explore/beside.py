@@ -15,8 +15,8 @@ from distcheck.plan.cases import Request
 from distcheck.plan.declined import notes_on, words_of_cells
 from distcheck.plan.thorough import Search as Asked
 from distcheck.records import Case, CaseReport
+from distcheck.records.generated_words import EXPLORED_DTYPES
 from distcheck.records.searches import Explored
-from distcheck.workloads.generated_words import EXPLORED_DTYPES
 from distcheck.worlds.pool import Pool
 
 if TYPE_CHECKING:

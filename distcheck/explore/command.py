@@ -17,11 +17,11 @@ from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
 from distcheck.records import Adaptation, Case
+from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.training.adapters.asked import adaptation_of, check_adaptation
-from distcheck.workloads.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.worlds.pool import Pool
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from distcheck.explore.search import Finding, Search
 from distcheck.judge.sensitivity import why_alone_unknown
 from distcheck.plan.declined import notes_on
 from distcheck.records import Case
+from distcheck.records.generated_words import PREFIX, parse
 from distcheck.reports.failures import describe_failure
 from distcheck.reports.terminal import console_for
-from distcheck.workloads.generated_words import PREFIX, parse
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2

@@ -10,10 +10,10 @@ from distcheck.explore.kept import KeptRanks
 from distcheck.explore.messages import Sitting
 from distcheck.plan.declined import declined_words, words_in
 from distcheck.records import Adaptation, Case, CaseReport
+from distcheck.records.generated_words import EXPLORED_DTYPES
 from distcheck.verification import preparation
 from distcheck.verification.preparation import Data
 from distcheck.verification.run import run_cases
-from distcheck.workloads.generated_words import EXPLORED_DTYPES
 from distcheck.worlds.pool import Pool
 
 

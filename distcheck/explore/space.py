@@ -16,8 +16,7 @@ from distcheck.plan.cases import Request
 from distcheck.plan.declined import ABSENT, ACCUMULATE
 from distcheck.records import Adaptation, Case, Delay
 from distcheck.records.case_ids import as_file_name
-from distcheck.training.adapters.asked import adaptation_of
-from distcheck.workloads.generated_words import (
+from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     GROUPS,
     KINDS,
@@ -33,6 +32,7 @@ from distcheck.workloads.generated_words import (
     ModelWords,
     trains,
 )
+from distcheck.training.adapters.asked import adaptation_of
 
 MOST_WORLD, MOST_STEPS, MOST_LAYERS = 6, 6, 4
 _MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5

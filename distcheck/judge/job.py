@@ -11,9 +11,9 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.lattice import HeadroomError
 from distcheck.judge.oracles.references import References
-from distcheck.judge.oracles.rounding import NotBoundedError
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
+from distcheck.machine.numerics import NotBoundedError
 from distcheck.records import CheckResult
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.jobs import JudgeJob

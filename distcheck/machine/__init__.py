@@ -1,1 +1,1 @@
-"""TODO."""
+"""What this computer has, and the settings and arithmetic that change bits."""

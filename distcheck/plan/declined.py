@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from distcheck.contract import Contract, Training
 from distcheck.records import Case
+from distcheck.records.generated_words import PREFIX, SCHEDULE, parse
 from distcheck.workloads.cells import CELLS, why_declined
-from distcheck.workloads.generated_words import PREFIX, SCHEDULE, parse
 
 ACCUMULATE, ABSENT = "accumulate", "absent"
 # The cells that have what a word stands for. A cell of another version of distcheck may be named.

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from distcheck.cli.under_launchers import identity_of
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import thorough
 from distcheck.plan.cases import Request, plan_cases
 from distcheck.plan.configuration import PARAMETERS, Configuration, read_configuration
 from distcheck.plan.costs import rough_s
+from distcheck.plan.identity import identity_of
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case_ids import name_apart

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -39,7 +40,7 @@ def number(value: float) -> Number:
 
 
 class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
-    """How a strategy that never heard of distcheck is to be called; see `distcheck.training.adapters`.
+    """How to call a strategy that is not written for distcheck; see `distcheck.training.adapters`.
 
     form       the name of a form, or None: chosen from the signature
     arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
@@ -383,7 +384,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         __tracebackhide__ = True
         if self.verdict == "pass" and not self.interrupted and not self.given_up:
             return self
-        from distcheck.reports.terminal import render_text, summarize
+        raise VerdictError(_failure_text(self), self.exit_code)
 
-        text = f"{summarize(self)}\n\n{render_text(self, width=100)}"
-        raise VerdictError(text, self.exit_code)
+
+def show_failures_as(render: Callable[[Report], str]) -> None:
+    """Sets what the error of a report that did not pass says; records cannot render themselves."""
+    global _failure_text
+    _failure_text = render
+
+
+def _verdict_alone(report: Report) -> str:
+    return report.verdict
+
+
+_failure_text: Callable[[Report], str] = _verdict_alone

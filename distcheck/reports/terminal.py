@@ -51,6 +51,11 @@ def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> C
     return console
 
 
+def render_failure(report: Report) -> str:
+    """What `Report.raise_for_verdict` says of a report that did not pass."""
+    return f"{summarize(report)}\n\n{render_text(report, width=100)}"
+
+
 def render_text(report: Report, *, width: int) -> str:
     """The report as plain text."""
     stream = io.StringIO()

@@ -11,7 +11,8 @@ from distcheck.records import Report
 from distcheck.selftest.planning import WORKLOADS, WORLDS, Plan
 from distcheck.selftest.records import Planted, Row, Zoo, judge_correct, judge_mutant
 from distcheck.selftest.zoo import LIST, PACKAGE
-from distcheck.verification.run import shared_pool, verify
+from distcheck.testing.verifying import verify
+from distcheck.verification.run import shared_pool
 from distcheck.worlds.launch import run_job
 
 

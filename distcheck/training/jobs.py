@@ -16,7 +16,6 @@ from distcheck.worlds.rendezvous import Rendezvous
 
 EXAMINE = "distcheck.verification.inspection:examine"
 INSPECT = "distcheck.verification.inspection:inspect_cases"
-PREPARE = "distcheck.workloads.datasets.files:prepare_job"
 CALIBRATE = "distcheck.judge.oracles.calibration:calibrate_rank"
 RECORD = "distcheck.training.rank:record"
 TRAIN = "distcheck.training.rank:train"
@@ -24,16 +23,6 @@ JUDGE = "distcheck.judge.job:judge"
 OBSERVE = "distcheck.judge.diagnosis.observation:observe_job"
 SAVE = "distcheck.training.traces.files:save_job"
 LOAD = "distcheck.training.traces.files:load_job"
-
-LOADING = "load"  # the phase in which a rank imports strategy and workload
-
-
-class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Read a data set into the descriptor that comes along."""
-
-    name: str
-    data_dir: str
-    download: bool
 
 
 class InspectionJob(msgspec.Struct, frozen=True, kw_only=True):

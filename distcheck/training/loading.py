@@ -146,8 +146,9 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
 def workload_names() -> dict[str, str]:
     """The built-in workloads: name to module."""
     package = "distcheck.workloads"
-    folder = Path(__file__).parent / "workloads"
-    return {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([str(folder)])}
+    folder = Path(__file__).parents[1] / "workloads"
+    modules = (one for one in pkgutil.iter_modules([str(folder)]) if not one.ispkg)
+    return {module.name: f"{package}.{module.name}" for module in modules}
 
 
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:

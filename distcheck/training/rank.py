@@ -12,13 +12,14 @@ from distcheck.machine import devices, seeds
 from distcheck.training.building import Ingredients, is_distributed, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
-from distcheck.training.jobs import LOADING, EpochFigures, RecordJob, RunningLoss, TrainJob
+from distcheck.training.jobs import EpochFigures, RecordJob, RunningLoss, TrainJob
 from distcheck.training.loading import LoadedStrategy, load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.traces.writer import TraceWriter
 from distcheck.worlds.local import noise
 from distcheck.worlds.local.child import Reporter, keep_folder
+from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
 
 

@@ -14,8 +14,11 @@ from distcheck.errors import CannotRunError
 from distcheck.records import Case
 from distcheck.store.trust import named
 from distcheck.training import loading
-from distcheck.training.jobs import CALIBRATE
+from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of
+from distcheck.workloads.datasets.job import PREPARE, PrepareJob
+
+_TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
 
 
 class _Meeting(msgspec.Struct, frozen=True):
@@ -37,8 +40,15 @@ class Allowed:
     def __init__(self, cases: Sequence[Case]) -> None:
         self._named = {one for case in cases for one in named(case)}
 
+    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[str, bytes]:
+        """The job that reads a data set: its target and payload."""
+        job = PrepareJob(name=name, data_dir=data_dir, download=download)
+        return PREPARE, msgspec.msgpack.encode(job)
+
     def check(self, target: str, payload: bytes) -> None:
         """Raises CannotRunError for a rank's job that would run other code."""
+        if target not in _TARGETS:
+            raise CannotRunError(f"rank 0 asks for {target}, which is not a job of a rank")
         try:
             if target == CALIBRATE:
                 job = msgspec.msgpack.decode(payload, type=_Calibration)

@@ -2,11 +2,9 @@
 
 import math
 import resource
-from pathlib import Path
-
-import psutil
 
 from distcheck.errors import CannotRunError
+from distcheck.machine.free_memory import available_bytes
 from distcheck.records import Case
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import Kind, TraceLayout, spec_bytes
@@ -14,19 +12,6 @@ from distcheck.training.traces.layout import Kind, TraceLayout, spec_bytes
 _PER_RANK_BYTES = 25 << 20  # what a forked rank with gloo adds to the helper that it came from
 _FDS_PER_RANK = 4
 _FDS_SPARE = 64
-
-
-def available_bytes() -> int:
-    """Memory that can still be had: the machine's, or the container's if that is less."""
-    available: int = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            available = min(available, int(limit) - used)
-    except (OSError, ValueError):
-        pass
-    return available
 
 
 def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> int:

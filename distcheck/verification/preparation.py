@@ -18,18 +18,17 @@ from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
     CALIBRATE,
     INSPECT,
-    PREPARE,
     Calibration,
     CalibrationJob,
     CaseFacts,
     Facts,
     InspectionJob,
-    PrepareJob,
 )
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits
 from distcheck.verification.case_runs import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
+from distcheck.workloads.datasets.job import PREPARE, PrepareJob
 from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
 from distcheck.worlds.local.helper_process import child_environment
 from distcheck.worlds.pool import Pool

@@ -12,9 +12,9 @@ import atexit
 import os
 import shlex
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
@@ -25,25 +25,29 @@ from distcheck.errors import (
     LeftOutError,
     MembershipError,
     RankLostError,
-    UsageError,
 )
-from distcheck.plan import cases as plan
-from distcheck.plan import thorough as thorough_run
-from distcheck.plan.cases import Request
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside, Search
-from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, VerdictName
+from distcheck.records import (
+    Case,
+    CaseReport,
+    Origin,
+    Report,
+    RunPlan,
+    VerdictName,
+    show_failures_as,
+)
+from distcheck.records.searches import Explored
+from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
-from distcheck.training.adapters.asked import adaptation_of
 from distcheck.verification import followups, limits, preparation, verdicts
 from distcheck.verification.book import Book, given_up_on, run_of
 from distcheck.verification.case_runs import CaseRun, is_separate
 from distcheck.verification.contents import not_shown
 from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
-from distcheck.verification.given_objects import names_of
 from distcheck.verification.progress import Listener, Silent
 from distcheck.verification.session import Session
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
@@ -51,91 +55,32 @@ from distcheck.worlds import turns
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
 
-_DELAY = ("rank", "collective", "ms")
+show_failures_as(render_failure)
 
 
-def verify(
-    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
-    *,
-    world: int | Sequence[int] | None = None,
-    workload: str | Sequence[str] = (),
-    data: str = SYNTHETIC,
-    data_dir: str | os.PathLike[str] | None = None,
-    batch: int = 256,
-    steps: int | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    deadline_s: float = 30.0,
-    form: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    finish: str | None = None,
-    reset: str | None = None,
-    without_data: Sequence[int] = (),
-    loss: str = "mean",
-    accept: str | None = None,
-    thorough: bool = False,
-    without: Sequence[str] = (),
-    explore_s: float = 60.0,
-    delays: Sequence[tuple[int, int, int]] = (),
-    separate: bool = True,
-    save: str | os.PathLike[str] | None = None,
-) -> Report:
-    """Judges one or more gradient-sync strategies against single-node training.
+class Explorer(Protocol):
+    """Runs searches, one after the other; what each comes to goes to `enter`."""
 
-    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
-                be imported by its module and name, as it stands there
-    world       number of ranks, or several to try; by default 4
-    workload    names of workloads; by default lattice, cnn and composite
-    batch       samples per step, over all ranks; `steps`: by default each workload's own
-    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
-    without_data  ranks without a shard of the batch, such as a parameter server
-    accept      as --accept: what differs by design, such as "low-precision:bf16"
-    thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
-                a search of `explore_s` seconds for each strategy (0: none)
-    delays      (rank, collective, ms): ranks that are late in the first world, before their n-th
-                collective of every step, or before backward (0)
-    separate    whether the second world's ranks come from separate interpreters
-    save        folder for cases, traces and the report; nothing is written without it
-    Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
-    sense, CannotRunError for what this machine cannot run.
-    """
-    adapted = form, arguments or {}, variables or {}, finish, reset, without_data
-    asked = {
-        "strategies": names_of(strategy),
-        "worlds": (4,) if world is None else (world,) if isinstance(world, int) else world,
-        "workloads": (workload,) if isinstance(workload, str) else workload,
-        "data": data,
-        "data_dir": None if data_dir is None else os.fspath(data_dir),
-        "batch": batch,
-        "steps": steps,
-        "seed": seed,
-        "dtype": dtype,
-        "deadline_s": deadline_s,
-        "adaptation": adaptation_of(*adapted),
-        "loss": loss,
-        "accept": accept,
-        "thorough": thorough,
-        "without": (without,) if isinstance(without, str) else tuple(without),
-        "explore_s": explore_s,
-        "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
-        "separate": separate,
-    }
-    request = _request(asked, world_given=world is not None)
-    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    return verify_cases(cases, keep=None if save is None else Store.at(Path(save)), beside=beside)
-
-
-def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
-    try:
-        return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"verify() was given something else than it takes: {error}") from None
+    def __call__(
+        self,
+        pool: Pool,
+        searches: Sequence[Search],
+        reports: Sequence[CaseReport],
+        left_out: Collection[str],
+        *,
+        keep: bool,
+        show: Callable[[str], None],
+        enter: Callable[[Explored, Sequence[CaseReport]], None],
+    ) -> None:
+        """As `distcheck.explore.beside.explore_beside`."""
 
 
 def verify_cases(
-    cases: Sequence[Case], *, keep: Store | None = None, beside: Beside = NOTHING_BESIDE
+    cases: Sequence[Case],
+    *,
+    keep: Store | None = None,
+    beside: Beside = NOTHING_BESIDE,
+    explore: Explorer | None = None,
 ) -> Report:
     """Runs and judges cases on this process's own pool, as `verify` does; in a turn of its own
     where many processes run tests.
@@ -143,7 +88,9 @@ def verify_cases(
     with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
-            return run_cases(cases, pool=pool, keep=keep, follow_up=True, beside=beside)
+            return run_cases(
+                cases, pool=pool, keep=keep, follow_up=True, beside=beside, explore=explore
+            )
         except DistcheckError:
             raise
         except BaseException:
@@ -162,11 +109,13 @@ def run_cases(
     whole: RunPlan | None = None,
     follow_up: bool = False,
     beside: Beside = NOTHING_BESIDE,
+    explore: Explorer | None = None,
 ) -> Report:
     """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
     were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
-    or does not count. The searches of `beside` come last. Raises Interrupted, with what there is,
-    on Ctrl-C and SIGTERM; GivenUpError where the helper or another process with ranks is gone.
+    or does not count. `explore` runs the searches of `beside` last. Raises Interrupted, with
+    what there is, on Ctrl-C and SIGTERM; GivenUpError where the helper or another process with
+    ranks is gone.
     """
     origin = origin_here()
     try:
@@ -180,6 +129,7 @@ def run_cases(
             whole=whole,
             follow_up=follow_up,
             beside=beside,
+            explore=explore,
             origin=origin,
         )
     except (Interrupted, GivenUpError):
@@ -203,6 +153,7 @@ def _run_cases(
     whole: RunPlan | None,
     follow_up: bool,
     beside: Beside,
+    explore: Explorer | None,
     origin: Origin,
 ) -> Report:
     listener.preparing("importing torch")
@@ -242,7 +193,17 @@ def _run_cases(
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
-            _search_beside(pool, book, beside.searches, listener, keep=keep is not None)
+            if beside.searches:
+                assert explore is not None
+                explore(
+                    pool,
+                    beside.searches,
+                    book.finished,
+                    book.not_counted,
+                    keep=keep is not None,
+                    show=listener.preparing,
+                    enter=book.enter_search,
+                )
     return book.report()
 
 
@@ -284,25 +245,6 @@ def _follow_up(
         finally:
             run.close()
     book.take_in(done)
-
-
-def _search_beside(
-    pool: Pool, book: "Book", searches: Sequence[Search], listener: Listener, *, keep: bool
-) -> None:
-    """Searches for failures that no case has shown."""
-    if not searches:
-        return
-    from distcheck.explore.beside import explore_beside
-
-    explore_beside(
-        pool,
-        searches,
-        book.finished,
-        book.not_counted,
-        keep=keep,
-        show=listener.preparing,
-        enter=book.enter_search,
-    )
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:

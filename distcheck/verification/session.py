@@ -19,6 +19,7 @@ from distcheck.errors import CannotRunError
 from distcheck.judge import diagnosis
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.cores import cores
+from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.records import CheckResult, Outcome, VerdictName
 from distcheck.training.jobs import RECORD, RecordJob
@@ -133,7 +134,7 @@ class Session:
         if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
         needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
-        return len(self._judges) < self._most_judges and limits.available_bytes() > 2 * needed
+        return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
 
     def _start_ranks(self, asked: _Asked) -> World:
         run, case, surroundings = asked.run, asked.run.case, asked.surroundings

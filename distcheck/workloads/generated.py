@@ -1,6 +1,6 @@
 """A small model that its name describes, as `distcheck explore` makes them up.
 
-`generated:linear3.bias-scale;adam` and the like; `distcheck.workloads.generated_words` has the words.
+`generated:linear3.bias-scale;adam` and the like; `distcheck.records.generated_words` has the words.
 
 Nothing cancels here: inputs, weights and cotangents are positive, so every gradient is a sum of
 positive terms, over the samples as well as within the network. A gradient that is the small rest of
@@ -22,8 +22,8 @@ from torch import nn
 
 from distcheck.contract import Batch, Training
 from distcheck.records import ModelLayout, TensorSpec
+from distcheck.records.generated_words import PREFIX, SHAPE, Layer, ModelWords, parse
 from distcheck.workloads.datasets.synthetic import hash24
-from distcheck.workloads.generated_words import PREFIX, SHAPE, Layer, ModelWords, parse
 
 LEARNING_RATE = 2.0**-10
 WEIGHT_DECAY = 0.5

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, HelperError, UsageError
-from distcheck.training.jobs import LOADING
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.local_share import LocalShare
+from distcheck.worlds.messages import LOADING
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening

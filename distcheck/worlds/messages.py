@@ -16,6 +16,7 @@ import msgspec
 from distcheck.records import Collective
 
 _LENGTH = struct.Struct("<I")
+LOADING = "load"  # the phase in which a rank imports strategy and workload
 _MOST_FDS = 32
 _MOST_BYTES = 1 << 28  # of a message; what claims to be longer is none
 

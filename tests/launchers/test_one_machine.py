@@ -293,7 +293,8 @@ def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
 
 def test_help_and_detection_import_no_torch() -> None:
     program = (
-        "import sys; from distcheck.worlds.launchers import detect; import distcheck.cli.under_launchers; "
+        "import sys; from distcheck.worlds.launchers import detect; "
+        "import distcheck.cli.under_launchers; "
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], env=clean_environment())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from distcheck.errors import UsageError
 from distcheck.judge import acceptance
 from distcheck.judge.oracles import low_rank, quantum
-from distcheck.judge.oracles.rounding import NotBoundedError, interval, unit_roundoff
+from distcheck.judge.oracles.rounding import interval
+from distcheck.machine.numerics import NotBoundedError, unit_roundoff
 from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case
 

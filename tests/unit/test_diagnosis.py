@@ -14,7 +14,8 @@ from distcheck.judge.diagnosis import CAUSES, diagnose, gradients
 from distcheck.judge.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.gradients import explain_step
 from distcheck.judge.diagnosis.matching import permuted
-from distcheck.judge.oracles.rounding import Interval, gamma
+from distcheck.judge.oracles.rounding import Interval
+from distcheck.machine.numerics import gamma
 from distcheck.records import CheckResult, Difference, Outcome
 
 SIZES = (40, 7, 90)

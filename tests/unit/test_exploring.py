@@ -26,11 +26,7 @@ from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.plan.cases import check_case
 from distcheck.plan.declined import declined_words, words_in
 from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
-from distcheck.training.building import describe_model, open_ingredients
-from distcheck.training.delays import Lateness
-from distcheck.training.epoch_positions import shard_sizes
-from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
-from distcheck.workloads.generated_words import (
+from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     PREFIX,
     SHAPE,
@@ -39,6 +35,10 @@ from distcheck.workloads.generated_words import (
     parse,
     trains,
 )
+from distcheck.training.building import describe_model, open_ingredients
+from distcheck.training.delays import Lateness
+from distcheck.training.epoch_positions import shard_sizes
+from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
 
 
 @given(models())

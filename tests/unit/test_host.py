@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 
 from distcheck.errors import RankLostError
+from distcheck.verification.allowed_jobs import Allowed
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
@@ -70,7 +71,7 @@ def serve(
     host = Host(pool, launch, deadline_s=30)  # type: ignore[arg-type]
     leaving.start()
     try:
-        return host.serve({})
+        return host.serve({}, Allowed(()))
     finally:
         leaving.join()
         host.close()

@@ -8,13 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.judge.oracles.rounding import (
-    NotBoundedError,
-    gamma,
-    interval,
-    reference_roundings,
-    unit_roundoff,
-)
+from distcheck.judge.oracles.rounding import interval, reference_roundings
+from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 

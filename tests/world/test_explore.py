@@ -20,7 +20,7 @@ from distcheck.explore.running import Runner
 from distcheck.explore.search import Search
 from distcheck.explore.space import cases
 from distcheck.records import Case, Delay
-from distcheck.workloads.generated_words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
+from distcheck.records.generated_words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
 from distcheck.worlds.pool import Pool
 from tests import explored
 from tests.world.command import Run

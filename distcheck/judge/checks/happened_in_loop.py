@@ -13,7 +13,7 @@ import torch
 
 from distcheck.judge.checks.recording import Recording
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 from distcheck.records import expected_events as events
 from distcheck.training.building import trainable
 from distcheck.training.traces.layout import Kind

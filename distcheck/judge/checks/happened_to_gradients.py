@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.recording import Recording, all_there, holds_any
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 from distcheck.records import TensorSpec
 from distcheck.records import expected_events as events
 from distcheck.training.traces.layout import Kind, memory_order, spec_bytes

@@ -14,7 +14,7 @@ from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.rounded_sums import rounds
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
 from distcheck.training.traces.layout import Kind
 

@@ -14,9 +14,9 @@ _LOOKED_AT = 1 << 14  # elements of one tensor; a histogram needs no more
 
 
 def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
-    """Bin to number of elements, see `distcheck.records.picture_sums`. Large tensors are sampled evenly, and
-    counts scaled up. `expected` is rounded to the dtype of `actual`; empty for other dtypes than
-    floats.
+    """Bin to number of elements, see `distcheck.records.picture_sums`. Large tensors are sampled
+    evenly, and counts scaled up. `expected` is rounded to the dtype of `actual`; empty for other
+    dtypes than floats.
     """
     elements = actual.numel()
     if actual.dtype not in _INTEGER or elements == 0:

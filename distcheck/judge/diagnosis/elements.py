@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from distcheck.judge.diagnosis.measured import Measured
-from distcheck.judge.oracles.rounding import gamma, unit_roundoff
+from distcheck.machine.numerics import gamma, unit_roundoff
 
 Counts = tuple[int, ...]  # by rank
 

@@ -7,7 +7,7 @@ import torch
 from distcheck.judge.diagnosis.facts import LeftFacts
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
 _MOST_BUFFERS = 32  # that ranks hold differently: each takes a few passes of a shard

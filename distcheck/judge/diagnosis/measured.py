@@ -6,7 +6,8 @@ from functools import cached_property
 import torch
 
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import Interval, interval, real_parts
+from distcheck.judge.oracles.rounding import Interval, interval
+from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
 

@@ -13,8 +13,9 @@ from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFact
 from distcheck.judge.diagnosis.matching import matches_of
 from distcheck.judge.diagnosis.measured import Given, Measured
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import Interval, gamma, real_parts, unit_roundoff
+from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
 from distcheck.records import TensorSpec
 from distcheck.training.traces.layout import Kind
 

@@ -6,7 +6,7 @@ import torch
 
 from distcheck.judge.diagnosis.facts import PassFacts
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
 _MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken

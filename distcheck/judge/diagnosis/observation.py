@@ -33,9 +33,9 @@ from distcheck.judge.diagnosis.updates import (
 from distcheck.judge.oracles import order_exact
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.references import References
-from distcheck.judge.oracles.rounding import NotBoundedError, real_parts
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
+from distcheck.machine.numerics import NotBoundedError, real_parts
 from distcheck.records import LossName
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.jobs import ObserveJob

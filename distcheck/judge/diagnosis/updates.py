@@ -9,8 +9,9 @@ from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.rounding import Interval, real_parts
+from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
+from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 

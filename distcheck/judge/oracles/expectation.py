@@ -27,6 +27,7 @@ from distcheck.judge.oracles.shards import (
     loss_scale,
 )
 from distcheck.judge.oracles.update import UpdateReference
+from distcheck.machine.numerics import real_parts, unit_roundoff
 from distcheck.records import LossName
 from distcheck.records.mistakes import Shown
 from distcheck.training.building import Ingredients
@@ -161,7 +162,7 @@ class StepExpectation:
         if self.ingredients.training.accumulate == 1:
             return None
         found = [shard.magnitudes[index] for shard in self.shards]
-        nothing = torch.zeros_like(rounding.real_parts(like), dtype=torch.float64)
+        nothing = torch.zeros_like(real_parts(like), dtype=torch.float64)
         return [nothing if size is None else size for size in found]
 
     @cached_property
@@ -208,24 +209,15 @@ class StepExpectation:
 
     @property
     def _unit(self) -> float:
-        return rounding.unit_roundoff(self.ingredients.dtype)
+        return unit_roundoff(self.ingredients.dtype)
 
     @cached_property
     def half_quanta(self) -> list[float]:
-        """Per rank, how far quantising may move an element; empty where none is accepted. Raises
-        NotBoundedError.
-        """
+        """As `quantum.half_quanta`; empty where quantising is not accepted."""
         if self.accepted is None or self.accepted.family != "quantised":
             return []
-        found = []
-        for rank, shard in zip(self.trace.ranks, self.shards, strict=True):
-            try:
-                found.append(quantum.half_quantum(shard.gradients, self.accepted.amount))
-            except rounding.NotBoundedError as error:
-                raise rounding.NotBoundedError(
-                    f"rank {rank} at step {self.step}: {error}"
-                ) from error
-        return found
+        gradients = {r: s.gradients for r, s in zip(self.trace.ranks, self.shards, strict=True)}
+        return quantum.half_quanta(gradients, self.accepted.amount, self.step)
 
     @property
     def unscaled(self) -> list[float]:
@@ -317,7 +309,7 @@ class StepExpectation:
         interval = self.interval(index)
         if interval is None or bool(interval.mean.isfinite().all()):
             return full
-        parts = rounding.real_parts(full)
+        parts = real_parts(full)
         owed = torch.where(interval.mean.isfinite(), parts, interval.mean.to(parts.dtype))
         return torch.view_as_complex(owed) if full.is_complex() else owed
 

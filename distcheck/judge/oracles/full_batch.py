@@ -66,9 +66,9 @@ from torch import nn
 
 from distcheck.contract import Batch, Contract
 from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
-from distcheck.judge.oracles.rounding import real_parts, smallest, unit_roundoff
 from distcheck.judge.oracles.shards import load_state, stretch_sizes
 from distcheck.machine import seeds
+from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
 from distcheck.training.building import Ingredients, dense, trainable
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader

@@ -45,7 +45,8 @@ from math import sqrt
 
 import torch
 
-from distcheck.judge.oracles.rounding import Interval, gamma
+from distcheck.judge.oracles.rounding import Interval
+from distcheck.machine.numerics import gamma
 
 _UNORTHOGONAL = 100.0
 

@@ -21,7 +21,7 @@ from distcheck.contract import (
     RankOrder,
     RingOrder,
 )
-from distcheck.judge.oracles.rounding import real_parts
+from distcheck.machine.numerics import real_parts
 
 Gradients = Sequence[torch.Tensor | None]
 Reduce = Callable[[list[torch.Tensor]], torch.Tensor]

@@ -49,27 +49,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Unit roundoff and smallest subnormal number.
-_UNITS = {
-    torch.float64: (2.0**-53, 2.0**-1074),
-    torch.float32: (2.0**-24, 2.0**-149),
-    torch.float16: (2.0**-11, 2.0**-24),
-    torch.bfloat16: (2.0**-8, 2.0**-133),
-}
+from distcheck.machine.numerics import CONTAINED, UNITS, gamma, real_parts
 
 _ROOM = 1 + 2.0**-40  # for the roundings of the bound itself
-
-# Dtypes whose every number a dtype holds exactly.
-_CONTAINED = {
-    torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
-    torch.float16: (torch.float16,),
-    torch.bfloat16: (torch.bfloat16,),
-}
-
-
-class NotBoundedError(Exception):
-    """Nothing is known of how far a correct result may be off, so nothing can be owed."""
 
 
 @dataclass(frozen=True)
@@ -78,30 +60,6 @@ class Interval:
 
     mean: torch.Tensor
     bound: torch.Tensor
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1.0 to the next number; for complex numbers that of their parts."""
-    return _UNITS[dtype.to_real() if dtype.is_complex else dtype][0]
-
-
-def smallest(dtype: torch.dtype) -> float:
-    """The smallest number above zero; for complex numbers that of their parts."""
-    return _UNITS[dtype.to_real() if dtype.is_complex else dtype][1]
-
-
-def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, in a last dimension of 2; real ones as they are."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def gamma(roundings: int, unit: float) -> float:
-    """The relative error that `roundings` roundings can add up to. Raises NotBoundedError."""
-    if roundings * unit >= 1 / 2:  # gamma is 1 there: zero would be within it of anything
-        raise NotBoundedError(
-            f"{roundings} roundings of relative size {unit:.2g} may add up to all that is rounded"
-        )
-    return roundings * unit / (1 - roundings * unit)
 
 
 def reference_roundings(world: int, *, rescaled: bool) -> int:
@@ -139,10 +97,10 @@ def interval(
     roundings = world + 1 if equal and not rescaled else world + 3
     roundings += 2 if rescaled else 0
     own = shards[0].dtype
-    unit, tiny = _UNITS[own]
+    unit, tiny = UNITS[own]
     if wire is not None:
-        roundings += 1 if wire in _CONTAINED[own] else 2
-        unit, tiny = max(unit, _UNITS[wire][0]), max(tiny, _UNITS[wire][1])
+        roundings += 1 if wire in CONTAINED[own] else 2
+        unit, tiny = max(unit, UNITS[wire][0]), max(tiny, UNITS[wire][1])
         tiny *= max(1.0, world * max(map(abs, weights)))
     roundings = passes * roundings + 2 * (passes - 1)
     mean = torch.zeros_like(shards[0], dtype=torch.float64)
@@ -150,7 +108,7 @@ def interval(
     for shard, size, weight in zip(shards, magnitudes or shards, weights, strict=True):
         mean.add_(shard, alpha=weight)
         magnitude.add_(size.abs(), alpha=abs(weight))
-    own_error = gamma(reference_roundings(world, rescaled=rescaled), _UNITS[torch.float64][0])
+    own_error = gamma(reference_roundings(world, rescaled=rescaled), UNITS[torch.float64][0])
     factor = (gamma(roundings, unit) + own_error) * _ROOM
     bound = magnitude.mul_(factor).add_(roundings * tiny)
     return Interval(mean, torch.where(mean.isfinite(), bound, 0.0))

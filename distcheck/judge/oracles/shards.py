@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from distcheck.contract import Batch, Contract
-from distcheck.judge.oracles.rounding import real_parts
 from distcheck.machine import devices, seeds
+from distcheck.machine.numerics import real_parts
 from distcheck.training.building import Ingredients, dense, trainable
 from distcheck.training.traces.layout import CPU_RNG_STATE_BYTES, Kind, memory_order, strides_in
 from distcheck.training.traces.reader import TraceReader

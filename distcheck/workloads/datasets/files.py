@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.training.jobs import PrepareJob
 from distcheck.workloads.datasets import ArrayDescription, dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
+from distcheck.workloads.datasets.job import PrepareJob
 from distcheck.worlds import scratch
 from distcheck.worlds.local.child import Reporter
 

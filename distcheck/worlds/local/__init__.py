@@ -1,1 +1,1 @@
-"""TODO."""
+"""Ranks on this machine: forked from a helper process, watched, and ended."""

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -232,8 +233,7 @@ def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]
 
 
 _OWN_FOLDERS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), part)
-    for part in ("worlds", "ranks", "adapters", "testing")
+    os.path.join(str(Path(__file__).parents[2]), part) for part in ("worlds", "training", "testing")
 )
 
 

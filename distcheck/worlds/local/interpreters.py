@@ -9,7 +9,7 @@ import time
 from typing import Protocol
 
 from distcheck.machine.cores import cores
-from distcheck.verification.limits import available_bytes
+from distcheck.machine.free_memory import available_bytes
 from distcheck.worlds import messages
 from distcheck.worlds.local.helper_process import HelperProcess
 from distcheck.worlds.pool import Pool

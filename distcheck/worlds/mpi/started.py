@@ -1,7 +1,7 @@
 """MPI jobs whose ranks the helper forks: a launcher starts a stand-in for each, and every rank
 takes over what its stand-in was told (docs/decisions/mpi.md).
 
-front -> mpi_keeper.py -> mpirun -> mpi_stand_in.py, one for each rank
+front -> keeper.py -> mpirun -> stand_in.py, one for each rank
 """
 
 import contextlib
@@ -170,7 +170,7 @@ def _start_keeper(
     launcher: library.Launcher, size: int, folder: str, control: socket.socket, said: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
     python = [sys.executable, "-I", "-S"]
-    stand_in = [*python, str(_HERE / "mpi_stand_in.py"), os.path.join(folder, "s")]
+    stand_in = [*python, str(_HERE / "stand_in.py"), os.path.join(folder, "s")]
     command = [launcher.path, *_options(launcher), "-n", str(size), *stand_in]
     settings = dict(_SETTINGS)
     if launcher.library:
@@ -179,7 +179,7 @@ def _start_keeper(
         settings |= dict.fromkeys(_MEMORY_FOLDERS, folder)
     # What a person has set comes first.
     environment = {**settings, **library.clean_environment(), "TMPDIR": folder}
-    keeper = [*python, str(_HERE / "mpi_keeper.py"), str(os.getpid()), str(control.fileno())]
+    keeper = [*python, str(_HERE / "keeper.py"), str(os.getpid()), str(control.fileno())]
     return subprocess.Popen(
         [*keeper, folder, *command],
         env=environment,

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Ranks in processes that a launcher started, here or on other machines."""

@@ -8,16 +8,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, RankLostError
-from distcheck.records import Case
-from distcheck.training.jobs import CALIBRATE, PREPARE, RECORD, TRAIN, PrepareJob
-from distcheck.verification.allowed_jobs import Allowed
 from distcheck.worlds import messages
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.launchers.launch import Launch
@@ -31,7 +29,6 @@ from distcheck.worlds.stalls import Looks
 from distcheck.worlds.world import World
 
 _CHUNK_BYTES = 1 << 20
-_TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
 _ERROR_PATIENCE_S = 15.0
 _ASK_AGAIN_S = 2.0
 _FAREWELL_S = 10.0  # from a launcher's SIGTERM to what the front says of it; torchrun waits 30
@@ -71,6 +68,16 @@ class HostedShare:
     trace_fd: int
 
 
+class HostedJobs(Protocol):
+    """What the front may have done in this process."""
+
+    def check(self, target: str, payload: bytes) -> None:
+        """Raises CannotRunError for a job that a rank here must not do."""
+
+    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[str, bytes]:
+        """The job that reads a data set: its target and payload."""
+
+
 class Host:
     """One process of a launcher's that is not the front."""
 
@@ -79,7 +86,7 @@ class Host:
         self._silence_s = max(deadline_s, LEAST_SILENCE_S)
         self._deadline_s = deadline_s
         self._line: wire.Wire | None = None
-        self._allowed = Allowed(())
+        self._jobs: HostedJobs | None = None
         self._shares: dict[int, HostedShare] = {}
         self._traces: dict[str, int] = {}
         self._data_fd = -1
@@ -88,11 +95,11 @@ class Host:
         self._silent_s, self._last_signs = 0.0, time.monotonic()
         self._asked_to_end_at: float | None = None
 
-    def serve(self, identity: Mapping[str, str], cases: Sequence[Case] = ()) -> wire.Over:
-        """Until the front says that it is over. Only code that `cases` name is run, which this
-        process was started with. Raises CannotRunError, or RankLostError.
+    def serve(self, identity: Mapping[str, str], jobs: HostedJobs) -> wire.Over:
+        """Lends ranks until the front ends the run. Only what `jobs` lets through is done here.
+        Raises CannotRunError, or RankLostError.
         """
-        self._allowed = Allowed(cases)
+        self._jobs = jobs
         self._pool.open()
         self._meet(error="", patience_s=self._silence_s)
         try:
@@ -230,11 +237,14 @@ class Host:
         if self._data_fd >= 0:
             os.close(self._data_fd)
         self._data_fd = os.memfd_create("distcheck-data")
-        job = PrepareJob(name=message.name, data_dir=message.data_dir, download=message.download)
+        assert self._jobs is not None
+        target, payload = self._jobs.prepare(
+            message.name, message.data_dir, download=message.download
+        )
         self._preparing = start_job(
             self._pool,
-            target=PREPARE,
-            payload=msgspec.msgpack.encode(job),
+            target=target,
+            payload=payload,
             fds=[self._data_fd],
             deadline_s=_READ_DEADLINE_S,
         )
@@ -256,10 +266,9 @@ class Host:
             world.close()
 
     def _start(self, message: wire.StartRanks) -> None:
-        if message.target not in _TARGETS:
-            raise CannotRunError(f"rank 0 asks for {message.target}, which is no job of a rank's")
+        assert self._jobs is not None
         for order in message.ranks:
-            self._allowed.check(message.target, order.payload)
+            self._jobs.check(message.target, order.payload)
         with self._given(message.given) as fds:
             starts = {
                 order.rank: placed(

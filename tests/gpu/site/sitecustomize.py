@@ -1,7 +1,7 @@
 """Pretends a GPU in every interpreter that finds this folder in PYTHONPATH.
 
-`distcheck.machine.devices` is the one module that asks what there is and takes a process to it: when it is
-imported, it is told that there is one GPU, and `enter` begins to pretend.
+`distcheck.machine.devices` is the one module that asks what there is and takes a process to it:
+when it is imported, it is told that there is one GPU, and `enter` begins to pretend.
 """
 
 import importlib.abc

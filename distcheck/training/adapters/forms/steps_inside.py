@@ -23,7 +23,7 @@ from torch import nn
 
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
-from distcheck.judge.oracles.rounding import gamma, unit_roundoff
+from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.training.adapters import names
 from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.refusals import refusal

@@ -1,0 +1,106 @@
+"""`distcheck.verify(...)`: a verification from a test, a script or a notebook."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distcheck.errors import UsageError
+from distcheck.explore.beside import explore_beside
+from distcheck.plan import cases as plan
+from distcheck.plan import thorough as thorough_run
+from distcheck.plan.cases import Request
+from distcheck.records import Report
+from distcheck.store.run_folder import Store
+from distcheck.training.adapters.asked import adaptation_of
+from distcheck.verification.given_objects import names_of
+from distcheck.verification.run import verify_cases
+from distcheck.workloads.datasets import SYNTHETIC
+
+_DELAY = ("rank", "collective", "ms")
+
+
+def verify(
+    strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
+    *,
+    world: int | Sequence[int] | None = None,
+    workload: str | Sequence[str] = (),
+    data: str = SYNTHETIC,
+    data_dir: str | os.PathLike[str] | None = None,
+    batch: int = 256,
+    steps: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    deadline_s: float = 30.0,
+    form: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    finish: str | None = None,
+    reset: str | None = None,
+    without_data: Sequence[int] = (),
+    loss: str = "mean",
+    accept: str | None = None,
+    thorough: bool = False,
+    without: Sequence[str] = (),
+    explore_s: float = 60.0,
+    delays: Sequence[tuple[int, int, int]] = (),
+    separate: bool = True,
+    save: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Judges one or more gradient-sync strategies against single-node training.
+
+    strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
+                be imported by its module and name, as it stands there
+    world       number of ranks, or several to try; by default 4
+    workload    names of workloads; by default lattice, cnn and composite
+    batch       samples per step, over all ranks; `steps`: by default each workload's own
+    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
+    without_data  ranks without a shard of the batch, such as a parameter server
+    accept      as --accept: what differs by design, such as "low-precision:bf16"
+    thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
+                a search of `explore_s` seconds for each strategy (0: none)
+    delays      (rank, collective, ms): ranks that are late in the first world, before their n-th
+                collective of every step, or before backward (0)
+    separate    whether the second world's ranks come from separate interpreters
+    save        folder for cases, traces and the report; nothing is written without it
+    Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
+    fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
+    sense, CannotRunError for what this machine cannot run.
+    """
+    adapted = form, arguments or {}, variables or {}, finish, reset, without_data
+    asked = {
+        "strategies": names_of(strategy),
+        "worlds": (4,) if world is None else (world,) if isinstance(world, int) else world,
+        "workloads": (workload,) if isinstance(workload, str) else workload,
+        "data": data,
+        "data_dir": data_dir and os.fspath(data_dir),
+        "batch": batch,
+        "steps": steps,
+        "seed": seed,
+        "dtype": dtype,
+        "deadline_s": deadline_s,
+        "adaptation": adaptation_of(*adapted),
+        "loss": loss,
+        "accept": accept,
+        "thorough": thorough,
+        "without": (without,) if isinstance(without, str) else tuple(without),
+        "explore_s": explore_s,
+        "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
+        "separate": separate,
+    }
+    keep = None if save is None else Store.at(Path(save))
+    return _verify(_request(asked, world_given=world is not None), keep)
+
+
+def _verify(request: Request, keep: Store | None) -> Report:
+    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
+    return verify_cases(cases, keep=keep, beside=beside, explore=explore_beside)
+
+
+def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
+    try:
+        return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"verify() was given something else than it takes: {error}") from None
