@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from distcheck.judge.diagnosis import CAUSES, diagnose, gradients
@@ -163,6 +163,7 @@ def test_named_scales(world: int, seed: int, scale: tuple[int, str]) -> None:
 
 
 @given(unequal_shares(), seeds, st.sampled_from([1.0, 3.7]))
+@example([1 / 3, 2 / 3], 0, 1.0)  # also: the first rank twice, divided by the samples that count
 @settings(max_examples=40, deadline=None)
 def test_plain_means(shares: list[float], seed: int, factor: float) -> None:
     world = len(shares)

@@ -194,7 +194,7 @@ def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
             continue
         combined = [count * b for count, b in zip(counts, base, strict=True)]
         factor, tolerance = best_factor(step, parameters, rank, combined)
-        for named in usual_factors(counts):
+        for named in usual_factors(counts, step.shares):
             if holds(step, parameters, rank, [named * c for c in combined]):
                 factor, tolerance = named, 0.0
                 break
@@ -204,13 +204,16 @@ def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     return list(found.values())
 
 
-def usual_factors(counts: Sequence[int]) -> tuple[float, ...]:
+def usual_factors(counts: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
     """What counts of ranks are multiplied by where their sum is divided by the number of ranks, of
-    those that count, or of the counts; by nothing, last.
+    those that count, of the counts, or of the samples that count (a rank has a share of them); by
+    nothing, last.
     """
     world, total = len(counts), sum(counts)
     divisors = [world, sum(map(bool, counts)), total if total > 0 else world]
-    return (*dict.fromkeys(world / divisor for divisor in divisors), float(world))
+    samples = sum(count * share for count, share in zip(counts, shares, strict=True))
+    by_samples = [1 / samples] if samples > 0 else []
+    return (*dict.fromkeys([*(world / d for d in divisors), *by_samples]), float(world))
 
 
 def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[str]:

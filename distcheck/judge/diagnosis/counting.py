@@ -66,7 +66,7 @@ def not_divided(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     nor their counts explain.
     """
     world, factor = len(step.shares), way.factor
-    *usual, undivided = usual_factors(way.counts)
+    *usual, undivided = usual_factors(way.counts, step.shares)
     if factor in usual:
         return []
     evidence = f"{where}: what is counted so is also multiplied by {number_text(factor)}"
