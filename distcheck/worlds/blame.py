@@ -29,7 +29,7 @@ _STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
 # Below it, in faulthandler's order, is the life of whoever forked the process.
-_FORKED = os.path.join("distcheck", "worlds", "child.py") + '", line'
+_FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
 
 
 def finished(child: Child, *, hung: bool) -> bool:

@@ -146,8 +146,8 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
         time.sleep(0.1)
     family = list(marked(mark))
     told = [" ".join(p.cmdline()) for p in family]
-    assert sum("mpi_stand_in" in words for words in told) >= 2
-    (keeper,) = [p for p, words in zip(family, told, strict=True) if "mpi_keeper.py" in words]
+    assert sum("stand_in.py" in words for words in told) >= 2
+    (keeper,) = [p for p, words in zip(family, told, strict=True) if "keeper.py" in words]
     folder = Path(keeper.environ()["TMPDIR"])
     assert folder.is_dir()
     shared = {line.path for p in family for line in p.memory_maps() if "/dev/shm/" in line.path}
