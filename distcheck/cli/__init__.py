@@ -9,7 +9,8 @@ import click
 
 from distcheck import __version__
 from distcheck.cli.commands import COMMANDS
-from distcheck.errors import DistcheckError, ExitCode
+from distcheck.errors import DistcheckError, ExitCode, InternalError
+from distcheck.errors.defects import place_of, save_traceback
 from distcheck.errors.spelling import did_you_mean
 from distcheck.worlds import interrupts
 
@@ -25,15 +26,19 @@ def main() -> NoReturn:
     except click.ClickException as error:
         code = ExitCode.USAGE
         _complain(error.format_message(), code)
+    except InternalError as error:
+        code = ExitCode.INTERNAL
+        _complain(_of_defect(str(error), error.traceback), code)
     except DistcheckError as error:
         code = error.exit_code
         _complain(str(error), code)
-    except Exception:
+    except Exception as error:
         import traceback
 
-        traceback.print_exc()
-        _complain("this is a defect of distcheck itself; no verdict was reached")
-        code = ExitCode.UNKNOWN
+        code = ExitCode.INTERNAL
+        trace = traceback.format_exc()
+        what = f"{type(error).__name__}: {error} (at {place_of(trace)})"
+        _complain(_of_defect(what, trace), code)
     interrupts.ignore()
     sys.exit(int(code or 0))
 
@@ -67,7 +72,8 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown.\n\n"
+    epilog="Exit codes: 0 pass, 1 mismatch, 2 usage, 3 cannot run, 4 a rank failed, 5 unknown, "
+    "70 internal error.\n\n"
     "To complete commands, options and names with Tab, put this into ~/.bashrc (for zsh: "
     "zsh_source and ~/.zshrc):\n\n\b\n"
     'eval "$(_DISTCHECK_COMPLETE=bash_source distcheck)"',
@@ -75,6 +81,16 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 def _group() -> None:
     """Does this gradient synchronisation train the same model as one machine would?"""
+
+
+def _of_defect(what: str, traceback: str) -> str:
+    """One line on a defect, and where its traceback is."""
+    saved = save_traceback(traceback)
+    kept = f"the traceback is in {saved}" if saved else "its traceback could not be saved"
+    return (
+        f"internal error: {what}; this is a defect of distcheck, and no verdict was reached; "
+        f"{kept}: please report it with that file"
+    )
 
 
 def _complain(message: str, code: ExitCode | None = None) -> None:

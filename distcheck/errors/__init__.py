@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     CANNOT_RUN = 3
     RANK_FAILED = 4
     UNKNOWN = 5
+    INTERNAL = 70  # EX_SOFTWARE of sysexits.h
     INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -53,6 +54,16 @@ class HelperError(DistcheckError):
     """The process that forks the ranks ended on its own account."""
 
     exit_code = ExitCode.CANNOT_RUN
+
+
+class InternalError(DistcheckError):
+    """A defect of distcheck itself; `traceback` is that of the process in which it showed."""
+
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class VerdictError(DistcheckError, AssertionError):

@@ -5,6 +5,8 @@ import traceback
 
 import msgspec
 
+from distcheck.errors.defects import is_defect
+from distcheck.errors.masking import masked
 from distcheck.judge import checks
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.tally import Tally
@@ -68,7 +70,9 @@ def judge_trace(
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
             reason = f"the check itself failed: {type(error).__name__}: {error} ({where})"
-            results.append(_not_judged(tally, reason))
+            whole = traceback.format_exc()
+            defect = masked(whole) if is_defect(type(error).__name__, whole) else ""
+            results.append(msgspec.structs.replace(_not_judged(tally, reason), defect=defect))
         else:
             results.append(tally.result())
     return results

@@ -45,6 +45,8 @@ def code_of(document: DocumentRead) -> ExitCode:
         return ExitCode.MISMATCH
     if failed:
         return ExitCode.RANK_FAILED
+    if any(check.defect for case in document.cases for check in case.checks):
+        return ExitCode.INTERNAL
     return ExitCode.PASS if _verdict_of(document) == "pass" else ExitCode.UNKNOWN
 
 
@@ -74,7 +76,11 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
         yield f"its verdict is {document.verdict}, and its cases give {verdict}"
     code = code_of(document)
     allowed = {code, ExitCode.INTERRUPTED}
-    if code in (ExitCode.PASS, ExitCode.UNKNOWN):  # what was to be saved could not be
+    if code in (
+        ExitCode.PASS,
+        ExitCode.UNKNOWN,
+        ExitCode.INTERNAL,
+    ):  # what was to be saved could not be
         allowed.add(ExitCode.CANNOT_RUN)
     if code == ExitCode.UNKNOWN:  # a process with ranks was lost before a case was judged
         allowed.add(ExitCode.RANK_FAILED)

@@ -183,6 +183,7 @@ def _check(result: CheckResult) -> dict[str, Any]:
         "worst": None if result.worst is None else _difference(result.worst),
         "first": None if result.first is None else _difference(result.first),
         "reason": reason,
+        **({"defect": result.defect} if result.defect else {}),
         **({"sensitivity": _sensitivity(result)} if result.shown else {}),
         **as_keys(result),
     }

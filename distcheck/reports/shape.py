@@ -122,6 +122,7 @@ class CheckRead(msgspec.Struct):
     worst: _Place | None = None
     first: _Place | None = None
     sensitivity: dict[str, Any] | None = None
+    defect: str = ""
     map: _Map | None = None
     ulp: _Histogram | None = None
     elements: list[_Element] = []

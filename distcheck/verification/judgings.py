@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from distcheck.errors import InternalError
+from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.records import CheckResult
@@ -82,8 +84,10 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
     """A judge's results; unknown, where it failed."""
     if world.succeeded:
         return msgspec.msgpack.decode(world.results[0], type=list[CheckResult])
-    reason = f"the check itself failed: {error_of(world.children[0])}"
+    error = error_of(world.children[0])
+    reason = f"the check itself failed: {error}"
+    defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
-        CheckResult(check=check, layer=layer, verdict="unknown", reason=reason)
+        CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
         for check, layer in judging.planned
     ]

@@ -217,6 +217,8 @@ def _exit_code(
     codes = [part.document["exit_code"] for part in parts]
     if ExitCode.CANNOT_RUN in codes:
         return ExitCode.CANNOT_RUN
+    if ExitCode.INTERNAL in codes:
+        return ExitCode.INTERNAL
     return ExitCode.PASS if verdict == "pass" else ExitCode.UNKNOWN
 
 

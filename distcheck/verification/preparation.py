@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
-from distcheck.errors import CannotRunError, LeftOutError, RankLostError
+from distcheck.errors import CannotRunError, InternalError, LeftOutError, RankLostError
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.records import Case
@@ -260,7 +260,10 @@ def calibrate(
             why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
             if not ranks.hung:
                 unfinished = [c for c in ranks.children if c.done is None]
-                why = str(error_of((unfinished or ranks.children)[0]))
+                error = error_of((unfinished or ranks.children)[0])
+                if isinstance(error, InternalError):
+                    raise error
+                why = str(error)
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )

@@ -3,7 +3,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from distcheck.errors import CannotRunError, DistcheckError, ExitCode, HelperError, UsageError
+from distcheck.errors import (
+    CannotRunError,
+    DistcheckError,
+    ExitCode,
+    HelperError,
+    InternalError,
+    UsageError,
+)
+from distcheck.errors.defects import place_of
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.local_share import LocalShare
@@ -145,6 +153,9 @@ def error_of(child: Child) -> DistcheckError:
         return UsageError(raised.message)
     if raised.exit_code is not None:
         return CannotRunError(raised.message)
+    if raised.defect:
+        where = place_of(raised.defect)
+        return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
     lines = [line.strip() for line in raised.traceback.splitlines() if line.strip()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return UsageError(f"{raised.kind}: {raised.message} ({where})" if where else raised.message)

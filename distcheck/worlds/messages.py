@@ -93,7 +93,8 @@ class Done(msgspec.Struct, tag=True):
 class Raised(msgspec.Struct, tag=True):
     """A child's job raised. `at` is the monotonic clock, which all processes share.
 
-    `exit_code` is set for errors that are meant for a person (`DistcheckError`).
+    `exit_code` is set for errors that are meant for a person (`DistcheckError`), and `defect`
+    is the whole traceback where no code but that of distcheck and its libraries is in it.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class Raised(msgspec.Struct, tag=True):
     exit_code: int | None = None
     collective: str = ""
     collectives: tuple[Collective, ...] = ()
+    defect: str = ""
 
 
 class Stacks(msgspec.Struct, tag=True):

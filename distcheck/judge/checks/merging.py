@@ -42,6 +42,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         worst=worst,
         first=first.first if first else None,
         reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+        defect=next((part.defect for part in parts if part.defect), ""),
     )
 
 

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from distcheck.errors import DistcheckError
+from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
 from distcheck.worlds import flight, linux, messages
@@ -191,17 +192,20 @@ def _as_event(error: BaseException) -> messages.Raised:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
-    exit_code = None
+    whole = "".join(traceback.format_exception(error))
+    kind, exit_code = type(error).__qualname__, None
+    defect = whole if is_defect(kind, whole) else ""
     if isinstance(error, DistcheckError):  # it is for a person, and the frames are distcheck's own
-        exit_code, text = int(error.exit_code), str(error)
+        exit_code, text, defect = int(error.exit_code), str(error), ""
     return messages.Raised(
-        kind=type(error).__qualname__,
+        kind=kind,
         message=messages.printable(reported(masked(messages.text_of(error)))),
         traceback=messages.printable(reported(masked(text))),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),
         collectives=flight.latest(),
+        defect=messages.printable(reported(masked(defect))),
     )
 
 

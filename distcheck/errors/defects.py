@@ -1,0 +1,83 @@
+"""Defects of distcheck itself: how they are recognised, and where their tracebacks go.
+
+An exception is a defect of distcheck if it was not raised as a message for the user, and every frame
+of its traceback is in distcheck, in the standard library, or in a library that distcheck calls. An
+error of the machine (memory, files) is not a defect.
+"""
+
+import builtins
+import os
+import re
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+from distcheck.errors.masking import masked
+
+FOLDER = Path(".distcheck") / "defects"
+_OWN = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
+# Libraries that distcheck calls itself; other code belongs to the user.
+_LIBRARIES = (
+    "torch", "torchvision", "numpy", "msgspec", "safetensors", "psutil", "xxhash", "click", "rich",
+    "jinja2", "markupsafe", "hypothesis", "mpi4py",
+)  # fmt: skip
+_MACHINE = (OSError, MemoryError, RecursionError)
+_MOST_CHARACTERS = 100_000
+
+
+def is_defect(kind: str, traceback: str) -> bool:
+    """Whether an exception of the class named `kind` is a defect of distcheck's own."""
+    found = getattr(builtins, kind, None)
+    if isinstance(found, type) and issubclass(found, _MACHINE):
+        return False
+    if kind == "OutOfMemoryError":  # torch's
+        return False
+    files = [file for file, _, _ in _FRAME.findall(traceback)]
+    own = [file for file in files if _is_below(file, _OWN)]
+    return bool(own) and all(file in own or _is_library(file) for file in files)
+
+
+def place_of(traceback: str) -> str:
+    """The innermost place in distcheck's own code, as `distcheck/judge/job.py:61 in judge`."""
+    own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], _OWN)]
+    if not own:
+        return "an unknown place"
+    file, line, function = own[-1]
+    return f"distcheck/{os.path.relpath(file, _OWN)}:{line} in {function}"
+
+
+def save_traceback(text: str) -> str:
+    """Writes a traceback, without secrets of the environment; returns where, or "" if nowhere."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    content = masked(text[-_MOST_CHARACTERS:])
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with open(FOLDER / name, "x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(content)
+        return str(FOLDER / name)
+    except OSError:
+        pass
+    try:  # the working folder may be read-only; this file is for its owner's eyes
+        number, path = tempfile.mkstemp(prefix="distcheck-defect-", suffix=".txt")
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(content)
+        return path
+    except OSError:
+        return ""
+
+
+def _is_below(file: str, folder: str) -> bool:
+    return file.startswith(folder + os.sep)
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):  # generated code: of a frozen module, or of a dataclass
+        return True
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    for folder in packages:
+        if _is_below(file, folder):
+            return os.path.relpath(file, folder).split(os.sep)[0] in _LIBRARIES
+    return any(_is_below(file, folder) for folder in places)
