@@ -10,7 +10,7 @@ A strategy needs no base class. It is a function, or an object with any of
     close()                      once, after the last step
 
 and a plain function is its `sync`. The promise beside it decides which layers judge it: with a
-reduction order its gradients are owed to the bit, without one within the rounding bound of
+reduction order its gradients must be bit-identical, without one within the rounding bound of
 *some* order. This module imports no torch, so that a strategy file costs nothing to declare.
 """
 
@@ -288,7 +288,7 @@ def strategy(
 ) -> Callable[[T], T]:
     """Declares the contract of the function or class below it; see `Contract` for the words.
 
-    Raises ValueError for a promise that is none of them.
+    Raises ValueError for a promise that is not one of them.
     """
     contract = Contract(
         order=order,

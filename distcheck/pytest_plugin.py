@@ -147,7 +147,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """In a rank, the one implementation that is left: the pytest process is told."""
+    """In a rank, the one implementation that is left: the pytest process gets that."""
     session = sys.modules.get("distcheck.testing.session")
     if session is not None:
         session.tell(report)

@@ -50,7 +50,7 @@ class BucketView(DDP):
     declines=("unused_later", "frozen_later", "accumulation", "absent_on_some"),
 )
 class StaticGraph(DDP):
-    """DDP told that every step uses the same parameters: it learns which, in the first."""
+    """DDP that relies on every step using the same parameters: it learns which, in the first."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The first step exchanges everything at its end; buckets are rebuilt after the second."""

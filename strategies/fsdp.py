@@ -47,7 +47,7 @@ class FSDP:
         return loss if step.weight == 1.0 else loss * step.weight
 
     def sync(self, model: nn.Module, step: Step) -> None:
-        """What FSDP was told to ignore is averaged here."""
+        """What FSDP ignores is averaged here."""
         for parameter in self._uncut:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=step.group)

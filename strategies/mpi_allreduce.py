@@ -2,7 +2,7 @@
 
 What an MPI program does that knows nothing of torch.distributed: the gradient's memory is handed
 to MPI_Allreduce on COMM_WORLD. In which order MPI adds is the library's affair, so no order is
-promised and no bits are owed.
+promised and is not compared bit for bit.
 """
 
 from torch import nn

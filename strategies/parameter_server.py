@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from distcheck.contract import RankOrder, Step, strategy
 
-_TIMEOUT_S = 3600.0  # whoever runs this watches for hangs; a slow machine is none
+_TIMEOUT_S = 3600.0  # the caller watches for hangs; a slow machine is not one
 
 
 class _Server:
@@ -55,7 +55,7 @@ _server = _Server()
 def _push(
     rank: int, world: int, gradients: list[torch.Tensor]
 ) -> torch.futures.Future[list[torch.Tensor]]:
-    """Runs on rank 0, whoever calls it."""
+    """Runs on rank 0, whichever rank calls it."""
     return _server.push(rank, world, gradients)
 
 
@@ -97,5 +97,5 @@ class ParameterServer:
             gradient.copy_(mean)
 
     def close(self) -> None:
-        """Waits until nobody calls any more, and closes the connections."""
+        """Waits until no rank calls any more, and closes the connections."""
         rpc.shutdown()

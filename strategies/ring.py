@@ -49,7 +49,7 @@ def all_reduce(vector: torch.Tensor, step: Step) -> None:
 
 
 def _exchange(leaves: torch.Tensor, arrives: torch.Tensor, step: Step) -> None:
-    """Sends to the next rank and receives from the one before, at once: nobody waits to send.
+    """Sends to the next rank and receives from the one before, at once: no rank waits to send.
 
     As one batch, without which NCCL would finish each sending before the next call.
     """

@@ -52,7 +52,7 @@ def asynchronous(model, step):
 
 
 def in_double(model, step):
-    """Sums in float64: closer than anything that is owed."""
+    """Sums in float64: closer than anything that is required."""
     for parameter in model.parameters():
         gradient = parameter.grad.double() * (step.samples / step.total_samples)
         dist.all_reduce(gradient)

@@ -14,7 +14,7 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor 
 
 
 def look(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """The job of one process. Raises UsageError for a backend that nobody knows."""
+    """The job of one process. Raises UsageError for a backend that is not known."""
     job = msgspec.msgpack.decode(payload, type=LookJob)
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)

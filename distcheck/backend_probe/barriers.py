@@ -1,4 +1,4 @@
-"""barrier: that nobody leaves before the last one has come, by evidence and not by the clock."""
+"""barrier: that no rank leaves before the last one has come, by evidence and not by the clock."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ def _no_buffers(scene: Scene) -> Buffers:
 def _barrier(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
     """The root comes late: after everybody else is at the barrier, as the store says.
 
-    It leaves a note in the store before it enters. Whoever comes out and finds no such note has
+    It leaves a note in the store before it enters. A rank that comes out and finds no such note has
     not been kept waiting; on a correct barrier the note is always there, however slow the machine.
     """
     store, turn, scene = call.store, call.turn, call.scene

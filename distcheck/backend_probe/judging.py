@@ -1,4 +1,4 @@
-"""Comparing what is in memory after a call with what is owed; plain Python, to the bit."""
+"""Comparing what is in memory after a call with what is expected; plain Python, to the bit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +21,8 @@ def find_difference(
 ) -> str:
     """What is wrong with a storage after the call, in words; empty if nothing is."""
     around = surroundings(scene.dtype, layout.size)
-    owed: list[Any] = buffer.after if buffer.after is not None else _taken(actual, layout)
-    expected = layout.place(owed, around)
+    required: list[Any] = buffer.after if buffer.after is not None else _taken(actual, layout)
+    expected = layout.place(required, around)
     if actual == expected:
         return ""
     wrong = [i for i, (a, e) in enumerate(zip(actual, expected, strict=True)) if a != e]

@@ -23,7 +23,7 @@ def _neighbours(call: Call) -> tuple[int, int]:
 
 
 def _send_recv(dist: Any, t: dict[str, list[Any]], call: Call) -> None:
-    """Ranks at odd places receive first, so that nobody needs a send to return early."""
+    """Ranks at odd places receive first, so that no rank needs a send to return early."""
     previous, following = _neighbours(call)
     if call.scene.rank % 2 == 0:
         dist.send(t["input"][0], dst=following, group=call.group)

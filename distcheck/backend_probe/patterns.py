@@ -1,7 +1,7 @@
 """Numbers that give a wrong backend away, and what they must become; whole numbers only.
 
 After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result
-in any order, so that what is owed is known to the bit and without a backend. At each position
+in any order, so that what is expected is known to the bit and without a backend. At each position
 the ranks' numbers differ, and neighbours differ, so that a dropped, doubled or swapped rank and a
 shifted chunk are seen; a salt changes all of them from call to call, so that an old result is.
 

@@ -1,7 +1,7 @@
 """One rank that performs probe after probe, and says of each how it went.
 
-After every call the ranks tell each other, through the store, whether it was right: nobody runs
-ahead, and everybody knows when the group may have been left out of step. Then they go on with a
+After every call the ranks tell each other, through the store, whether it was right: no rank runs
+ahead, and every rank knows when the group may have been left out of step. Then they go on with a
 new group, whose connections and counters nothing has touched.
 """
 

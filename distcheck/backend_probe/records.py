@@ -86,7 +86,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excused(self) -> bool:
-        """Whether it is better now. Wrong instead of dead is not: nobody is told any more."""
+        """Whether it is better now. Wrong instead of dead is not: no error shows it any more."""
         verdict = self.cell.verdict
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 

@@ -1,7 +1,7 @@
 """What one rank holds before a call, and what it must hold after it; plain Python.
 
 A buffer is a matrix of `rows` x `cols` numbers in row-major order, which a form lays out in memory
-among elements that nobody may touch.
+among elements that must stay untouched.
 """
 
 from collections.abc import Callable, Sequence

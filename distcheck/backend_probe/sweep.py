@@ -19,7 +19,7 @@ OnCell = Callable[[int], None]
 
 
 def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Look:
-    """Whether a backend can be probed here. Raises UsageError for one that nobody knows."""
+    """Whether a backend can be probed here. Raises UsageError for one that is not known."""
     job = LookJob(backend=backend, device=device, world=world)
     return msgspec.msgpack.decode(run_job(pool, LOOK, msgspec.msgpack.encode(job), []), type=Look)
 
@@ -36,7 +36,7 @@ def sweep(
 ) -> tuple[list[Cell], str]:
     """A cell per probe; and how the backend failed before any probe, empty if it did not.
 
-    `on_cell` is told how many cells are finished.
+    `on_cell` gets how many cells are finished.
     """
     cells: list[Cell] = []
     ends: Counter[str] = Counter()

@@ -51,7 +51,7 @@ def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | 
 
 def missing(backend: str) -> str:
     """Why a backend cannot run on this machine, in a sentence that says what to install; empty
-    where it can, as far as can be told without torch.
+    where it can, as far as can be known without torch.
     """
     ask: Callable[[], str] | None = getattr(_module(backend), "missing", None)
     return ask() if ask is not None else ""

@@ -17,7 +17,7 @@ from distcheck.verification.case_runs import is_separate
 from distcheck.workloads.cells import CELLS
 
 SCHEMA = "distcheck.plan/1"
-# Owed by every case, whatever its strategy turns out to promise.
+# Needed by every case, whatever its strategy turns out to promise.
 _ALWAYS = ("outcome", "data", "initial state", "gradients", "loss", "agreement")
 
 
@@ -111,7 +111,9 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     lines += [f"  {_of_search(search)}" for search in planned.beside.searches]
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any("X" in estimate.case.layers for estimate in estimates):
-        lines.append("  X is owed where a strategy promises its order of summation; R stands in")
+        lines.append(
+            "  X applies where a strategy promises its order of summation; R replaces it elsewhere"
+        )
     return lines
 
 

@@ -11,7 +11,7 @@ from distcheck.reports.files import FORMATS, check_outputs, damage_said, write_d
 def report_command(run: str, *, files: Mapping[str, str]) -> int:
     """Renders a report again; returns the exit code. `run` is a JSON, or a run's folder.
 
-    Raises UsageError for what is no report, CannotRunError where nothing can be written.
+    Raises UsageError for what is not a report, CannotRunError where nothing can be written.
     """
     if not files:
         options = ", ".join(f"--{name} FILE" for name in FORMATS)

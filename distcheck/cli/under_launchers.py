@@ -34,7 +34,7 @@ def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
 def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -> int:
     """Lends this process's ranks to the front; returns the verdict's code.
 
-    Where `plan` finds that this process cannot take part, the front is told.
+    Where `plan` finds that this process cannot take part, the front gets the reason.
     """
     pool = Pool(helper_of(launch))
     host = Host(pool, launch, deadline_s=deadline_s)

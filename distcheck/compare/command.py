@@ -143,7 +143,7 @@ def saved_run(folder: Path) -> SavedRun:
     """What a run directory holds besides its tensors. Raises UsageError."""
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is no folder; give one that distcheck record or verify --save has made"
+            f"{folder} is not a folder; give one that distcheck record or verify --save has made"
         )
     found = {}
     for place in store.saved_cases(folder):

@@ -1,8 +1,8 @@
 """Defects of distcheck itself: how they are recognised, and where their tracebacks go.
 
-An exception is a defect of distcheck if it was not raised as a message for the user, and every frame
-of its traceback is in distcheck, in the standard library, or in a library that distcheck calls. An
-error of the machine (memory, files) is not a defect.
+An exception is a defect of distcheck if it was not raised as a message for the user, and every
+frame of its traceback is in distcheck, in the standard library, or in a library that distcheck
+calls. An error of the machine (memory, files) is not a defect.
 """
 
 import builtins

@@ -5,7 +5,7 @@
     search      draws cases, runs them, shrinks what fails
     kept        ranks and a judge that stay from case to case: the front's side
     kept_rank   their own side
-    messages    what they are told
+    messages    what they receive
     found       what is kept of a failure, and how it is shown
     declined    what a strategy is not made for, as words
     beside      the search of `--thorough`

@@ -14,7 +14,7 @@ def seconds_of(text: str) -> float:
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds <= _MOST_S:
         raise UsageError(
-            f"--budget {text} is no time to search for; give a number and s, m or h, as in 90s, 5m "
+            f"--budget {text} is not a duration; give a number and s, m or h, as in 90s, 5m "
             "or 1h, at most 168h"
         )
     return seconds

@@ -200,10 +200,7 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
 def _check_without(words: Sequence[str], known: Sequence[str]) -> None:
     strange = [word for word in words if word not in known]
     if strange:
-        raise UsageError(
-            f"--without {strange[0]}: there is no such thing to leave out; known are "
-            f"{', '.join(known)}"
-        )
+        raise UsageError(f"--without {strange[0]}: unknown word; choose from {', '.join(known)}")
     for what in (KINDS, OPTIMIZERS, EXPLORED_DTYPES):
         if set(what) <= set(words):
             raise UsageError(f"--without {', '.join(what)}: one of them has to be left")

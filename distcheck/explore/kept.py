@@ -2,7 +2,7 @@
 
 A case costs a message to each rank and one to the judge, who is at work while the ranks train the
 next. After any failure the ranks that met it
-are thrown away: what they were left in is nobody's business.
+are thrown away: their state is not trusted.
 """
 
 import os
@@ -93,7 +93,7 @@ class KeptRanks:
 
         Raises what code under test raised for a person.
         """
-        while self._waiting:  # from somebody who did not want to know the rest
+        while self._waiting:  # from a caller that did not want the rest
             self._verdict()
         for number, sitting in enumerate(sittings):
             case, pair = sitting.case, number % PAIRS

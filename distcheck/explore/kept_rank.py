@@ -2,7 +2,7 @@
 
 They do what the ranks and the judges of `distcheck verify` do, with the same code, but they are not
 forked anew and keep their process group. What one case leaves behind another may therefore meet;
-whoever asks them has a failure confirmed by fresh ranks.
+the caller has a failure confirmed by fresh ranks.
 """
 
 import os

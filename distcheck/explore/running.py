@@ -70,7 +70,7 @@ class Runner:
         return next(self.run_many([case]))
 
     def run_many(self, cases: Iterable[Case]) -> Iterator[CaseReport]:
-        """Cases, in order; whoever has seen enough may leave the rest."""
+        """Cases, in order; the caller may leave the rest."""
         if self.distrusts_kept:
             yield from map(self.run_fresh, cases)
             return

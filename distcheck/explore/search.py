@@ -110,7 +110,7 @@ class Search:
             self._conclude(min(self._failed.values(), key=_weight), "the time was up")
 
     def give_up(self) -> None:
-        """After Ctrl-C: what failed so far is what was found, though nobody has replayed it."""
+        """After Ctrl-C: what failed so far is what was found, though it was not replayed."""
         if self.finding is None and self._failed:
             best = min(self._failed.values(), key=_weight)
             self.finding = Finding(best, 0, 0, "interrupted")
@@ -290,7 +290,7 @@ def _steadier(case: Case) -> Iterator[Case]:
 
 
 def _causes(report: CaseReport) -> set[str]:
-    """The causes that were named; none where they cannot be told apart."""
+    """The causes that were named; none where they cannot be distinguished."""
     named = [found for found in report.diagnosis if found.cause != "unexplained"]
     if any(APART in found.evidence for found in named):
         return set()

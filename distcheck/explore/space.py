@@ -1,7 +1,7 @@
-"""The space that is searched, as hypothesis strategies; for anybody's property tests too.
+"""The space that is searched, as hypothesis strategies; for property tests of users, too.
 
 What comes first is simpler, and hypothesis shrinks towards it: fewer ranks, one step, float32, a
-sample per rank, one layer without marks, nobody late.
+sample per rank, one layer without marks, no rank late.
 """
 
 from collections.abc import Collection, Mapping, Sequence

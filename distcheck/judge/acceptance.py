@@ -1,4 +1,5 @@
-"""What a person accepts of code that differs by design (`--accept KIND`), and what it owes then.
+"""What a person accepts of code that differs by design (`--accept KIND`), and what is expected of
+it then.
 
     low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32); R, S32 and S64
                                 are widened as for a promised `wire`        oracles/rounding.py
@@ -11,7 +12,7 @@
     local-sgd:PERIOD            ranks train by themselves, and average their parameters after every
                                 PERIOD-th step (1: after every one)         oracles/averaging.py
 
-Nothing is left out that could still be owed: what starts from recorded state (local gradients, the
+Nothing is left out that can still be checked: what starts from recorded state (local gradients, the
 optimizer's step, the loss of each rank, a second run) is judged as without it. No torch.
 """
 
@@ -47,7 +48,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owes_mean(self) -> bool:
-        """Whether gradients are owed the mean over the ranks, within some bound."""
+        """Whether gradients must be the mean over the ranks, within some bound."""
         return self.family in ("low-precision", "quantised")
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ def spelled(text: str | None) -> str | None:
 def check_asked(
     text: str | None, *, dtype: str | None, steps: int, workloads: Sequence[str]
 ) -> None:
-    """Raises UsageError for what can be told before anything is loaded."""
+    """Raises UsageError for what can be seen before anything is loaded."""
     accepted = read(text)
     if accepted is None:
         return
@@ -115,7 +116,7 @@ def check_promise(case: Case, contract: Contract) -> None:
         promised = "an order" if contract.order is not None else f'wire="{contract.wire}"'
         raise UsageError(
             f"--accept {case.accept} is for code that promises nothing about its exchange; "
-            f"{case.strategy} promises {promised}, which is owed: leave --accept out"
+            f"{case.strategy} promises {promised}, which is checked: leave --accept out"
         )
     whole = contract.sync != "out-of-sight" and contract.optimizer_state == "replicated"
     if accepted.family == "local-sgd" and not whole:
@@ -134,7 +135,7 @@ def contract_under(case: Case, contract: Contract) -> Contract:
 
 
 def owes_full_batch(text: str | None) -> bool:
-    """Whether gradients are owed the whole batch's, within some bound: S32 and S64."""
+    """Whether gradients must be the whole batch's, within some bound: S32 and S64."""
     accepted = read(text)
     return accepted is None or accepted.owes_mean
 
@@ -208,7 +209,7 @@ def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     )  # fmt: skip
     return (
         f"has R take, of a matrix, its orthogonal projection on at most {accepted.amount} "
-        f"directions in place of the mean ({carried}); whatever is not compressed owes the mean",
+        f"directions in place of the mean ({carried}); what is not compressed must be the mean",
         (
             "how much of a gradient is kept",
             "the gradient of the whole batch (S32, S64)",
@@ -221,7 +222,7 @@ def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     steps = f"once in {accepted.amount} steps" if accepted.amount > 1 else "after every step"
     between = ", and of parameters between averages" if accepted.amount > 1 else ""
     return (
-        f"has each rank owe its own gradients and its own update to the bit, and {steps} the plain "
+        f"requires of each rank its own gradients and update, bit-identical, and {steps} the plain "
         "mean of all ranks' parameters, within R",
         (
             "gradients averaged over the ranks",

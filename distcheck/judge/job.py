@@ -50,7 +50,7 @@ def judge_trace(
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
     """Every planned check over the job's steps. A check that crashes is unknown, never a pass."""
-    # What is owed follows from the ranks that have data, as if they were all that there are.
+    # What is expected follows from the ranks that have data, as if they were all that there are.
     among = trace.of_ranks(ingredients.case.with_data)
     references = References(ingredients, job.contract, among)
     expectations = [

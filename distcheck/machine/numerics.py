@@ -26,7 +26,7 @@ CONTAINED = {
 
 
 class NotBoundedError(Exception):
-    """Nothing is known of how far a correct result may be off, so nothing can be owed."""
+    """No bound is known for a correct result, so there is nothing to compare with."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

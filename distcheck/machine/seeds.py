@@ -65,7 +65,7 @@ def library_states() -> bytes:
     if numpy_random is None:
         return packed
     state = numpy_random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # somebody has put another one in its place
+    if state["bit_generator"] != "MT19937":  # user code has put another one in its place
         return packed
     key, position = state["state"]["key"], state["state"]["pos"]
     normal = bool(state["has_gauss"]), state["gauss"]
@@ -88,7 +88,7 @@ def set_library_states(states: bytes) -> None:
 
 def pin_determinism() -> None:
     """Fixes the settings that change bits; call it in every rank and every reference, and again
-    when somebody else's file has been loaded: training scripts change them at their top.
+    when a user's file has been loaded: training scripts change them at their top.
 
     Deterministic algorithms are asked for with `warn_only`, because code under test may use
     an operation that has none, and the rerun check will say whether that matters.
@@ -97,7 +97,7 @@ def pin_determinism() -> None:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Allowed also where somebody's file has called disable_global_flags(), as torch's own test
+    # Allowed also where a user's file has called disable_global_flags(), as torch's own test
     # utilities do when they are imported.
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():
         torch.backends.cudnn.benchmark = False

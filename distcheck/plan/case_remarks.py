@@ -19,7 +19,7 @@ _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is ma
 _LEAST_NORMALISED = 4
 _SHORT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # unit roundoff
 _MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
-_BY_OTHERS = "what is owed is owed by X and R"
+_BY_OTHERS = "X and R judge instead"
 _HARDLY_NORMALISED = (
     "BatchNorm sees fewer than 4 samples at a time, which leaves nothing but rounding of some "
     f"gradients: S32 and S64 have no bound for that, and {_BY_OTHERS}"
@@ -57,10 +57,10 @@ def notes_on(
         without = ", ".join(str(r) for r in range(case.world) if r not in case.with_data)
         notes.append(
             f"rank {without} has no data, as was said: no forward and backward there, gradients of "
-            f"zero when the code is called; owed is the mean over the {shards} with data"
+            f"zero when the code is called; expected is the mean over the {shards} with data"
         )
     if shards == 1 < case.world:
-        notes.append("one rank with data has nothing to average: its own gradient is owed")
+        notes.append("one rank with data has nothing to average: its own gradient is expected")
     if shards == 2:
         notes.append(
             f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot tell orders of "
@@ -77,7 +77,7 @@ def notes_on(
     if rounds_by_position(case, contract):
         notes.append(
             f"in {case.dtype} torch rounds an update by an element's position, and ranks update "
-            "pieces: no bits of the optimizer's step are owed, and it is not checked"
+            "pieces: the optimizer's step need not be bit-identical, and is not checked"
         )
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:

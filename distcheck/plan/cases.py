@@ -1,4 +1,4 @@
-"""From what was asked for to cases, and from a case to the checks that it owes. No torch."""
+"""From what was asked for to cases, and from a case to the checks that it needs. No torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -13,7 +13,7 @@ from distcheck.judge import acceptance
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, rounds_by_position, why_no_full_batch
-from distcheck.plan.coverage import Owed, PlannedCheck
+from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.single_ranks import check_delays, check_without_data
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_request(request: Request) -> None:
-    """Raises UsageError or CannotRunError for what can be told without torch."""
+    """Raises UsageError or CannotRunError for what can be known without torch."""
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
@@ -110,7 +110,7 @@ def check_request(request: Request) -> None:
 
 
 def check_workload(spec: str) -> None:
-    """Raises UsageError for a name that is no workload's."""
+    """Raises UsageError for a name that is not a workload's."""
     loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
 
 
@@ -139,7 +139,7 @@ def _check_numbers(request: Request) -> None:
     for world in request.worlds:
         check_delays(request.delays, max(world, 1))
         if world < 1:
-            raise UsageError(f"--world {world} is no world; it needs at least 1 rank")
+            raise UsageError(f"--world {world} is out of range; a world has at least 1 rank")
         shards = world - len(request.adaptation.without_data)
         if request.batch < shards:
             ranks = f"--world {world}" if shards == world else f"the {shards} ranks with data"
@@ -185,7 +185,7 @@ def check_case(case: Case) -> Case:
     if (planned.dtype, planned.data) != (case.dtype, case.data):
         raise UsageError(f"{case.workload} does not run in {case.dtype} on {case.data}")
     if not is_file_name(case.id):
-        raise UsageError(f"id {case.id!r} is no name for a file")
+        raise UsageError(f"id {case.id!r} cannot be the name of a file")
     return case
 
 
@@ -303,15 +303,15 @@ def plan_checks(
 ) -> list[PlannedCheck]:
     """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
     model, accepted = facts.model, acceptance.read(case.accept)
-    owes = Owed(case, facts.contract, model, sizes)
+    owes = Coverage(case, facts.contract, model, sizes)
     seen = facts.contract.sync != "out-of-sight"
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else "X"
     gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
     planned = [
-        PlannedCheck(check="outcome", layer="-", scope="front", owed=owes.outcome()),
-        PlannedCheck(check="data", layer="-", scope="run", owed=owes.data()),
-        PlannedCheck(check="initial state", layer="-", scope="step", owed=owes.initial()),
+        PlannedCheck(check="outcome", layer="-", scope="front", required=owes.outcome()),
+        PlannedCheck(check="data", layer="-", scope="run", required=owes.data()),
+        PlannedCheck(check="initial state", layer="-", scope="step", required=owes.initial()),
     ]
     local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
     if local_sgd:
@@ -382,7 +382,7 @@ def _fallback_note(
 ) -> str:
     if "lattice" in case.layers:
         inexact = _lattice_inexact(case, facts.contract, sizes)
-        return f"no bits are owed: {inexact}; judged by order and bound" if inexact else ""
+        return f"not judged bit for bit: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:
         notes.append(f"X falls back to R: {calibration_failure}")

@@ -66,7 +66,7 @@ TAKES = {
     "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
     "thorough": "true or false",
     "without": "names of cells that --thorough would run",
-    "explore_s": "seconds to search with --thorough, from 0, which is no search",
+    "explore_s": "seconds to search with --thorough, from 0 (no search)",
     "separate": "true or false",
 }
 # Keys, by the parameter that the option of the same purpose has in `distcheck.cli.commands.verify`.

@@ -11,19 +11,19 @@ from distcheck.records.mistakes import SENSITIVITY
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check that a case owes, under one layer, and how much it must compare to count."""
+    """A check that a case needs, under one layer, and how much it must compare to count."""
 
     check: str
     layer: str
     scope: str
-    owed: Compared
+    required: Compared
     note: str = ""
 
 
-class Owed:
+class Coverage:
     """How much each check must compare: everything, on every rank, at every step. A rank without
-    data owes its outcome, its beginning and its rerun; what else it may come to hold is compared
-    as well, and is not counted on.
+    data is checked for its outcome, its beginning and its rerun; what else it may come to hold is
+    compared as well, and is not counted on.
     """
 
     def __init__(
@@ -52,12 +52,15 @@ class Owed:
             check=name,
             layer=layer,
             scope="step",
-            owed=self._all(len({t.name for t in (*tensors, *state)}), elements * self._case.steps),
+            required=self._all(
+                len({t.name for t in (*tensors, *state)}), elements * self._case.steps
+            ),
         )
 
     def averaged(self, period: int) -> list[PlannedCheck]:
         """Local SGD: parameters of each rank's own between averages, and their mean after each.
-        Where the first average falls is not known before, so the least that there may be is owed.
+        Where the first average falls is not known before, so the least that there may be is
+        required.
         """
         steps, world = self._case.steps, self._case.world
         fewest, most = steps // period, -(-steps // period)
@@ -71,17 +74,17 @@ class Owed:
             steps=steps if self._model.optimizer else alone,
         )
         after = Compared(tensors=tensors, elements=parameters * fewest, ranks=world, steps=fewest)
-        own = PlannedCheck(check="parameters", layer="X", scope="step", owed=between)
+        own = PlannedCheck(check="parameters", layer="X", scope="step", required=between)
         return [
             *([own] if between.tensors else []),
-            PlannedCheck(check="parameters", layer="R", scope="step", owed=after),
-            PlannedCheck(check="agreement", layer="-", scope="step", owed=after),
+            PlannedCheck(check="parameters", layer="R", scope="step", required=after),
+            PlannedCheck(check="agreement", layer="-", scope="step", required=after),
         ]
 
     def loss(self, layer: str) -> PlannedCheck:
         """The loss of every rank and step."""
-        owed = self._all(1, self._with_data * self._case.steps)
-        return PlannedCheck(check="loss", layer=layer, scope="step", owed=owed)
+        required = self._all(1, self._with_data * self._case.steps)
+        return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outcome(self) -> Compared:
         """Every rank."""
@@ -99,12 +102,12 @@ class Owed:
 
     def sensitivity(self) -> PlannedCheck:
         """Which mistakes would have shown; how much was compared is the other checks' to say."""
-        owed = Compared(ranks=self._with_data)
-        return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", owed=owed)
+        required = Compared(ranks=self._with_data)
+        return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
     def purpose(self) -> PlannedCheck:
         """What the workload is for: every step of every rank with data, with all its samples."""
-        return PlannedCheck(check=PURPOSE, layer="-", scope="step", owed=self.data())
+        return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=self.data())
 
     def rerun(self) -> PlannedCheck:
         """Everything that a rank records, in a second world."""
@@ -116,8 +119,8 @@ class Owed:
         before = sum(t.elements for t in state)
         elements = case.world * (case.steps * per_step + before)
         tensors = len(gradients) + len(state)
-        owed = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
-        return PlannedCheck(check="rerun", layer="-", scope="run", owed=owed)
+        required = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
+        return PlannedCheck(check="rerun", layer="-", scope="run", required=required)
 
     def _all(self, tensors: int, elements: int) -> Compared:
         steps = self._case.steps

@@ -97,7 +97,7 @@ def part_of(shard: str | None) -> tuple[int, int]:
     part, parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= part <= parts:
         raise UsageError(
-            f"--shard {shard!r} is no part of a whole; it takes I/N with I from 1 to N, as in 2/4"
+            f"--shard {shard!r} is not a part; it takes I/N with I from 1 to N, as in 2/4"
         )
     return part, parts
 
@@ -155,7 +155,7 @@ def _requests(
         own = matrix.of(strategy)
         worlds = own.get("worlds")
         if launch is not None and worlds is not None and launch.world not in worlds:
-            left_out.append(strategy)  # a launcher has made one world, and it is none of its own
+            left_out.append(strategy)  # a launcher has made one world, and it is not its own
             continue
         for fields in _fields(asked, given, {**matrix.keys, **own}):
             request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)

@@ -15,7 +15,7 @@ def check_delays(delays: Sequence[Delay], world: int) -> None:
         if not (0 <= delay.rank < world and delay.collective >= 0 and 0 < delay.ms <= _MOST_DELAY):
             raise UsageError(
                 f"a delay of rank {delay.rank} before collective {delay.collective} by {delay.ms} "
-                f"ms is none that a world of {world} can have: ranks count from 0, collectives "
+                f"ms is out of range for a world of {world}: ranks count from 0, collectives "
                 f"from 0 (before backward), and milliseconds from 1 to {_MOST_DELAY}"
             )
 
@@ -35,7 +35,7 @@ def check_without_data(
         beyond = [rank for rank in without if not 0 <= rank < world]
         if beyond or len(without) >= world:
             raise UsageError(
-                f"--without-data {beyond[0]} is no rank of --world {world}; ranks are 0 to "
+                f"--without-data {beyond[0]} is out of range for --world {world}; ranks are 0 to "
                 f"{world - 1}"
                 if beyond
                 else f"--without-data leaves no rank of --world {world} a shard; give more ranks"

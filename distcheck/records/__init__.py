@@ -151,8 +151,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--accept` has changed: `widened`, what is owed now and by what bound; `not_owed`, what
-    a pass therefore no longer shows.
+    """What `--accept` has changed: `widened`, what is expected now and within which bound;
+    `not_owed`, what a pass therefore no longer shows.
     """
 
     kind: str

@@ -126,7 +126,7 @@ def parse(words: str) -> ModelWords:
 def _layer(part: str, words: str) -> Layer:
     found = _LAYER.fullmatch(part)
     if found is None or found[1] not in KINDS:
-        raise _refusal(words, f"{part!r} is no layer; kinds are {', '.join(KINDS)}")
+        raise _refusal(words, f"{part!r} is not a layer; kinds are {', '.join(KINDS)}")
     kind, size, marks = found[1], int(found[2] or 0), tuple(found[3].split(".")[1:])
     most = _MOST.get(kind, 0)
     if not min(most, 1) <= size <= most:

@@ -28,7 +28,7 @@ class Element(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's loss: every rank's, their mean weighted by samples, and what that mean owed."""
+    """One step's loss: every rank's, their mean weighted by samples, and the expected mean."""
 
     ranks: tuple[float | str, ...]
     mean: float | str

@@ -9,6 +9,7 @@ from rich.text import Text
 from distcheck.errors.shown_text import shown
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, Outcome
+from distcheck.records.layers import named
 from distcheck.records.odd_ranks import is_victim
 from distcheck.reports.wording import describe_place, most_telling_first
 from distcheck.reports.wrapping import hanging
@@ -96,15 +97,14 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
     first = earliest_failure(failed)
     if first is not None and first.first is not None:
-        layer = f" ({first.layer})" if first.layer != "-" else ""
-        yield "first", f"{first.check}{layer}: {describe_place(first.first)}"
+        yield "first", f"{named(first.check, first.layer)}: {describe_place(first.first)}"
     for label, results in (
         ("why", failed),
         ("unknown", [r for r in case.checks if r.verdict == "unknown"]),
     ):
         by_reason: dict[str, list[str]] = {}
         for result in results:
-            name = result.check + (f" {result.layer}" if result.layer != "-" else "")
+            name = named(result.check, result.layer)
             by_reason.setdefault(result.reason, []).append(name)
         for reason, names in by_reason.items():
             if reason:
@@ -115,7 +115,7 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
 
 
 def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """Causes in full; whoever only lost a peer, together in one line."""
+    """Causes in full; ranks that only lost a peer, together in one line."""
     alike: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.outcome != "finished":

@@ -125,7 +125,7 @@ def damage_said(*files: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_told(files: Mapping[str, str]) -> Iterator[None]:
-    """Annotates, where GitHub is to be told, an error that leaves nothing to write a report of."""
+    """Annotates, where GitHub is to know, an error that leaves nothing to write a report of."""
     try:
         yield
     except DistcheckError as error:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distcheck.records.layers import named
+
 Entry = Mapping[str, Any]  # of `cases` in a document
 
 
@@ -43,7 +45,7 @@ def ranks_failed(case: Entry) -> bool:
 
 
 def finding_of(case: Entry) -> Finding:
-    """What a person is told first of a case."""
+    """What a person reads first of a case."""
     failed = [(f"rank {o['rank']} {o['outcome']}", o["detail"]) for o in case["outcomes"]
               if o["outcome"] != "finished"]  # fmt: skip
     check = _earliest(case)
@@ -90,5 +92,4 @@ def _earliest(case: Entry) -> Entry | None:
 
 
 def _label(check: Entry) -> str:
-    layer = f" ({check['layer']})" if check["layer"] != "-" else ""
-    return f"{check['check']}{layer}"
+    return named(check["check"], check["layer"])

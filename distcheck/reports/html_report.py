@@ -1,7 +1,7 @@
 """The report as one page that needs nothing else: no script, no font, no request to anywhere.
 
 The page carries its own policy, `default-src 'none'`, with the digest of its one style sheet. Where
-even that is blocked by whoever serves it, what is left is plain HTML in a sensible order, and
+even that is blocked by the server, what is left is plain HTML in a sensible order, and
 pictures that bring their own colours. Everything that the report holds is escaped.
 """
 
@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
+from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.wording import count, searches_of
@@ -27,13 +28,6 @@ _ORDER = ("fail", "unknown", "pass")
 _PICTURED_CASES = 24  # of more, those that passed go without pictures, or the page gets too long
 _ELEMENTS = 5  # of one check; the JSON has more
 _FIRST_CAUSES = 3  # that the page begins with
-_LAYERS = {
-    "lattice": "exact: whole numbers, equal to a closed form",
-    "X": "bitwise: equal to the promised order of summation, recomputed",
-    "R": "rounding bound: within what rounding in any order can do",
-    "S64": "float64 reference: the whole batch in a single process, in float64",
-    "S32": "float32 reference: the whole batch in a single process, in float32",
-}
 _FOLLOWS = "and may follow from that"  # in the reason of a failure that another one may explain
 _BREAKS = re.compile(
     r"([/\\_.,;:=|)\]}](?!\d)|(?<=\w)-(?!\d)|[^\s/\\_.,;:=|)\]}-]{16})"  # not within a number
@@ -155,16 +149,17 @@ def _case_view(anchor: str, case: Document, *, opened: bool, pictured: bool) -> 
         "case": case,
         "name": _name(case),
         "opened": opened,
-        "first": _first(failed),
+        "first": (first := _first(failed)),
+        "first_name": named(first["check"], first["layer"]) if first else "",
         "reasons": _reasons(case["checks"]),
         "checks": [_check_view(check) for check in case["checks"]],
         "pictured": pictured,
         "pictures": list(_pictures(anchor, case)) if pictured else [],
         "elements": _elements(_of_the_cause(case["checks"])),
         "legend": [
-            (name, meaning)
-            for name, meaning in _LAYERS.items()
-            if any(check["layer"] == name for check in case["checks"])
+            (f"{layer.name} ({layer.alias})", layer.about)
+            for layer in LAYERS.values()
+            if any(check["layer"] == layer.alias for check in case["checks"])
         ],
         "alike": _alike(case["checks"]),
         "logs": [o for o in case["outcomes"] if o["outcome"] != "finished"],
@@ -198,8 +193,8 @@ def _reasons(checks: list[Document]) -> list[tuple[str, str, str]]:
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         if check["reason"]:
-            named = check["check"] + (f" {check['layer']}" if check["layer"] != "-" else "")
-            names.setdefault((check["verdict"], check["reason"]), []).append(named)
+            name = named(check["check"], check["layer"])
+            names.setdefault((check["verdict"], check["reason"]), []).append(name)
     found = [(verdict, ", ".join(who), reason) for (verdict, reason), who in names.items()]
     return sorted(found, key=lambda entry: _ORDER.index(entry[0]))
 
@@ -211,7 +206,8 @@ def _check_view(check: Document) -> Document:
         for what in ("tensors", "ranks", "steps", "elements")
         if compared[what]
     ]
-    return {**check, "compared_text": ", ".join(parts), **_worst(check)}
+    shown_as = {"layer_name": layer_name(check["layer"]), "compared_text": ", ".join(parts)}
+    return {**check, **shown_as, **_worst(check)}
 
 
 def _worst(check: Document) -> Document:
@@ -269,7 +265,7 @@ def _differs(check: Document) -> bool:
 def _alike(checks: list[Document]) -> list[str]:
     """Checks whose bits were all equal: said in words, not drawn."""
     return [
-        check["check"] + (f" {check['layer']}" if check["layer"] != "-" else "")
+        named(check["check"], check["layer"])
         for check in checks
         if _has_map(check, "bits") and not _differs(check) and check["check"] != "gradients"
     ]
@@ -295,7 +291,7 @@ def _elements(checks: list[Document]) -> list[Document]:
         {
             **element,
             "check": check["check"],
-            "layer": check["layer"],
+            "layer": layer_name(check["layer"]),
             "actual_text": _digits(element["actual"], element["actual_bits"]),
             "expected_text": _digits(element["expected"], element["actual_bits"]),
         }

@@ -50,7 +50,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{path} is no report that --json wrote: {error}") from error
+        raise UsageError(f"{path} is not a report that --json wrote: {error}") from error
     if _is_deep(document, _MOST_DEPTH):
         raise UsageError(f"{path} is not a report that --json wrote: it is nested too deeply")
     if document.get("schema") != SCHEMA:

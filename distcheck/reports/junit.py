@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from distcheck.errors.shown_text import shown
+from distcheck.records.layers import named
 from distcheck.reports.findings import Entry, finding_of, names_of, ranks_failed, spent_s
 
 # What XML 1.0 has no way to write, not even as a reference.
@@ -106,7 +107,7 @@ def _test_case(case: Entry, name: str) -> ElementTree.Element:
 def _wrong(case: Entry) -> str:
     """Every check that did not pass, a line each, and the remarks."""
     lines = [
-        f"{check['verdict']} {check['check']} {check['layer']}: {check['reason']}"
+        f"{check['verdict']} {named(check['check'], check['layer'])}: {check['reason']}"
         for check in case["checks"]
         if check["verdict"] != "pass"
     ]

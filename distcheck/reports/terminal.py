@@ -15,6 +15,7 @@ from rich.text import Text
 from distcheck.errors.shown_text import Filtered, shown, without_commands
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
+from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports.failures import Failures
 from distcheck.reports.next_step import next_step
@@ -37,8 +38,8 @@ _STYLE: dict[VerdictName, str] = {
 _VERDICT = 8  # columns
 _MOST_NAMED = 6  # workloads in a headline
 _COLUMNS_FROM_WIDTH = (
-    (94, ("tensors", "ranks", "steps", "elements")),
-    (70, ("elements",)),
+    (98, ("tensors", "ranks", "steps", "elements")),
+    (77, ("elements",)),
 )
 
 
@@ -80,8 +81,7 @@ def summarize(report: Report) -> str:
     result = earliest_failure(case.checks)
     if result is None or result.first is None:
         return text
-    layer = f" ({result.layer})" if result.layer != "-" else ""
-    return f"{text}: {result.check}{layer}, {describe_place(result.first)}"
+    return f"{text}: {named(result.check, result.layer)}, {describe_place(result.first)}"
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -182,7 +182,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failur
     for result in _rows(cases):
         table.add_row(
             result.check if result.check != last else "",
-            result.layer.replace("-", ""),
+            layer_name(result.layer).replace("reference", "ref"),
             Text("ok" if result.verdict == "pass" else result.verdict, _STYLE[result.verdict]),
             *_counts(result.compared, shown),
             describe_worst(result),
@@ -244,7 +244,7 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
     notes += [f"note: {note}" for case in cases for note in case.notes]
     said = [
-        f"{result.check}{'' if result.layer == '-' else f' {result.layer}'}: {result.reason}"
+        f"{named(result.check, result.layer)}: {result.reason}"
         for case in cases
         for result in case.checks
         if result.verdict == "pass" and result.reason and result.check != SENSITIVITY
@@ -252,6 +252,15 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     passed = all(case.verdict == "pass" for case in cases)
     would_show = describe_sensitivity(cases) if passed else ()
     return list(dict.fromkeys([*notes, *said, *would_show]))
+
+
+def _print_legend(report: Report, console: Console) -> None:
+    """Each layer of this report in one line, with its alias in JSON."""
+    used = {result.layer for case in report.cases for result in case.checks}
+    for layer in LAYERS.values():
+        if layer.alias in used:
+            text = f"{layer.name} ({layer.alias}): {layer.about}"
+            _print_sentence(text, console, indent=0, style="dim")
 
 
 def _one_line(cases: Sequence[CaseReport]) -> str:
@@ -265,7 +274,8 @@ def _one_line(cases: Sequence[CaseReport]) -> str:
     text = f"{len(results)} checks, {elements / 1e6:.1f} M elements"
     if closest is not None:
         text += (
-            f"; closest to its bound: {closest.check} {closest.layer}, {describe_worst(closest)}"
+            f"; closest to its bound: {named(closest.check, closest.layer)}, "
+            f"{describe_worst(closest)}"
         )
     return text
 
@@ -276,6 +286,8 @@ def _print_end(report: Report, console: Console) -> None:
         console.print()
     for explored in report.explored:
         _print_sentence(describe_search(explored), console, indent=0)
+    if judged:
+        _print_legend(report, console)
     if report.verdict == "pass" and report.not_shown:
         shown = f"A pass shows nothing about: {'; '.join(report.not_shown)}."
         _print_sentence(shown, console, indent=0, style="dim")

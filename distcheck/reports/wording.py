@@ -43,9 +43,9 @@ def describe_worst(result: CheckResult) -> str:
 
 
 def describe_accepted(allowance: Allowance) -> str:
-    """What was accepted, what is owed instead, and what a pass no longer shows."""
+    """What was accepted, what is expected instead, and what a pass no longer shows."""
     lost = "; ".join(allowance.not_owed)
-    return f"accepted: {allowance.kind} {allowance.widened}; not owed: {lost}"
+    return f"accepted: {allowance.kind} {allowance.widened}; not checked: {lost}"
 
 
 def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:

@@ -138,7 +138,7 @@ def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> R
 def judge_naming(found: set[str], allowed: set[str]) -> Naming:
     """Right where every cause that is named is one of those that may be; wrong where one is not.
 
-    `unexplained` is no name. A failure without any diagnosis counts as unexplained too.
+    `unexplained` is not a name. A failure without any diagnosis counts as unexplained too.
     """
     named = found - {_UNEXPLAINED}
     if not named:
@@ -147,7 +147,7 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
 
 
 def judge_correct(case: CaseReport) -> Row:
-    """A correct case that fails in any check is a false alarm; one that is unknown is no pass."""
+    """A correct case that fails in any check is a false alarm; an unknown one is not a pass."""
     verdict: Verdict = {"fail": "false alarm", "pass": "passed", "unknown": "unknown"}[case.verdict]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
     return Row(

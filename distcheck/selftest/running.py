@@ -20,7 +20,7 @@ def look() -> Zoo:
     """What is installed. Raises CannotRunError where the mutants are not."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise CannotRunError(
-            f"the mutants are not installed: there is no package {PACKAGE}, which comes with "
+            f"the mutants are not installed: package {PACKAGE} is missing, which comes with "
             "distcheck; install distcheck again, from its wheel or a checkout"
         )
     found = run_job(shared_pool(), LIST, b"", [])

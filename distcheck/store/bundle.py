@@ -34,7 +34,7 @@ from distcheck.store import run_folder as store
 from distcheck.store import unpacking
 
 SCHEMA = "distcheck.bundle/1"
-# What changes how ranks compute or meet. A name is here because its value is no secret.
+# What changes how ranks compute or meet. A name is here because its value is not secret.
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "DNNL_MAX_CPU_ISA", "GLOO_SOCKET_IFNAME",
     "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE",
@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, list[str]]:
     """Writes the zip; returns what is in it, and what is to be known of it.
 
-    Raises UsageError for a folder that is no run, CannotRunError where it cannot be written.
+    Raises UsageError for a folder that is not a run, CannotRunError where it cannot be written.
     """
     files = sorted(run.glob("cases/*.json"))
     if not files:

@@ -279,7 +279,7 @@ def saved_cases(folder: Path) -> list[Path]:
 
 
 def read_case(path: Path) -> Case:
-    """A case that `write_case` wrote. Raises UsageError where the file is no case."""
+    """A case that `write_case` wrote. Raises UsageError where the file is not a case."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_CASE_BYTES + 1)

@@ -30,7 +30,7 @@ _NEVER = timedelta(days=1)
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a rank has told hypothesis by `event()` and `target()`: values by text or label."""
+    """What a rank has passed to hypothesis by `event()` and `target()`: values by text or label."""
 
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
@@ -162,7 +162,7 @@ def is_rejection(error: BaseException | None) -> bool:
 
 
 def said() -> Said:
-    """What this rank has told hypothesis in this example."""
+    """What this rank has passed to hypothesis in this example."""
     context = _context()
     if context is None:
         return Said()

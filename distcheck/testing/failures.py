@@ -34,9 +34,9 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a world ended: `outcomes` with causes first, and per rank what it told and printed.
+    """How a world ended: `outcomes` with causes first, and per rank what it reported and printed.
 
-    `subtests` are (rank, subtest) in the order in which they were told.
+    `subtests` are (rank, subtest) in the order in which they were reported.
     """
 
     size: int
@@ -47,7 +47,7 @@ class Ended:
     timeout: str = ""
 
 
-# Ends of a rank that found nothing to test: how they are told, and what it has done.
+# Ends of a rank that found nothing to test: how they are reported, and what it has done.
 _LEFT_OUT = {"skipped": ("skipped", "skip"), "rejected": ("rejected the example", "reject")}
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _Entry = ReprEntry | ReprEntryNative
@@ -128,7 +128,7 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
             key = (outcome.outcome, "", _NUMBER.sub("#", outcome.detail))
         found.setdefault(key, ([], outcome))[0].append(outcome.rank)
     groups = list(found.values())
-    if not groups:  # everybody lost a peer: nobody to blame but the first
+    if not groups:  # every rank lost a peer: the first is shown
         groups = [([o.rank], o) for o in ended.outcomes if o.outcome != "finished"][:1]
     return groups
 

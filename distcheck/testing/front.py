@@ -80,7 +80,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
 
 
 def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
-    """One body, once, on all ranks. Returns what they told if it passed; raises what pytest, or
+    """One body, once, on all ranks. Returns what they reported if it passed; raises what pytest, or
     hypothesis, understands.
     """
     __tracebackhide__ = True

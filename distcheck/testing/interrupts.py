@@ -13,7 +13,7 @@ from distcheck.worlds.local.children import Child
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
-_PATIENCE_S = 2.0  # of whoever has pressed Ctrl-C; most answers come within milliseconds
+_PATIENCE_S = 2.0  # of the person who pressed Ctrl-C; most answers come within milliseconds
 
 _KEY = pytest.StashKey[tuple[str, str]]()
 

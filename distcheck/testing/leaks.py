@@ -13,7 +13,7 @@ from typing import Any
 
 from distcheck.worlds import flight, linux
 
-_LOOKS = 500  # a thread that was told to end is given that long to do so
+_LOOKS = 500  # a thread that was asked to end is given that long to do so
 _LOOK_EVERY_S = 0.001
 # Where Python and what is installed lie: a process keeps daemon threads of theirs that no test can
 # end, as a queue's feeder, a bar's monitor, an event loop, those of a loader or a compiler.
@@ -97,13 +97,13 @@ def _results_never_asked_for(before: int) -> list[str]:
 
 
 def _functional_collectives() -> int:
-    """Those of which torch keeps the work until somebody waits for it."""
+    """Those of which torch keeps the work until it is waited for."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     return c10d._get_work_registry_size() if c10d is not None else 0
 
 
 def _stray_threads(before: frozenset[int]) -> list[str]:
-    """Names of the threads that go on, once those that were told to end have had time to."""
+    """Names of the threads that go on, once those that were asked to end have had time to."""
     for _ in range(_LOOKS):
         stray = [
             thread.name

@@ -49,8 +49,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How a subtest ended on one rank, told when it has: pytest's own report of it, serialised.
-    `failure` is what its rank would have told had the test failed as the subtest did, less the
+    """How a subtest ended on one rank, sent when it has: pytest's own report of it, serialised.
+    `failure` is what its rank would have reported had the test failed as the subtest did, less the
     report itself.
     """
 
@@ -59,7 +59,7 @@ class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: RankReport | None = None
 
     def as_failure(self) -> RankReport:
-        """What its rank would have told, complete."""
+        """What its rank would have reported, complete."""
         assert self.failure is not None
         return msgspec.structs.replace(self.failure, longrepr=self.report)
 
@@ -82,8 +82,8 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoded(message: RankReport | Subtest) -> bytes:
-    """As msgpack, whatever a test has put into it: text that is no UTF-8 is escaped, values of
-    other types and integers beyond 64 bits are told as text.
+    """As msgpack, whatever a test has put into it: text that is not UTF-8 is escaped, values of
+    other types and integers beyond 64 bits become text.
     """
     try:
         return msgspec.msgpack.encode(message, enc_hook=str)

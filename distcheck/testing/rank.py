@@ -90,7 +90,7 @@ def enter(
 
     torch.set_num_threads(1)
     blas.take_one_thread()
-    # torch's record of its own failed calls, at DEBUG: a failure is told better elsewhere.
+    # torch's record of its own failed calls, at DEBUG: a failure is reported better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if options.device == "cuda" and torch.cuda._is_in_bad_fork():
         raise CannotRunError(

@@ -13,7 +13,7 @@ from distcheck.testing.messages import RankReport, Subtest, encoded
 # Hooks by which a report reaches the terminal, a file or a debugger, all of which are the pytest
 # process's own.
 _OUTWARD = ("pytest_runtest_logreport", "pytest_exception_interact")
-# Plugins of pytest that warn of what nobody could catch; up to pytest 8.3 by a generator.
+# Plugins of pytest that warn of what could not be caught; up to pytest 8.3 by a generator.
 _UNHEARD = {
     "threadexception": "thread_exception_runtest_hook",
     "unraisableexception": "unraisable_exception_runtest_hook",

@@ -1,4 +1,4 @@
-"""In the pytest process: the ranks' subtests, each told once, as pytest tells its own."""
+"""In the pytest process: the ranks' subtests, each reported once, as pytest reports its own."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from distcheck.testing.messages import Subtest
 
 @dataclass
 class _One:
-    """One subtest: what each rank told of it."""
+    """One subtest: what each rank reported of it."""
 
     name: str
     told: dict[int, Subtest] = field(default_factory=dict)

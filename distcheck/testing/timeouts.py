@@ -65,8 +65,8 @@ def check(item: pytest.Item) -> None:
 
 
 def _is_up(item: pytest.Item, limit: Limit) -> bool:
-    """Whether the time is up. Then whoever else waits for that is let go: ranks take their time to
-    answer and to end.
+    """Whether the time is up. Then all others that wait for that are let go: ranks take their time
+    to answer and to end.
     """
     if time.monotonic() < limit.ends_at or (limit.held_back and _is_debugging()):
         return False

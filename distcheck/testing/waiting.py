@@ -21,8 +21,8 @@ from distcheck.worlds.world import World
 
 @dataclass
 class Told:
-    """What ranks have said so far: each one's report, which of them did so before anybody had to
-    ask what they were doing, and their subtests as (rank, subtest). `item` is the test.
+    """What ranks have said so far: each one's report, which of them did so before it was necessary
+    to ask what they were doing, and their subtests as (rank, subtest). `item` is the test.
     """
 
     item: pytest.Item | None = None
@@ -65,7 +65,7 @@ def wait(
 ) -> Ended | None:
     """Until the world is over, or there is `enough`: then None, and the world goes on.
 
-    A timeout that strikes meanwhile is told with the ranks' stacks, and so is Ctrl-C.
+    A timeout that strikes meanwhile is reported with the ranks' stacks, and so is Ctrl-C.
     """
     timeout = ""
     try:

@@ -71,7 +71,7 @@ class LoadedStrategy:
 
     `backward` is None where one forward and backward over the whole shard will do. `begun` is
     called before every forward. `zero_grad` is called in place of the optimizer's; None where the
-    strategy has none of its own. `update` says where gradients are final: before the `loop`
+    strategy does not define it. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
     `sync` begins it, which then takes the step itself. `note` says which form the code was taken
     as, where it was not written for distcheck.
@@ -152,7 +152,7 @@ def workload_names() -> dict[str, str]:
 
 
 def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
-    """Raises UsageError for a plain name that nobody registered or a file that is not there.
+    """Raises UsageError for a plain name that is not registered, or a file that is not there.
 
     Needs neither torch nor an import, so that a slip of the keyboard is answered at once.
     """

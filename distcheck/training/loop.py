@@ -239,7 +239,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _exchanging(self, *, last: bool) -> Iterator[None]:
-        """Whether a wrapped model may exchange gradients in this backward, if it can be told."""
+        """Whether a wrapped model may exchange gradients in this backward, if that is known."""
         no_sync = getattr(self.wrapped, "no_sync", None)
         sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)
         if sharded is not None:

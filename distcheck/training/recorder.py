@@ -16,7 +16,7 @@ from distcheck.training.traces.writer import TraceWriter
 
 
 class Observer(Protocol):
-    """What the training loop tells whoever listens, in this order at every step."""
+    """What the training loop reports to its listener, in this order at every step."""
 
     def attach(self, model: nn.Module) -> None:
         """Once, before the strategy has wrapped the model."""

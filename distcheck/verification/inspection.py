@@ -277,7 +277,7 @@ def _check_statistics(case: Case, model: torch.nn.Module) -> None:
             raise UsageError(
                 f"workload {case.workload}: {name or 'its model'} is a SyncBatchNorm, which "
                 "exchanges statistics in the forward pass: no rank's part can be computed again "
-                "by itself, so nothing could be owed; give the model BatchNorm"
+                "by itself, so nothing is known to compare with; give the model BatchNorm"
             )
 
 
@@ -306,7 +306,7 @@ class _Roundings(TorchDispatchMode):
 
 
 def _eps(tensor: torch.Tensor) -> float:
-    """What its dtype rounds by, relatively; 0 where that is no floating-point one."""
+    """What its dtype rounds by, relatively; 0 where that is not a floating-point one."""
     floating = tensor.is_floating_point() or tensor.is_complex()
     return torch.finfo(tensor.dtype).eps if floating else 0.0
 
@@ -337,7 +337,7 @@ def _rows_seen(
 def _rows_apart(
     ingredients: Ingredients, model: torch.nn.Module, norms: Sequence[_BatchNorm]
 ) -> bool:
-    """Whether BatchNorm sees rows of which it cannot be told whose they are.
+    """Whether BatchNorm sees rows whose samples are not known.
 
     There may be several for a sample: then all samples have as many, and the first sample's come
     first, and are what they are where it is alone. (In eval mode, in which they do not depend on

@@ -1,4 +1,4 @@
-"""Whether a case fits on this machine, told before anything is started."""
+"""Whether a case fits on this machine, known before anything is started."""
 
 import math
 import resource

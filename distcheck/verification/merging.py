@@ -152,7 +152,7 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
     for part in parts:
         if not part.document.get("plan"):
             raise UsageError(
-                f"{part.file} holds no plan, so that nobody could tell what is missing; merge "
+                f"{part.file} holds no plan, so what is missing cannot be known; merge "
                 "takes what distcheck verify --json wrote"
             )
     first = parts[0]
@@ -184,7 +184,7 @@ def _check_alike(
 
 
 def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
-    """The case that nobody ran, or nobody brought, with the keys that every case has."""
+    """Placeholder for a planned case that is in no part, with the keys that every case has."""
     shards = parts[0].document["plan"]["shards"]
     where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
     known = {name: entry[name] for name in entry if name != "shard"}

@@ -124,7 +124,7 @@ def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:
 
 
 def _shown(text: list[str], line: int) -> str:
-    """A line of somebody's file, fit for a terminal."""
+    """A line of a user's file, fit for a terminal."""
     raw = text[line - 1].strip() if line <= len(text) else ""
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in raw)
     return safe if len(safe) <= _MOST_TEXT else f"{safe[: _MOST_TEXT - 3]}..."

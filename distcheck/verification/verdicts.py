@@ -130,7 +130,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             if planned.check == SENSITIVITY:
                 why = run.not_run or _why_not_judged(outcomes)
                 shown = sensitivity.judge(run.case, results, if_none=why)
-                results.append(hold_against(shown, planned.owed))
+                results.append(hold_against(shown, planned.required))
             else:
                 results.append(_with_note(_outcome_check(planned, outcomes), run.not_run))
             continue
@@ -150,7 +150,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             )
         if planned.check == "rerun":
             merged = _of_rerun(run, merged)
-        held = sensitivity.of_check(hold_against(merged, planned.owed))
+        held = sensitivity.of_check(hold_against(merged, planned.required))
         held = _with_note(held, planned.note)
         results.append(_of_what_was_accepted(run.case, held))
     return results
@@ -211,7 +211,7 @@ def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckR
         compared=Compared(ranks=len(outcomes)),
         reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
     )
-    return hold_against(result, planned.owed)
+    return hold_against(result, planned.required)
 
 
 def _why_not_judged(outcomes: Sequence[Outcome]) -> str:

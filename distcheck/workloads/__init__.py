@@ -9,7 +9,7 @@ import msgspec
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a workload before it is loaded; the defaults are those of anybody's.
+    """What is known of a workload before it is loaded; the defaults are those of any user's.
 
     steps     3 show what begins after the first exchange, and buckets that DDP has rebuilt; 12,
               where a step costs little, what begins later

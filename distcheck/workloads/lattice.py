@@ -1,4 +1,4 @@
-"""Integer-valued training: every sum is exact, so every correct strategy owes the same bits.
+"""Integer-valued training: every sum is exact, so every correct strategy must yield the same bits.
 
 Inputs, weights and cotangents are small integers and every layer is piecewise linear, so that
 each gradient is a sum of integers that float32 holds exactly, in whatever order it is added up.
@@ -65,7 +65,7 @@ class LatticeModel(nn.Module):
         self.conv = nn.Conv2d(1, CHANNELS, 2, bias=False)
         self.scale = nn.Parameter(torch.ones(scalar_shape))
         self.table = nn.Parameter(torch.empty(TABLE))
-        self.pattern = _integers(TABLE, 6, 7)  # a constant, not a buffer: nobody updates it
+        self.pattern = _integers(TABLE, 6, 7)  # a constant, not a buffer: it is not updated
         for column, parameter in enumerate(self.parameters()):
             with torch.no_grad():
                 parameter.copy_(_integers(parameter.numel(), column, 3).view(parameter.shape))

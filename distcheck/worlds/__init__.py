@@ -3,7 +3,7 @@
 helper.py       the process that imports torch once and forks everything else
 forks.py        what makes many forks cheap
 child.py        what a forked process does before and after its job
-scratch.py      folders that go even where whoever made them is killed
+scratch.py      folders that go even where the process that made them is killed
 messages.py     what the three kinds of process say to each other
 pool.py         the front's side of the helper: start, kill, pump events
 helper_watch.py noticing a helper that was stopped

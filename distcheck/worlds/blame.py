@@ -28,7 +28,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
-# Below it, in faulthandler's order, is the life of whoever forked the process.
+# Below it, in faulthandler's order, is the life of the process that forked this one.
 _FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
 
 
@@ -156,8 +156,8 @@ def _went_on(child: Child) -> str:
 
 
 def _lost_at(raised: messages.Raised) -> str:
-    """Where a rank was when it lost its peer. Whether its last collective had completed nobody
-    knows: gloo says so of one that has failed, too.
+    """Where a rank was when it lost its peer. Whether its last collective had completed is not
+    known: gloo says so of one that has failed, too.
     """
     frames = _FRAME.findall(raised.traceback)
     places = [f"{path}:{line}" for path, line in frames if "/torch/" not in path]

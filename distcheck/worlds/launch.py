@@ -85,7 +85,7 @@ def start_world(
 def start_job(
     pool: Pool, *, target: str, payload: bytes, fds: list[int], deadline_s: float
 ) -> World:
-    """Starts one process here that meets nobody."""
+    """Starts one process here that meets no other."""
     start = RankStart(payload=payload, environment={})
     share = LocalShare(pool, target=target, starts={0: start}, fds=fds)
     return World([share], deadline_s=deadline_s)
@@ -163,7 +163,7 @@ def error_of(child: Child) -> DistcheckError:
 
 def refusal_of(world: World) -> DistcheckError | None:
     """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
-    ranks have loaded and others could not is no such reason: those ranks failed.
+    ranks have loaded and others could not is not such a reason: those ranks failed.
     """
     refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
     if not refused:

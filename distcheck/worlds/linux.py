@@ -89,7 +89,7 @@ def is_awake(pid: int) -> bool:
     """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
     fetching something for it: a page, a file (state D).
 
-    While it waits for a core, or the core itself is somebody else's, `busy_seconds` stands still:
+    While it waits for a core, or another process has the core itself, `busy_seconds` stands still:
     the kernel adds what was waited for when it is over.
     """
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:  # it is gone

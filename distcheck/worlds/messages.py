@@ -125,7 +125,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def garbled() -> Raised:
     """What stands for the end of a child that can no longer be understood."""
     text = (
-        "what came through distcheck's own pipe is none of its messages: the code wrote to a "
+        "distcheck's own pipe holds something that it did not write: the code wrote to a "
         "descriptor that it had not opened"
     )
     return Raised("ProtocolError", text, text, time.monotonic())

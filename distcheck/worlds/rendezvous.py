@@ -1,7 +1,7 @@
-"""How the ranks of a world find each other: a store on a port that nobody had to choose.
+"""How the ranks of a world find each other: a store on a port that the kernel chooses.
 
 The front binds port 0, on loopback unless ranks are on other machines, and passes the listening
-socket to rank 0, which serves the store on it; the kernel queues whoever connects first. So there
+socket to rank 0, which serves the store on it; the kernel queues early connections. So there
 is no race for a port.
 """
 

@@ -1,6 +1,6 @@
 """Folders for a while, which go even where the process that made them is killed.
 
-Whoever is forked from a helper notes a folder before it makes it, as a link in a place that the
+A process forked from a helper notes a folder before it makes it, as a link in a place that the
 helper knows; the helper outlives all that it has forked, and removes what is noted there.
 """
 

@@ -18,7 +18,7 @@ _MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
 
 
 class Looks:
-    """The time between looks at something, as far as somebody was there to look."""
+    """The time between looks at something, as far as this process was there to look."""
 
     def __init__(self, now: float) -> None:
         self.last = now

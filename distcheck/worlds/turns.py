@@ -3,7 +3,7 @@
 A world fills as many cores as it has ranks, so more worlds at a time than cores only makes each of
 them slower. A process that wants to start one binds one of a few names in the abstract socket
 namespace: the kernel gives a name to one process, and takes it back however that process ends. No
-file, no lock that outlives anybody.
+file, no lock that outlives its process.
 """
 
 import errno
@@ -51,7 +51,7 @@ def turn() -> Iterator[None]:
 
 
 def _let_go_in_fork() -> None:
-    """A name is taken as long as anybody has the socket open, and a kept world's helper, forked
+    """A name is taken as long as any process has the socket open, and a kept world's helper, forked
     during a turn, lives on after it. What a rank runs belongs to the turn of its test.
     """
     global _shared
@@ -65,7 +65,7 @@ if hasattr(os, "register_at_fork"):  # where there are no forks there are no wor
 
 
 def _take() -> socket.socket | None:
-    """Holds a turn by its name; None where nobody has to wait, or names cannot be had."""
+    """Holds a turn by its name; None where waiting is not needed, or names cannot be had."""
     turns = max(_LEAST_TURNS, cores())
     if _shared is None or _shared[1] <= turns:
         return None

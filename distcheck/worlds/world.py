@@ -3,7 +3,7 @@
 running     until every rank has reported, or one failed, or all stalled
 asking      ranks that are still there are asked for their stacks
 shaking     those that did not answer are asked by a signal, which needs no lock of Python's
-ending      whoever has not reported is killed
+ending      a rank that has not reported is killed
 over        every rank is gone, and how each ended is known
 """
 
@@ -125,7 +125,7 @@ class World:
             self._job = None
 
     def _advance(self) -> float:
-        """Seconds of the world's life for which somebody looked at it."""
+        """Seconds of the world's life in which it was looked at."""
         self._now += self._ticks.since_last(time.monotonic())
         return self._now
 
@@ -178,7 +178,7 @@ class World:
             self._enter(Phase.SHAKING, now)
 
     def _heard_enough(self, waited_s: float) -> bool:
-        """Whether every rank has told what it is doing, or will not; one that holds the GIL in C
+        """Whether every rank has said what it is doing, or will not; one that holds the GIL in C
         answers through faulthandler alone.
         """
         silent = self._silent()

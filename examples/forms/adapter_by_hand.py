@@ -1,6 +1,6 @@
 """Code that no form fits, and the three lines beside it that make a strategy of it.
 
-It wants gradients by name, a compressor, and hands back what nobody else would:
+It wants gradients by name, a compressor, and hands back what only it does:
 
 $ distcheck verify --strategy examples/forms/adapter_by_hand.py:exchange --world 4
 refused: nothing is known of compressor, on_done; give --arg compressor=VALUE
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def exchange(named_gradients, compressor, on_done):
-    """Somebody's code, as it is."""
+    """Code as its author wrote it."""
     for name, gradient in named_gradients:
         packed = compressor(gradient)
         dist.all_reduce(packed)

@@ -9,7 +9,7 @@ of ranks:
 $ distcheck verify --strategy examples/forms/fsdp_by_hand.py:ScatteredSums --world 4
 FAIL missing-division
 
-Each rank takes `numel // world_size` elements, so the remainder belongs to nobody:
+Each rank takes `numel // world_size` elements, so the remainder belongs to no rank:
 
 $ distcheck verify --strategy examples/forms/fsdp_by_hand.py:DropsRemainders --world 4
 FAIL crash

@@ -8,12 +8,12 @@ The commonest mistake of all: the sum is never divided.
 $ distcheck verify --strategy examples/forms/function_of_model.py:sums_gradients --world 4
 FAIL missing-division
 
-The average is computed, and bound to a name that nobody reads again:
+The average is computed, and bound to a name that is not read again:
 
 $ distcheck verify --strategy examples/forms/function_of_model.py:drops_the_average --world 4
 FAIL no-sync
 
-A reduce to rank 0 that nobody sends back:
+A reduce to rank 0 that is not sent back:
 
 $ distcheck verify --strategy examples/forms/function_of_model.py:reduces_to_rank_0 --world 4
 FAIL one-rank-only

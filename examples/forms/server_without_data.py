@@ -1,7 +1,7 @@
 """A parameter server on a rank of its own, which has no data: rank 0 gathers, the others compute.
 
-Say which rank has no shard of the batch; it is then dealt out to the others, and what they owe is the
-mean over those. Such code hardly ever weights ranks, so give a batch that the others divide.
+Say which rank has no shard of the batch; it is then dealt out to the others, and what they must hold
+is the mean over those. Such code hardly ever weights ranks, so give a batch that the others divide.
 
 $ distcheck verify --strategy examples/forms/server_without_data.py:averaged_by_server --without-data 0 --batch 255 --world 4
 PASS

@@ -3,7 +3,7 @@
 $ distcheck verify --strategy examples/forms/wrapper_with_finish.py:DDP --world 4
 PASS
 
-A wrapper that needs to be told where a step begins has its method of a usual name called as well:
+A wrapper that must know where a step begins has its method of a usual name called as well:
 
 $ distcheck verify --strategy examples/forms/wrapper_with_finish.py:OverlappedDDP --world 4
 PASS

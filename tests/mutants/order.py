@@ -1,4 +1,4 @@
-"""Every number within its bound, and still not the bits that are owed."""
+"""Every number within its bound, and still not the bits that are required."""
 
 import os
 

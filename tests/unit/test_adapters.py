@@ -172,10 +172,10 @@ def test_a_case_says_again_what_was_said() -> None:
     ("adaptation", "message"),
     [
         (Adaptation(form="none"), "unknown form --as none"),
-        (Adaptation(arguments=(("a b", "1"),)), "'a b' is no name"),
+        (Adaptation(arguments=(("a b", "1"),)), "'a b' is not a Python name"),
         (Adaptation(arguments=(("a", "1"), ("a", "2"))), "given more than once"),
         (Adaptation(variables=(("a", "1 +"),)), "is not a Python literal"),
-        (Adaptation(finish="a()"), "no name of a method"),
+        (Adaptation(finish="a()"), "not the name of a method"),
     ],
 )
 def test_an_edited_case_is_refused(adaptation: Adaptation, message: str) -> None:

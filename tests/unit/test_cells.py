@@ -46,7 +46,7 @@ def test_thorough_adds_every_cell_once() -> None:
     assert (ragged.batch, ragged.steps, ragged.data) == (256, 4, "synthetic")
     assert [c.workload for c in thorough if c.left_out] == ["sparse", "sparse"]
     assert [c.workload for c in cases(thorough=True, workloads=["dropout"])].count("dropout") == 1
-    with pytest.raises(UsageError, match="--without 'cnn' is no cell"):
+    with pytest.raises(UsageError, match="--without 'cnn' is not a cell"):
         cases(without=["cnn"])
 
 

@@ -259,7 +259,7 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("", "'' is no layer; kinds are linear, scale"),
+        ("", "'' is not a layer; kinds are linear, scale"),
         ("linear", "'linear': linear takes a size from 1 to 4096, as in linear3"),
         ("linear0", "linear takes a size from 1"),
         ("scale2", "'scale2': scale takes no size"),
@@ -298,8 +298,8 @@ def test_a_budget(text: str, seconds: float) -> None:
 
 
 BAD = {
-    ("--budget", "5"): "--budget 5 is no time to search for; give a number and s, m or h",
-    ("--budget", "0s"): "--budget 0s is no time",
+    ("--budget", "5"): "--budget 5 is not a duration; give a number and s, m or h",
+    ("--budget", "0s"): "--budget 0s is not a duration",
     ("--budget", "9999h"): "at most 168h",
     ("--max-cases", "0"): "--max-cases 0 is out of range; it takes 1 to",
     ("--world", "0"): "--world 0 is out of range; it takes 1 to 16",
@@ -308,7 +308,7 @@ BAD = {
     ("--seed", "-1"): "--seed -1 is out of range",
     ("--deadline-s", "0"): "--deadline-s 0.0 is out of range",
     ("--vary", "bucket"): "--vary 'bucket' is not of the form NAME=VALUE",
-    ("--without", "bucket"): "--without bucket: there is no such thing to leave out; known are",
+    ("--without", "bucket"): "--without bucket: unknown word; choose from",
     ("--loss", "sum"): "unknown loss contract --loss sum",
     ("--json", "/nowhere/x.json"): "--json /nowhere/x.json cannot be written",
 }

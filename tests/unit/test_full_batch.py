@@ -387,10 +387,10 @@ def test_the_mean_of_losses_that_cancel_rounds_by_their_size() -> None:
 
 
 def test_an_infinity_is_owed_as_one() -> None:
-    owed = torch.tensor([float("inf"), 3.0, 4.0])
-    assert by_norm(owed, owed, 0.0).ok
+    required = torch.tensor([float("inf"), 3.0, 4.0])
+    assert by_norm(required, required, 0.0).ok
     near = torch.tensor([float("inf"), 3.0, 4.5])
-    assert by_norm(near, owed, 0.5).ok
-    assert not by_norm(near, owed, 0.4).ok
+    assert by_norm(near, required, 0.5).ok
+    assert not by_norm(near, required, 0.4).ok
     for wrong in (1.0, float("-inf"), float("nan")):
-        assert not by_norm(torch.tensor([wrong, 3.0, 4.0]), owed, 1e30).ok
+        assert not by_norm(torch.tensor([wrong, 3.0, 4.0]), required, 1e30).ok

@@ -337,4 +337,4 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert len(rows) == int(first.split()[1])
     assert all("~" in row for row in rows)
     assert "rough model" in total
-    assert legend.strip().startswith("X is owed where")
+    assert legend.strip().startswith("X applies where")

@@ -123,14 +123,14 @@ def test_a_mismatch_is_shown_from_every_side() -> None:
     for words in (
         "mine.py:sync, world 4, cnn float32: partial-sync.",
         "distcheck replay cases/mine.json",
-        "Error over bound: gradients, R",
+        "Error over bound: gradients, rounding bound",
         f"2 cells over the bound. Largest share of a bound: 5.5, at {wrong}, step 2.",
-        "Bits: gradients, X",
+        "Bits: gradients, bitwise",
         "2 cells of 24 differ. 22 of 24 are equal to the bit.",
         f"{wrong} 1, 2 ",  # the mask's numbers
-        "Loss of 4 ranks and of the reference (S32)",
+        "Loss of 4 ranks and of the reference (float32 reference)",
         "leaves its bound at step 0, and at 3 of 3 steps in all",
-        "Distance in ULP: gradients, R",
+        "Distance in ULP: gradients, rounding bound",
         "The gradients after step 1 are the first that differ: rank 2 (marked ◂) holds other bits",
         "3b39ec1e 3b39ec12",
         "look at rank 2",
@@ -162,7 +162,9 @@ def test_failed_cases_come_first_and_passed_ones_are_folded() -> None:
 def test_of_very_many_cases_those_that_passed_are_not_drawn() -> None:
     cases = [documents.passing(f"s{at}") for at in range(30)]
     text = Page(html_report.render(documents.document(*cases, documents.mismatch()))).visible
-    assert text.count("Error over bound: gradients, R") == 3  # its title, its caption, its table's
+    assert (
+        text.count("Error over bound: gradients, rounding bound") == 3
+    )  # its title, its caption, its table's
     assert text.count("those that passed are not drawn") == 30
     assert "All 30 cases passed." in Page(html_report.render(documents.document(*cases))).visible
 
@@ -176,7 +178,7 @@ def test_what_was_accepted_left_out_or_put_together_is_said() -> None:
     text = Page(html_report.render(document)).visible
     assert "All 2 cases passed, 1 of them with an accepted deviation." in text
     assert "pass quantised:8 accepted" in text
-    assert "Accepted: quantised:8 widens R; not owed: agreement: it rounds." in text
+    assert "Accepted: quantised:8 widens R; not checked: agreement: it rounds." in text
     assert "fp16-lattice: it would overflow" in text
     assert "Put together from 2 parts" in text
 
@@ -293,7 +295,7 @@ def test_the_command_renders_a_file_or_a_run(tmp_path: Path) -> None:
     [
         ({**ALL["pass"], "schema": "distcheck.report/2"}, "distcheck.report/2"),
         ({"a": 1}, "schema None"),
-        ([1], "is no report"),
+        ([1], "is not a report"),
         ({"schema": "distcheck.report/1"}, "is damaged: Object missing required field"),
         ({**ALL["pass"], "cases": [{"strategy": 3}]}, "at `$.cases[0].strategy`"),
     ],
@@ -361,8 +363,11 @@ def test_worst_elements_are_those_of_the_cause() -> None:
 
 def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
     markup = html_report.render(documents.document(documents.passing()))
-    assert "<dt>R</dt><dd>rounding bound: within what rounding in any order can do</dd>" in markup
-    assert "<dt>X</dt><dd>bitwise: " in markup
+    assert (
+        "<dt>rounding bound (R)</dt><dd>within what rounding in any order of summation can do</dd>"
+        in markup
+    )
+    assert "<dt>bitwise (X)</dt><dd>" in markup
     assert "<dt>S64</dt>" not in markup, "no check of the page has it"
 
 

@@ -1,4 +1,4 @@
-"""The lattice in closed form agrees with autograd, and knows where bits are not owed."""
+"""The lattice in closed form agrees with autograd, and knows where bits are not required."""
 
 import math
 from fractions import Fraction
@@ -122,7 +122,7 @@ def test_sums_too_large_to_be_exact_are_told_beforehand() -> None:
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_times_no_number_has_no_exact_gradients(factor: float) -> None:
-    with pytest.raises(HeadroomError, match="no finite number"):
+    with pytest.raises(HeadroomError, match="number that is not finite"):
         LatticeOracle(Contract(), "float32").step([[0, 1], [2, 3]], [1.0, factor])
 
 

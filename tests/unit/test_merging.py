@@ -195,7 +195,7 @@ def test_files_that_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["cut.json"], 2, "cut.json is damaged: Object missing required field `strategy`"),
         (["odd.json"], 2, "odd.json is damaged: Invalid enum value 'passed'"),
         (["old.json"], 2, "old.json has the schema 'distcheck.report/0', and this version reads"),
-        (["text.json"], 2, "text.json is no report that --json wrote"),
+        (["text.json"], 2, "text.json is not a report that --json wrote"),
         (["none.json"], 2, "none.json cannot be read: No such file or directory"),
         (["1.json", "--junit", "/proc/x.xml"], 3, "--junit /proc/x.xml cannot be written"),
         (["1.json", "--json", "a", "--junit", "a"], 2, "are to be written to one place"),

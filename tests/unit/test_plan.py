@@ -90,7 +90,7 @@ def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
     assert ("gradients", "R") in unseen
     gradients = cnn.world * cnn.steps * 10
     rerun = ("rerun", "-")
-    assert unseen[rerun].owed.elements == seen[rerun].owed.elements - gradients
+    assert unseen[rerun].required.elements == seen[rerun].required.elements - gradients
     assert "out of sight" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
 
 
@@ -100,11 +100,11 @@ def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
     whole, parts = checks(cnn), checks(cnn, sharded)
     momentum = cnn.steps * 10
     for check in (("parameters", "X"), ("agreement", "-")):
-        assert parts[check].owed.ranks == cnn.world
-    here, there = whole["parameters", "X"].owed, parts["parameters", "X"].owed
+        assert parts[check].required.ranks == cnn.world
+    here, there = whole["parameters", "X"].required, parts["parameters", "X"].required
     assert there.tensors == here.tensors == 2
     assert there.elements == here.elements - (cnn.world - 1) * momentum
-    assert parts["agreement", "-"].owed.tensors == 1
+    assert parts["agreement", "-"].required.tensors == 1
     assert "sharded" in " ".join(notes_on(cnn, [(64,) * 4], sharded))
 
 
@@ -115,7 +115,7 @@ def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
     (short,) = cases(workloads=["cnn"], dtype="bfloat16")
     assert ("parameters", "X") in checks(short, Contract(weighting="loss"))
     assert ("parameters", "X") not in checks(short, cut)
-    assert "it is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
+    assert "and is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
@@ -211,8 +211,8 @@ def test_an_edited_device_cannot_run() -> None:
     ("options", "message"),
     [
         ({"strategies": []}, "no strategy was given; known are allreduce"),
-        ({"worlds": [0]}, "--world 0 is no world"),
-        ({"worlds": [-3]}, "--world -3 is no world"),
+        ({"worlds": [0]}, "--world 0 is out of range"),
+        ({"worlds": [-3]}, "--world -3 is out of range"),
         ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),
         ({"batch": 0}, "--batch 0 is out of range; it takes 1 to"),
         ({"steps": 0}, "--steps 0 is out of range"),
@@ -269,7 +269,7 @@ def test_random_forward_passes_have_no_full_batch() -> None:
 def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
     dtype: str, rounds_to: tuple[str, ...], why: str
 ) -> None:
-    """What is left out is said, and X and R are owed in any case."""
+    """What is left out is said, and X and R are required in any case."""
     (case,) = cases(workloads=["my.workloads:Mine"], dtype=dtype)
     facts = msgspec.structs.replace(facts_of(ORDERED), rounds_to=rounds_to)
     sizes = [(64,) * 4] * case.steps
@@ -305,12 +305,12 @@ def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
 def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
     _, cnn, *_ = cases()
     planned = checks(cnn)
-    gradients = planned["gradients", "X"].owed
+    gradients = planned["gradients", "X"].required
     assert gradients == Compared(tensors=1, elements=10 * 4 * 3, ranks=4, steps=3)
-    assert planned["parameters", "X"].owed.elements == 20 * 4 * 3
-    assert planned["agreement", "-"].owed.elements == 30 * 4 * 3
-    assert planned["data", "-"].owed.elements == 768
-    assert planned["rerun", "-"].owed.elements == 4 * (3 * (20 + 23) + 23)
+    assert planned["parameters", "X"].required.elements == 20 * 4 * 3
+    assert planned["agreement", "-"].required.elements == 30 * 4 * 3
+    assert planned["data", "-"].required.elements == 768
+    assert planned["rerun", "-"].required.elements == 4 * (3 * (20 + 23) + 23)
 
 
 def test_notes() -> None:

@@ -1,4 +1,4 @@
-"""Results of checks: held against what is owed, put together, and what a report makes of them."""
+"""Results of checks: compared with the required coverage, merged, and put into a report."""
 
 import msgspec
 import pytest

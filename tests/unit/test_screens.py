@@ -340,7 +340,7 @@ def test_next_names_no_world_that_lacks_a_rank_without_data() -> None:
 def test_a_failure_in_one_line() -> None:
     line = summarize(REPORTS["mismatch"])
     assert line.startswith(
-        "FAIL mine.py:sync, world 4, mlp float32: gradients (X), step 1, 7.weight"
+        "FAIL mine.py:sync, world 4, mlp float32: gradients (bitwise), step 1, 7.weight"
     )
     assert summarize(REPORTS["crash"]).endswith("rank 2 raised")
 

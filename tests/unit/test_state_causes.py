@@ -38,7 +38,7 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
     raced = differing("w (gradient)", 1.0, 0.5)
     first, second = found(raced)
     assert [first.cause, second.cause] == ["nondeterministic", "missing-division"]
-    assert "asynchronous collective that nobody waits for" in first.suggestion
+    assert "asynchronous collective that is not waited for" in first.suggestion
     assert "changed them after it had returned" not in first.evidence
     assert "in the first run; the second held other gradients there" in second.evidence
     first = found(raced, failed("parameters", "X"))[0]
@@ -50,7 +50,7 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
         first, second = found(rerun)
         assert [first.cause, second.cause] == ["missing-division", "nondeterministic"]
         assert "first run" not in first.evidence
-        assert "nobody waits" not in second.suggestion
+        assert "not waited" not in second.suggestion
 
 
 def test_randomness_is_named_beside_what_failed() -> None:
@@ -88,7 +88,7 @@ def test_a_race_is_no_process_state() -> None:
     (cause,) = diagnose(ENDS, [rerun], None, late)
     assert cause.cause == "nondeterministic"
     assert "ranks are some milliseconds late" in cause.evidence
-    assert "asynchronous collective that nobody waits for" in cause.suggestion
+    assert "asynchronous collective that is not waited for" in cause.suggestion
 
 
 def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway() -> None:

@@ -28,13 +28,13 @@ FACTS = CaseFacts(
     model=ModelLayout(parameters=(), buffers=(), optimizer=()), train_size=1000,
     saved_bytes_per_sample=0, own_sampler=False, draws_random_numbers=False,
 )  # fmt: skip
-OWED = Compared(tensors=2, elements=10, ranks=2, steps=3)
+REQUIRED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
 HUNG = [Outcome(rank=1, outcome="hung", detail="in sync"), Outcome(rank=0, outcome="finished")]
-OUTCOME = PlannedCheck(check="outcome", layer="-", scope="front", owed=Compared(ranks=2))
-GRADIENTS = PlannedCheck(check="gradients", layer="X", scope="step", owed=OWED)
-PARAMETERS = PlannedCheck(check="parameters", layer="X", scope="step", owed=OWED)
-LOSS = PlannedCheck(check="loss", layer="S32", scope="step", owed=OWED)
+OUTCOME = PlannedCheck(check="outcome", layer="-", scope="front", required=Compared(ranks=2))
+GRADIENTS = PlannedCheck(check="gradients", layer="X", scope="step", required=REQUIRED)
+PARAMETERS = PlannedCheck(check="parameters", layer="X", scope="step", required=REQUIRED)
+LOSS = PlannedCheck(check="loss", layer="S32", scope="step", required=REQUIRED)
 
 
 def result(
@@ -46,7 +46,7 @@ def result(
                            error=1.0, bound=0.0)  # fmt: skip
     return CheckResult(
         check=planned.check, layer=planned.layer, verdict=verdict, first=first,
-        **{"compared": OWED, **said},
+        **{"compared": REQUIRED, **said},
     )  # fmt: skip
 
 
@@ -81,10 +81,10 @@ def test_everything_owed_and_compared_passes() -> None:
 
 @pytest.mark.parametrize("fewer", ["tensors", "elements", "ranks", "steps"])
 def test_a_pass_that_compared_less_than_it_owes_is_unknown(fewer: str) -> None:
-    less = msgspec.structs.replace(OWED, **{fewer: getattr(OWED, fewer) - 1})
+    less = msgspec.structs.replace(REQUIRED, **{fewer: getattr(REQUIRED, fewer) - 1})
     report = run([OUTCOME, GRADIENTS], [result(GRADIENTS, compared=less)])
     assert report.verdict == "unknown"
-    have, want = getattr(less, fewer), getattr(OWED, fewer)
+    have, want = getattr(less, fewer), getattr(REQUIRED, fewer)
     assert checks(report)["gradients"] == (
         "unknown",
         f"compared only {have} of {want} {fewer}",
@@ -124,7 +124,7 @@ def test_outcomes_are_of_the_run_that_failed() -> None:
     assert checks(first)["outcome"] == ("fail", "rank 1 hung")
 
 
-RERUN = PlannedCheck(check="rerun", layer="-", scope="run", owed=OWED)
+RERUN = PlannedCheck(check="rerun", layer="-", scope="run", required=REQUIRED)
 
 
 def test_a_rerun_says_where_it_was() -> None:
@@ -249,9 +249,9 @@ def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) 
 
 
 def test_bits_of_another_machine_are_unknown_and_what_needs_none_is_not() -> None:
-    initial = PlannedCheck(check="initial state", layer="-", scope="step", owed=OWED)
+    initial = PlannedCheck(check="initial state", layer="-", scope="step", required=REQUIRED)
     bounded = msgspec.structs.replace(GRADIENTS, layer="R")
-    agreement = PlannedCheck(check="agreement", layer="-", scope="step", owed=OWED)
+    agreement = PlannedCheck(check="agreement", layer="-", scope="step", required=REQUIRED)
     planned = [initial, GRADIENTS, PARAMETERS, bounded, LOSS, agreement]
     results = [
         result(p, "pass" if p is PARAMETERS else "fail", at=None if p is PARAMETERS else 0)

@@ -1,4 +1,4 @@
-"""Ranks without data, as far as no rank is needed: shards, what is owed, the words of causes."""
+"""Ranks without data, where no rank is needed: shards, coverage, the words of causes."""
 
 import os
 from pathlib import Path
@@ -79,11 +79,11 @@ def test_owed_is_what_ranks_with_data_have() -> None:
     assert set(every) == set(some)
     for check, planned in some.items():
         whole = check[0] in ("outcome", "initial state", "rerun")
-        assert planned.owed.ranks == (4 if whole else 3), check
+        assert planned.required.ranks == (4 if whole else 3), check
         if not whole and check[0] not in ("data",):
-            assert planned.owed.elements * 4 == every[check].owed.elements * 3, check
-    assert some["data", "-"].owed.elements == 255 * asked.steps
-    assert "owed is the mean over the 3 with data" in " ".join(notes_on(asked, [(85,) * 3]))
+            assert planned.required.elements * 4 == every[check].required.elements * 3, check
+    assert some["data", "-"].required.elements == 255 * asked.steps
+    assert "expected is the mean over the 3 with data" in " ".join(notes_on(asked, [(85,) * 3]))
 
 
 def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
@@ -97,8 +97,8 @@ def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
 @pytest.mark.parametrize(
     ("without", "options", "words"),
     [
-        ((4,), {}, "4 is no rank of --world 4; ranks are 0 to 3"),
-        ((-1,), {}, "-1 is no rank"),
+        ((4,), {}, "4 is out of range for --world 4; ranks are 0 to 3"),
+        ((-1,), {}, "-1 is out of range"),
         ((0, 1, 2, 3), {}, "leaves no rank of --world 4 a shard"),
         ((1, 1), {}, "1 is given more than once"),
         ((0,), {"accept": "quantised:8"}, "--accept quantised:8"),

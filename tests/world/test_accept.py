@@ -100,7 +100,7 @@ def test_beside_an_infinite_gradient_no_grid_bounds_anything() -> None:
 
 
 def test_a_promise_is_owed_whatever_is_accepted() -> None:
-    with pytest.raises(UsageError, match="ddp_bf16_hook promises an order, which is owed"):
+    with pytest.raises(UsageError, match="ddp_bf16_hook promises an order, which is checked"):
         verify(["ddp_bf16_hook"], 1, "low-precision:bf16")
     with pytest.raises(UsageError, match="for ranks that hold everything, and fsdp divides it"):
         verify(["fsdp"], 4, "local-sgd:2")
@@ -113,7 +113,7 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
     ran = warm.run("verify", *words, *save, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout
     assert "accepted: low-precision:fp16 widens R to 4 roundings to float16" in ran.stdout
-    assert "not owed: smaller errors than that" in " ".join(ran.stdout.split())
+    assert "not checked: smaller errors than that" in " ".join(ran.stdout.split())
     (case,) = (tmp_path / "kept" / "cases").glob("*.json")
     assert json.loads(case.read_text())["accept"] == "low-precision:fp16"
     for again in (["replay", "--trust", str(case)], ["recheck", str(tmp_path / "kept")]):

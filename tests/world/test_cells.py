@@ -88,7 +88,9 @@ def test_no_cell_raises_a_false_alarm_elsewhere(strategy: str, world: int) -> No
 def test_a_cell_that_is_declined_is_left_out() -> None:
     with pytest.raises(UsageError, match="sparse cannot be run by ring at world 2: its contract"):
         distcheck.verify("ring", world=2, workload="sparse")
-    with pytest.raises(UsageError, match="'tied' is no cell of --thorough; those are tied_weights"):
+    with pytest.raises(
+        UsageError, match="'tied' is not a cell of --thorough; those are tied_weights"
+    ):
         distcheck.verify("ring", world=2, thorough=True, without="tied")
 
 
@@ -223,7 +225,7 @@ def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
 def test_what_is_wrong_fails_in_workloads_of_ones_own(
     wrong: str, name: str, layers: set[str]
 ) -> None:
-    """By R, and by S32 wherever that is owed."""
+    """By R, and by S32 wherever that is required."""
     case = in_ones_own(f"{__name__}:{wrong}", name)[name]
     failed = {r.layer for r in case.checks if r.check == "gradients" and r.verdict == "fail"}
     assert failed == layers_of(case) == layers

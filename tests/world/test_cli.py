@@ -87,7 +87,7 @@ def _table(text: str) -> list[str]:
         (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce' (did you mean"),
         (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
         (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a valid integer"),
-        (["verify", "--strategy", "ddp", "--world", "0"], 2, "--world 0 is no world"),
+        (["verify", "--strategy", "ddp", "--world", "0"], 2, "--world 0 is out of range"),
         (["verify", "--strategy", "ddp", "--world", "1000"], 2, "smaller than --world 1000"),
         (["verify", "--strategy", "ddp", "--workload", "vgg"], 2, "unknown workload 'vgg'"),
         (["verify", "--strategy", "ddp", "--data", "svhn"], 2, "unknown data 'svhn'"),

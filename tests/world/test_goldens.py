@@ -186,10 +186,10 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
     [
         ('{"schema": "distcheck.report/1"}', {}, "is damaged: Object missing .* `verdict`"),
         ('{"schema": "distcheck.report/1", "cases": [{}]}', {}, "is damaged: Object missing"),
-        ("[" * 10_000, {}, "is no report that --json wrote"),
-        ('{"schema": ' + "[" * 10_000, {}, "is no report that --json wrote"),
+        ("[" * 10_000, {}, "is not a report that --json wrote"),
+        ('{"schema": ' + "[" * 10_000, {}, "is not a report that --json wrote"),
         ("", {"id": "../x"}, "is that of case ../x: renamed"),
-        ("", {"world": -1}, "holds a case that cannot run: --world -1 is no world"),
+        ("", {"world": -1}, "holds a case that cannot run: --world -1 is out of range"),
     ],
 )
 def test_a_damaged_run_is_told_before_anything_runs(
@@ -233,7 +233,7 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     saved = again.stdout.rpartition("saved: ")[2].strip()
     assert list((tmp_path / saved).glob("traces/*/run-1")), "the second run is kept whole"
     for words, sentence in (
-        (("compare", "nowhere"), "nowhere is no folder; give one that distcheck record"),
+        (("compare", "nowhere"), "nowhere is not a folder; give one that distcheck record"),
         (("compare", "."), "holds no traces"),
         (("record", "--strategy", "ddp"), "record takes the folder first"),
         (("record", "other", "--strategy", "ddp", "--save", "x"), "leave --save away"),

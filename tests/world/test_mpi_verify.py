@@ -1,4 +1,4 @@
-"""`distcheck verify --backend mpi`: what is owed, what is refused, and what is left behind."""
+"""`distcheck verify --backend mpi`: what is required, what is refused, and what is left behind."""
 
 import json
 import os

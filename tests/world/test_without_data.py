@@ -1,4 +1,4 @@
-"""Ranks without data: who computes, what is owed of whom; and nothing right is called wrong."""
+"""Ranks without data: who computes, what is required of whom; and nothing right is called wrong."""
 
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def test_a_cause_names_the_rank_that_was_run() -> None:
         (all_reduced, {"accept": "low-precision:bf16"}, "does not go with --accept"),
         (all_reduced, {"thorough": True}, "does not go with --thorough"),
         (all_reduced, {"workload": "ragged_batch"}, "does not go with ragged_batch"),
-        (all_reduced, {"without_data": (3,)}, "3 is no rank of --world 3"),
+        (all_reduced, {"without_data": (3,)}, "3 is out of range for --world 3"),
         (all_reduced, {"without_data": (0, 1, 2)}, "leaves no rank of --world 3"),
         (all_reduced, {"without_data": (0, 0)}, "0 is given more than once"),
     ],

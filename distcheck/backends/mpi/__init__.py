@@ -3,7 +3,8 @@
 torch has an MPI backend of its own only where it was built with one, and keeps the name "mpi" for
 it; this one is known to torch as `distcheck_mpi`. In which order an MPI library adds is its own
 affair (it depends on the library, its version, the size and the ranks' number), so there is no
-`all_reduce_sum` here: what an all_reduce leaves is judged by bounds, and no bits are owed.
+`all_reduce_sum` here: what an all_reduce leaves is judged by bounds, and is not compared bit for
+bit.
 
 library.py   which launcher and which MPI library, without loading either
 runtime.py   MPI in this process: start, end, communicators

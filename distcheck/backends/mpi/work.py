@@ -35,7 +35,7 @@ class MPIWork(Work):
     Completes when all of `requests` have; then `finish` copies results to where they belong.
 
     Nothing moves between ranks unless some call enters MPI (`wait`, `is_completed`, or another
-    operation). `get_future` waits first: nobody else would complete the future. So what is
+    operation). `get_future` waits first: nothing else would complete the future. So what is
     chained to a future is right, and overlaps with nothing.
     """
 

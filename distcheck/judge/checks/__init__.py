@@ -10,7 +10,7 @@ A check module defines NAME, SCOPE (`step`: judged step by step; `run`: over the
 clock, and decides nothing about other checks. `outcome` alone needs no trace and is judged by
 the front.
 
-`purpose` is none of those that may fail: it says whether what a workload is for happened.
+`purpose` cannot fail: it says whether what a workload is for happened.
 """
 
 import importlib

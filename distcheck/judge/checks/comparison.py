@@ -167,7 +167,7 @@ def by_norm(
     *,
     nan_is_expected: bool = False,
 ) -> Comparison:
-    """The L2 norm of the difference is at most `tolerance`, which is no tolerance if infinite; an
+    """The L2 norm of the difference is at most `tolerance`, which excludes nothing if infinite; an
     infinity that is expected is required as such; `nan_is_expected` as in `within`.
     """
     if actual.is_complex():

@@ -2,8 +2,8 @@
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
 belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
-sampler of its own owes less: no sample twice in an epoch, shards of the right size, another order
-in another epoch.
+sampler of its own is checked for less: no sample twice in an epoch, shards of the right size,
+another order in another epoch.
 """
 
 import torch

@@ -44,9 +44,9 @@ class Evidence:
 
     @cached_property
     def holding(self) -> tuple[int, ...]:
-        """The ranks that owe the mean gradient: those with data, and of those without the ones
-        whose gradients of zero were ever made something else. A server that keeps the mean owes
-        the right one, one that only hands it on has nothing to compare.
+        """The ranks that must hold the mean gradient: those with data, and of those without the
+        ones whose gradients of zero were ever made something else. A server that keeps the mean
+        must hold the right one, one that only hands it on has nothing to compare.
         """
         without = [rank for rank in self.ranks if rank not in self.with_data]
         return tuple(sorted([*self.with_data, *filter(self._ever_held, without)]))

@@ -83,7 +83,7 @@ def _is_low_rank(expectation: StepExpectation) -> bool:
 
 
 def _compare_own(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
-    """Ranks that train by themselves: each owes its own shard's, to the bit."""
+    """Ranks that train by themselves: each must hold its own shard's, bit for bit."""
     for rank in evidence.ranks:
         for index, own in enumerate(expectation.shards[rank].gradients):
             match_ranks(

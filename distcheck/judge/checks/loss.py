@@ -30,21 +30,21 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 
 
 def _compare_ranks(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
-    owed = []
+    required = []
     for position, rank in enumerate(evidence.with_data):
         header = expectation.headers[position]
         if tally.layer == "lattice":
             expected = float(expectation.lattice.losses[position])
         else:
             expected = expectation.shards[position].loss
-        owed.append(expected)
+        required.append(expected)
         compare: Compare = partial(bitwise, expected=_scalar(expected))
         if tally.layer == "lattice":
             beside = partial(_computed_again, expectation, position)
             compare = or_from_recorded(compare, expectation, beside)
         comparison = compare(_scalar(header.loss))
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
-    _sum_up(expectation, tally, expected=_mean(expectation, owed), bound=0.0)
+    _sum_up(expectation, tally, expected=_mean(expectation, required), bound=0.0)
 
 
 def _computed_again(expectation: StepExpectation, position: int) -> Compare:

@@ -1,4 +1,4 @@
-"""Putting the results of one check together, and holding them against what was owed. No torch."""
+"""Merges the results of one check, and compares them with the required coverage. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def earliest_failure(results: Sequence[CheckResult]) -> CheckResult | None:
     )
 
 
-def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
+def hold_against(result: CheckResult, required: Compared) -> CheckResult:
     """A pass that looked at less than the plan asks for is unknown, with what is missing."""
     if result.verdict != "pass":
         return result
@@ -97,10 +97,10 @@ def hold_against(result: CheckResult, owed: Compared) -> CheckResult:
     missing = [
         f"{have:,} of {want:,} {what}"
         for what, have, want in (
-            ("tensors", compared.tensors + insensitive.tensors, owed.tensors),
-            ("elements", compared.elements + insensitive.elements, owed.elements),
-            ("ranks", compared.ranks + insensitive.ranks, owed.ranks),
-            ("steps", compared.steps + insensitive.steps, owed.steps),
+            ("tensors", compared.tensors + insensitive.tensors, required.tensors),
+            ("elements", compared.elements + insensitive.elements, required.elements),
+            ("ranks", compared.ranks + insensitive.ranks, required.ranks),
+            ("steps", compared.steps + insensitive.steps, required.steps),
         )
         if have < want
     ]

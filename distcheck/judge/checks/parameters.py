@@ -1,10 +1,10 @@
 """The optimizer did with the synchronised gradients what it does with them on one machine.
 
 Gradients are judged on their own; here each rank's recorded gradients, parameters and optimizer
-state go through the same optimizer in one process, and what comes out is owed to the bit. In
+state go through the same optimizer in one process, and the result must be bit-identical. In
 the lattice the parameters are known in closed form, whatever was recorded. State that is sharded
 over the ranks is taken from, and compared on, the rank that holds it. Ranks that may train by
-themselves owe, after every average, the mean of what their own updates left (R).
+themselves must hold, after every average, the mean of what their own updates left (R).
 """
 
 from functools import partial
@@ -81,7 +81,7 @@ def _compare_rank(
     step, averages = expectation.step, expectation.averages
     for kind, tensors in after.items():
         if kind is Kind.PARAMETER and averages is not None and averages.at(step):
-            continue  # owed under R: the mean over the ranks
+            continue  # expected under R: the mean over the ranks
         for index, expected in enumerate(tensors):
             if kind is Kind.OPTIMIZER and expectation.update.is_sharded(index):
                 holders = expectation.update.holders(step + 1, index)

@@ -59,7 +59,7 @@ def _of_mean(
     per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
     shares = per_rank(expectation.shares)
     if not bool(shares.isfinite().all()):
-        return NOTHING  # a loss that was multiplied by zero: no rank's part can be told
+        return NOTHING  # a loss that was multiplied by zero: no rank's part is known
     bound_at = _bound(expectation, layer, index, own)
     bits = expectation.order_exact[index] if layer == "X" else None
 

@@ -89,7 +89,7 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
 
 
 def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
-    """What is no missing exchange: ranks exchange parameters in place of gradients."""
+    """What is not a missing exchange: ranks exchange parameters in place of gradients."""
     if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
         return found
     every = facts.averaged_every
@@ -97,8 +97,8 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
     told = Diagnosis(
         cause="model-averaging",
         evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
-        "parameters that their own updates left: a design of its own, which is no mean of "
-        "gradients where the optimizer keeps a state",
+        "parameters that their own updates left: another design, which differs from a mean "
+        "of gradients where the optimizer keeps state",
         suggestion=f"say --accept local-sgd:{every} if that is meant; or average gradients before "
         "the optimizer's step",
     )

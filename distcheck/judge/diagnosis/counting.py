@@ -108,6 +108,6 @@ def counted(step: StepFacts, way: Reading, where: str) -> Finding:
         if absent:
             evidence += f", {positions_text(step, absent)} not at all"
         return Finding("duplicated-rank", evidence, DUPLICATED)
-    owed = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
-    mean = isclose(way.factor, owed, rel_tol=1e-4)
+    required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
+    mean = isclose(way.factor, required, rel_tol=1e-4)
     return Finding("dropped-rank", evidence, dropped(step, absent, mean=mean))

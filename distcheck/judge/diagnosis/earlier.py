@@ -14,7 +14,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
             "stale-gradient",
             f"{where}: ranks hold the mean over all samples of step {past}",
             "wait for the exchange of this step before the optimizer's; look for a buffer "
-            "that is read before it is written, a handle that nobody waits for",
+            "that is read before it is written, a handle that is never waited for",
         )
         for past in range(step.step)
         if _all_match(step, parameters, "earlier", past)

@@ -1,4 +1,4 @@
-"""What was measured of a case that failed: plain numbers, from which causes are told. No torch.
+"""What was measured of a case that failed: plain numbers, from which causes are derived. No torch.
 
 One step's gradients are described by how each rank's result y is made of the W shard gradients
 g_r (the mean gradient of rank r's shard, whatever a strategy did to its loss). With the columns

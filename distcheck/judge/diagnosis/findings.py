@@ -53,6 +53,6 @@ def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
 def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
     """What each rank's gradient counts for in one rank's result, beside what it should."""
     got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
-    owed = ", ".join(f"{share:.4g}" for share in step.shares)
+    required = ", ".join(f"{share:.4g}" for share in step.shares)
     whose = positions_text(step, [rank])
-    return f"in {whose}'s result the ranks' gradients count {got} (owed: {owed})"
+    return f"in {whose}'s result the ranks' gradients count {got} (expected: {required})"

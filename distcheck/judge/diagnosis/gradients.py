@@ -2,7 +2,7 @@
 
 A cause is named if it explains every wrong gradient of every rank at the first step that was
 looked at, or (where parameters went wrong in different ways) every one of the parameters that it
-lists. Several that do so at once cannot be told apart by what was measured, and all are named.
+lists. Several that do so at once cannot be distinguished by what was measured, and all are named.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def explain_step(step: StepFacts) -> list[Finding]:
     """The causes of one step's wrong gradients."""
     if step.not_finite is not None:
         return [_not_finite(step)]
-    if step.missing:  # told by the check itself, and little was measured of it
+    if step.missing:  # said by the check itself, and little was measured of it
         return [_missing(step)] if step.missing_elsewhere else []
     before = left_otherwise(step)
     if before and step.mean_of_left:
@@ -283,7 +283,7 @@ def describe_unexplained(facts: Facts) -> str:
     text += f"; {coefficients_text(step, step.fits, wrong[0])}"
     share = number_text(100 * fit.residual)
     if fit.residual > max(fit.tolerance):
-        text += f", and {share} % of it is no combination of them at all"
+        text += f", and {share} % of it is not a combination of them"
     return text
 
 

@@ -20,7 +20,7 @@ def seen(expectation: StepExpectation, rank: int, index: int) -> torch.Tensor | 
 
 def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) -> float | None:
     """What multiple of the shard's gradient backward left, a loss that was scaled included; None
-    where it was not seen, or is no multiple.
+    where it was not seen, or is not a multiple.
     """
     same, along, square, size = True, 0.0, 0.0, 0.0
     for m in measured:

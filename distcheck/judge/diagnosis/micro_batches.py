@@ -10,13 +10,13 @@ from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
 _MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
-_LEAST_SINGULAR = 1e-5  # of the largest; below it, passes cannot be told apart
+_LEAST_SINGULAR = 1e-5  # of the largest; below it, passes cannot be distinguished
 _RESIDUAL = 1e-5  # of a result; passes were added up in its dtype
 
 
 def measured_passes(expectation: StepExpectation) -> PassFacts | None:
     """Least squares of every rank's gradients on the passes of all ranks; None where a step has one
-    pass, or they cannot be told apart, or the gradients are no combination of them.
+    pass, or they cannot be distinguished, or the gradients are no combination of them.
     """
     trace, step = expectation.trace, expectation.step
     ranks = range(trace.layout.world)

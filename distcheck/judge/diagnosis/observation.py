@@ -1,4 +1,4 @@
-"""The job that takes a closer look at a failed case: measures what causes are told from."""
+"""The job that takes a closer look at a failed case: measures what causes are derived from."""
 
 import os
 from collections import defaultdict
@@ -186,13 +186,13 @@ class _Look:
 
     def _is_right_under(self, loss: LossName, expectation: StepExpectation) -> bool:
         for index in range(len(self._job.layout.model.parameters)):
-            owed = expectation.interval(index, loss=loss)
+            required = expectation.interval(index, loss=loss)
             for rank in range(self._trace.layout.world):
                 found = self._trace.tensor(rank, Kind.GRADIENT, expectation.step, index)
-                if found is None or owed is None:
-                    if found is not None or owed is not None:
+                if found is None or required is None:
+                    if found is not None or required is not None:
                         return False
-                elif not bool(((real_parts(found) - owed.mean).abs() <= owed.bound).all()):
+                elif not bool(((real_parts(found) - required.mean).abs() <= required.bound).all()):
                     return False
         return True
 
@@ -221,7 +221,7 @@ class _Look:
                 wire = f", wire {contract.wire}" if contract.wire else ""
                 name = f"{type(contract.order).__name__} with {contract.scale}{wire}"
                 found[name] = contract.scale == promised.scale
-        # Dividing by a power of two rounds nothing, so that scales cannot be told apart then.
+        # Dividing by a power of two rounds nothing, so that scales cannot be distinguished then.
         nearest = [name for name, same_scale in found.items() if same_scale]
         return " or ".join((nearest or list(found))[:3])
 

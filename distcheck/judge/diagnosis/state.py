@@ -25,7 +25,7 @@ _ORDER = (
     "random number that no seed covers"
 )
 _RACE = (
-    "look for an asynchronous collective that nobody waits for, or not in time, a buffer that is "
+    "look for an asynchronous collective that is not waited for in time, a buffer that is "
     "used again while it is being sent, and"
 )
 # Of a gradient: far more than orders of summation differ by.
@@ -225,7 +225,7 @@ def _buffers(failed: Failures) -> list[Diagnosis]:
             cause="buffers-differ",
             evidence=f"gradients are right and buffers are not those that the shard's own forward "
             f"pass leaves: {where(result)}, {result.worst.actual if result.worst else ''} where "
-            f"{result.worst.expected if result.worst else ''} is owed",
+            f"{result.worst.expected if result.worst else ''} is expected",
             suggestion="look for what writes, resets or averages running statistics; if rank 0's "
             'are broadcast before every forward, promise it with @strategy(buffers="rank 0")',
         )

@@ -117,7 +117,7 @@ def _round_norm(step: StepFacts, way: Reading) -> str:
 
 
 def _already_there(step: StepFacts, factor: float) -> str:
-    """Says whether the factor was there before the exchange, or that it cannot be told."""
+    """Says whether the factor was there before the exchange, or that it is not known."""
     seen = step.left_factors
     if any(f is None for f in seen):
         return " (a loss that was scaled by as much would look the same)"
@@ -215,7 +215,7 @@ def _one_right(
 
 
 def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
-    """Ranks that hold different things, each of them told."""
+    """Ranks that hold different things, each of them named."""
     if all(map(_is_right, ways)):
         return []  # as far as norms tell; single elements are further off
     scaled = [next((w for w in way if w.kind == "mean"), None) for way in ways]

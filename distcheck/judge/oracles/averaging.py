@@ -1,4 +1,5 @@
-"""What ranks owe that train by themselves and average parameters: `--accept local-sgd:PERIOD`.
+"""What is expected of ranks that train by themselves and average parameters: `--accept
+local-sgd:PERIOD`.
 
 Between two averages each rank is one machine with its own shard: its gradients are its shard's, to
 the bit, and its parameters and optimizer state what the optimizer makes of them, to the bit. After
@@ -26,7 +27,7 @@ from distcheck.training.traces.reader import TraceReader
 
 
 class Averages:
-    """The steps after which the ranks of a trace owe the mean of their parameters."""
+    """The steps after which the ranks of a trace must hold the mean of their parameters."""
 
     def __init__(self, trace: TraceReader, period: int) -> None:
         self.period = period

@@ -60,7 +60,7 @@ def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A vector [elements] in (-1, 1) that every process on a machine can make for every rank.
 
     Drawn once for a few thousand elements, and repeated: which of the ranks comes first where in a
-    vector is told by any of them.
+    vector is known from any of them.
     """
     generator = torch.Generator()
     generator.manual_seed(rank + 1)

@@ -300,8 +300,8 @@ class StepExpectation:
         """S32, S64: one parameter's gradient, None where one machine has none.
 
         Where a GradScaler's scale takes a shard's gradient beyond all numbers, the step is to be
-        skipped for it, and what is owed of those elements is the shards' mean: no whole batch has
-        their overflow.
+        skipped for it, and what is expected of those elements is the shards' mean: no whole batch
+        has their overflow.
         """
         full = self.full_batch.gradients[index]
         if full is None or self.ingredients.training.loss_scale is None:
@@ -310,8 +310,8 @@ class StepExpectation:
         if interval is None or bool(interval.mean.isfinite().all()):
             return full
         parts = real_parts(full)
-        owed = torch.where(interval.mean.isfinite(), parts, interval.mean.to(parts.dtype))
-        return torch.view_as_complex(owed) if full.is_complex() else owed
+        required = torch.where(interval.mean.isfinite(), parts, interval.mean.to(parts.dtype))
+        return torch.view_as_complex(required) if full.is_complex() else required
 
     def shard_by_shard(self, index: int) -> torch.Tensor | None:
         """S32, at a kink: `owed_by_full_batch` with the samples taken as the ranks take them, where

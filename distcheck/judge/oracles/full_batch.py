@@ -174,7 +174,7 @@ class FullBatchReference:
 
     def loss_magnitude(self, step: int, loss: float) -> float:
         """The mean absolute value of the samples' losses, whose mean is `loss`; that of `loss`
-        itself where they cannot be told.
+        itself where they are not known.
         """
         batch, shards = self._prepare(step)
         loss_of, terms = self._ingredients.loaded.workload.loss, []
@@ -188,7 +188,7 @@ class FullBatchReference:
                 except Exception:  # theirs: it may take no single sample
                     return abs(loss)
         magnitude = fsum(map(abs, terms)) / len(terms)
-        # A loss that is no mean over its samples is not what these add up to.
+        # A loss that is not a mean over its samples is not what these add up to.
         known = abs(fsum(terms) / len(terms) - loss) <= _KNOWN_TERMS * magnitude
         return max(magnitude, abs(loss)) if known else abs(loss)
 

@@ -1,8 +1,8 @@
 """Whether sums that the lattice would have exact were rounded on the way, and by no more than R.
 
 Code that promises no order may divide before it adds up, or keep a running mean: a quotient that is
-no dyadic fraction rounds where the lattice's sum would not. R allows that anywhere else. From the
-first such step on, the lattice's closed form describes another training, and what is expected
+not a dyadic fraction rounds where the lattice's sum would not. R allows that anywhere else. From
+the first such step on, the lattice's closed form describes another training, and what is expected
 starts from the state that was recorded: the shards' gradients, the loss and the update to the bit
 (X), the mean within R.
 """

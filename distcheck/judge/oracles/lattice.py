@@ -36,7 +36,7 @@ Vector = list[int]
 
 
 class HeadroomError(Exception):
-    """A sum may exceed what the dtype holds exactly, so that bits are not owed any more."""
+    """A sum may exceed what the dtype holds exactly, so that results need not be bit-identical."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class LatticeOracle:
             return [Fraction(size * len(sizes), sum(sizes)) for size in sizes]
         if self._contract.observes_loss and observed is not None:
             if not all(map(isfinite, observed)):
-                raise HeadroomError("a loss was multiplied by what is no finite number")
+                raise HeadroomError("a loss was multiplied by a number that is not finite")
             return [Fraction(factor) for factor in observed]
         return [Fraction(1)] * len(sizes)
 

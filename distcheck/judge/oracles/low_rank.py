@@ -1,4 +1,4 @@
-"""What a low-rank exchange with error feedback (PowerSGD) owes: `--accept low-rank:RANK`.
+"""What a low-rank exchange with error feedback (PowerSGD) must yield: `--accept low-rank:RANK`.
 
 Vogels, Karimireddy and Jaggi (arXiv:1905.13727). Rank r adds to its gradient g_r what earlier steps
 had left over, a_r = g_r + e_r, seen as a matrix of n rows. All ranks agree on a matrix P, n x RANK,
@@ -33,10 +33,10 @@ what they were made of; that condition times |p_1^T M| |p_2^T M| is what enters,
 of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for 256 rows
 in float32.
 
-What is not compressed (vectors, small matrices, all of it in the first steps) owes M itself within
-R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It is wrong
-if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How near y
-comes to M is not owed: the report says it.
+What is not compressed (vectors, small matrices, all of it in the first steps) must be M itself
+within R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It
+is wrong if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How
+near y comes to M is not checked: the report says it.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ _WITHOUT_STYLE = {
     "band": 'fill="currentColor" fill-opacity=".1"',
     "axis": 'stroke="currentColor" stroke-opacity=".25" fill="none"',
     "rank": 'stroke="currentColor" stroke-opacity=".4" fill="none"',
-    "owed": 'stroke="currentColor" stroke-width="2" fill="none" stroke-dasharray="6 3"',
+    "required": 'stroke="currentColor" stroke-width="2" fill="none" stroke-dasharray="6 3"',
     "off": 'stroke="#c2302e" stroke-width="1.5" fill="none"',
     "within": 'stroke="currentColor" stroke-width="1.5" fill="none"',
     "dot": 'fill="#c2302e"',

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from distcheck.records.layers import layer_name
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -49,7 +50,7 @@ def draw_bound(name: str, check: dict[str, Any]) -> Picture:
         f"{plural(over, 'cell')} over the bound. " if over else "Every cell is within its bound. "
     )
     says += f"Largest share of a bound: {figure(worst[0])}, at {where}."
-    title = f"Error over bound: {check['check']}, {check['layer']}"
+    title = f"Error over bound: {check['check']}{layer_of(check)}"
     rows = [
         [label, *("" if share is None else figure(share) for share in row)]
         for label, row in zip(found["parameters"], shares, strict=True)
@@ -131,7 +132,8 @@ class _Grid:
 
 def layer_of(check: dict[str, Any]) -> str:
     """The layer with a comma before it, where one applies."""
-    return "" if check["layer"] == "-" else f", {check['layer']}"
+    name = layer_name(check["layer"])
+    return f", {name}" if name else ""
 
 
 def _level(share: float) -> int:

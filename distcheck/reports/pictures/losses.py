@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from distcheck.records.layers import layer_name
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -45,7 +46,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
         drawing.path("band", line([_point(*p) for p in band]) + "z")
     for rank in ranks:
         drawing.path("rank", line([_point(x(i), upper(v)) for i, v in enumerate(rank)]))
-    drawing.path("owed", line([_point(x(i), upper(v)) for i, v in enumerate(expected)]))
+    drawing.path("required", line([_point(x(i), upper(v)) for i, v in enumerate(expected)]))
     apart = [i for i, (o, b) in enumerate(zip(off, bound, strict=True)) if not abs(o) <= b]
     drawing.path(
         "off" if apart else "within", line([_point(x(i), lower(v)) for i, v in enumerate(off)])
@@ -58,7 +59,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     for number, place in _labels([upper(rank[-1]) for rank in ranks]):
         drawing.text(right + 3, place + 4, str(number), kind="faint")
     drawing.text(right + 16, _TOP + _UPPER + 14, "rank", kind="faint", end="end")
-    title = f"Loss of {len(ranks)} ranks and of the reference ({check['layer']})"
+    title = f"Loss of {len(ranks)} ranks and of the reference ({layer_name(check['layer'])})"
     says = (
         f"The ranks' mean leaves its bound at step {steps[apart[0]]}, and at {len(apart)} of "
         f"{plural(len(steps), 'step')} in all."

@@ -1,4 +1,4 @@
-"""A conformance suite for anybody's strategy: a test for every property, world and workload.
+"""A conformance suite for any strategy: a test for every property, world and workload.
 
     pytest --pyargs distcheck.testing.conformance --distcheck-strategy my_sync.py:sync
 

@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     strategies = config.getoption("distcheck_strategy", None)
     if strategies is None:
         raise pytest.UsageError(
-            "the conformance suite is told what to test by options of distcheck's pytest plugin: "
+            "the conformance suite takes what to test from options of distcheck's pytest plugin: "
             "leave -p no:distcheck out"
         )
     if not strategies:
@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
-    """Passes if every layer that owes this property has shown it."""
+    """Passes if every layer that covers this property has shown it."""
     report = _verified(strategy, world, workload)
     if isinstance(report, LeftOutError):
         pytest.skip(str(report))

@@ -49,7 +49,7 @@ def form_names() -> list[str]:
 
 
 def load_form(name: str) -> Form:
-    """A form by its name. Raises UsageError for one that nobody has written."""
+    """A form by its name. Raises UsageError for one that does not exist."""
     if name not in form_names():
         raise UsageError(f"unknown form --as {name}; known are {', '.join(form_names())}")
     module = importlib.import_module(f"distcheck.training.adapters.forms.{name.replace('-', '_')}")

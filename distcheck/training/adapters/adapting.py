@@ -103,7 +103,7 @@ def _methods(value: Any) -> str:
 
 
 def _refuse_deferred(target: Target) -> None:
-    """A call of it would make an object and exchange nothing, which is no missing exchange."""
+    """A call of it would make an object and exchange nothing, which is not a missing exchange."""
     kinds = {
         "a coroutine": inspect.iscoroutinefunction,
         "a generator": inspect.isgeneratorfunction,

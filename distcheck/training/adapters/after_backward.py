@@ -1,4 +1,4 @@
-"""A call of somebody's function after backward: what it must not do, and what it may return."""
+"""A call of the user's function after backward: what it must not do, and what it may return."""
 
 from collections.abc import Callable
 from typing import Any
@@ -96,10 +96,10 @@ def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
         answer = [answer.get(name) for name in named] if known else list(answer.values())
     if not isinstance(answer, list | tuple):
         return []
-    owed = with_gradients(list(named.values()))
+    required = with_gradients(list(named.values()))
     found = [t for t in answer if t is not None]
-    pairs = list(zip(owed, found, strict=False))
-    is_each = len(owed) == len(found) and bool(owed)
+    pairs = list(zip(required, found, strict=False))
+    is_each = len(required) == len(found) and bool(required)
     return pairs if is_each and all(_could_be(p, t) for p, t in pairs) else []
 
 

@@ -32,7 +32,7 @@ def adaptation_of(
 
 
 def check_adaptation(adaptation: Adaptation, loss: str) -> None:
-    """Raises UsageError for what can be told without the code itself."""
+    """Raises UsageError for what can be known without the code itself."""
     if adaptation.form is not None and adaptation.form not in form_names():
         meant = did_you_mean(adaptation.form, form_names())
         raise UsageError(
@@ -47,14 +47,14 @@ def check_adaptation(adaptation: Adaptation, loss: str) -> None:
         names = [name for name, _ in pairs]
         for name, value in pairs:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(f"{option} {name}={value}: {name!r} is no name")
+                raise UsageError(f"{option} {name}={value}: {name!r} is not a Python name")
             if names.count(name) > 1:
                 raise UsageError(f"{option} {name} is given more than once")
             if not value.startswith("@") and not _is_literal(value):
                 raise UsageError(f"{option} {name}: {value!r} is not a Python literal")
     for option, method in (("--finish", adaptation.finish), ("--reset", adaptation.reset)):
         if method is not None and not method.isidentifier():
-            raise UsageError(f"{option} {method!r} is no name of a method")
+            raise UsageError(f"{option} {method!r} is not the name of a method")
     without = adaptation.without_data
     if len(set(without)) < len(without):
         raise UsageError(

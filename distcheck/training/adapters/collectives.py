@@ -27,7 +27,7 @@ def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStr
     as_arrays = "ndarray" in target.first_annotation or target.first.endswith(("array", "arr"))
 
     def reduce(gradient: torch.Tensor) -> torch.Tensor:
-        # The gradient itself: whoever works on a copy of it is to be seen doing so.
+        # The gradient itself: code that works on a copy of it must be seen doing so.
         sent = gradient.contiguous() if as_arrays else gradient
         received = torch.zeros_like(sent)
         given = [sent, received][: len(supplied)]
@@ -38,7 +38,7 @@ def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStr
                 tensor.copy_(seen)
         if into:
             return received
-        # A number (elements sent, rounds, seconds) is no gradient: then it works in place.
+        # A number (elements sent, rounds, seconds) is not a gradient: then it works in place.
         in_place = answer is None or isinstance(answer, Number | str)
         return sent if in_place else torch.as_tensor(answer)
 

@@ -94,7 +94,9 @@ class FreeNames:
         *path, last = name.split(".")
         for part in path:
             if not hasattr(place, part):
-                raise UsageError(f"--set {name}: there is no {part!r} to set {last!r} of")
+                raise UsageError(
+                    f"--set {name}: {part!r} does not exist, so {last!r} cannot be set"
+                )
             place = getattr(place, part)
         setattr(place, last, value)
 

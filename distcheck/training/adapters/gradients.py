@@ -1,4 +1,4 @@
-"""Handing gradients to somebody's function, and taking back what it made of them."""
+"""Handing gradients to the user's function, and taking back what it made of them."""
 
 import math
 from collections.abc import Sequence

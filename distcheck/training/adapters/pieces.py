@@ -1,4 +1,4 @@
-"""Parameters that somebody's module holds in pieces: where each element is, and the whole of them.
+"""Parameters that a user's module holds in pieces: where each element is, and the whole of them.
 
 How code divides a parameter (flat or by rows, padded, in one tensor with others, whole parameters
 to single ranks) is not guessed. A copy of the model whose elements are numbered from 1 is wrapped
@@ -26,7 +26,7 @@ class LostElementsError(Exception):
 class Pieces:
     """The places of a model's elements in the tensors that this rank holds.
 
-    `whole` is a model that nobody trains; what is put together is written into it.
+    `whole` is a model that is not trained; what is put together is written into it.
     """
 
     def __init__(self, whole: nn.Module, *, what: str) -> None:
@@ -186,8 +186,9 @@ class Pieces:
             parameter.grad = found[name]
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-        """An optimizer's state over the pieces as state over the whole parameters. What is no
-        piece (a count of steps) is taken from the rank that speaks for a parameter's first element.
+        """An optimizer's state over the pieces as state over the whole parameters. What is not
+        a piece (a count of steps) is taken from the rank that speaks for a parameter's first
+        element.
         """
         here: list[dict[str, Any]] = [optimizer.state.get(p, {}) for p in self.held]
         keys = sorted({k for s in here for k, v in s.items() if isinstance(v, torch.Tensor)})

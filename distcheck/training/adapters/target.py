@@ -1,4 +1,4 @@
-"""The code that is to be adapted, and what can be told of it without calling it."""
+"""The code that is to be adapted, and what is known of it without calling it."""
 
 import ast
 import functools
@@ -280,7 +280,7 @@ class Source:
 
     @property
     def descends(self) -> bool:
-        """Whether it subtracts something from a `.data` that is no gradient's: p.data -= ...,
+        """Whether it subtracts something from a `.data` that is not a gradient's: p.data -= ...,
         p.data.sub_(...), p.data = p.data - ...
         """
         return any(_subtracts(node) for node in ast.walk(self._tree))

@@ -7,7 +7,7 @@ left behind whatever dies). Every rank writes into regions of its own:
     slot table      per rank, kind, slot and tensor: digest and where the bytes are
     data            per rank, kind, slot and tensor: the bytes
 
-The file is sparse: a region that nobody writes costs no memory. Ranks that hold the same bits
+The file is sparse: a region that is not written costs no memory. Ranks that hold the same bits
 store them once (the table entry of the others points at the first), which is what keeps the
 trace of a correct run small.
 """

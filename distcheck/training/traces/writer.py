@@ -93,11 +93,11 @@ class TraceWriter:
         settings: int = 0,
         implementation: int = 0,
     ) -> None:
-        """Records what belongs to a step and is no tensor of the model; marks it as written.
+        """Records what belongs to a step and is not a tensor of the model; marks it as written.
 
         `ready_order` [parameters] lists parameter indices in the order in which backward
         finished their gradients, padded with -1. The digest is of torch's generators alone: the
-        libraries' are drawn from by whoever likes, and what that changes shows elsewhere.
+        libraries' any code may draw from, and what that changes shows elsewhere.
         `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does.
         """
         at = self._layout.header_offset(self._rank, step)
@@ -117,7 +117,7 @@ class TraceWriter:
         HEADER.pack_into(self._index, at, 1, *kinds, len(ids), loss, loss_factor, epoch, *sizes)
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
-        """Who already holds these bytes; this rank itself when nobody does."""
+        """Who already holds these bytes; this rank itself if no other does."""
         others = [r for r in range(self._layout.world) if r != self._rank]
         if kind is Kind.LOCAL_GRADIENT:
             others = []

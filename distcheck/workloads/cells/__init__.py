@@ -205,12 +205,13 @@ def place_of(spec: str) -> str:
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raises UsageError for a name that is no cell's."""
+    """Raises UsageError for a name that is not a cell's."""
     for name in names:
         if name not in CELLS:
             meant = did_you_mean(name, CELLS)
             raise UsageError(
-                f"--without {name!r} is no cell of --thorough{meant}; those are {', '.join(CELLS)}"
+                f"--without {name!r} is not a cell of --thorough{meant}; "
+                f"choose from {', '.join(CELLS)}"
             )
 
 
@@ -250,5 +251,7 @@ def why_declined(
             "at them"
         )
     if clips and contract.optimizer_state == "cut":
-        return "a norm over pieces adds up in another order, so no bits of the update are owed"
+        return (
+            "a norm over pieces adds up in another order, so the update need not be bit-identical"
+        )
     return ""

@@ -164,7 +164,7 @@ class Averages(Layers):
 
 
 class ReassignedBuffers(CellWorkload):
-    """Whoever holds on to a buffer's first tensor works on a dead one."""
+    """Code that holds on to a buffer's first tensor works on a dead one."""
 
     must_happen = (BufferReplaced(buffer="mean"),)
 

@@ -1,4 +1,4 @@
-"""How ranks were brought into being by somebody else: one file per launcher.
+"""How ranks were brought into being by something else: one file per launcher.
 
 Each has `NAME` and `detect(environ) -> Launch | None`, which reads the variables that the launcher
 sets and touches nothing. Several may answer where one starts another (srun starts torchrun's

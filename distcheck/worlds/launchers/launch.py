@@ -52,7 +52,7 @@ def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
 
 
 def local_number(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
-    """A variable that may be missing. Raises CannotRunError for one that is no number."""
+    """A variable that may be missing. Raises CannotRunError for one that is not a number."""
     return number(environ, name, launcher=launcher) if name in environ else default
 
 

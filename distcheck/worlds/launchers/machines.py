@@ -27,7 +27,7 @@ def launch_here(
     where it does not divide. Raises UsageError.
     """
     if nnodes < 1:
-        raise UsageError(f"--nnodes {nnodes} is no number of machines; it takes 1 or more")
+        raise UsageError(f"--nnodes {nnodes} is out of range; it takes 1 or more")
     if machine is None or not 0 <= machine < nnodes:
         said = "is missing" if machine is None else f"{machine} is out of range"
         raise UsageError(f"--node-rank {said}; with --nnodes {nnodes} it takes 0 to {nnodes - 1}")
@@ -42,7 +42,7 @@ def launch_here(
             )
         port = _DEFAULT_PORT if master_port is None else master_port
         if not 0 < port < 65536:
-            raise UsageError(f"--master-port {port} is no port; it takes 1 to 65535")
+            raise UsageError(f"--master-port {port} is out of range; it takes 1 to 65535")
         init_method = f"tcp://{master_addr}:{port}"
     elif not init_method.startswith(("tcp://", "file://")):
         raise UsageError(

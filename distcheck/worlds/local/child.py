@@ -27,7 +27,7 @@ from distcheck.worlds import flight, linux, messages
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
 
 _leave = os._exit  # which a child replaces by what tells of it
-_LAST_WORDS_S = 0.2  # to whoever calls os._exit, whose lock may be held by the very same thread
+_LAST_WORDS_S = 0.2  # to the caller of os._exit, whose lock may be held by the very same thread
 
 
 class Reporter:
@@ -39,7 +39,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def send(self, event: messages.Event, *, patience_s: float = -1) -> None:
-        """Sends one event; a front that is gone is no reason to fail. With `patience_s`, not if
+        """Sends one event; a front that is gone is not a reason to fail. With `patience_s`, not if
         another is being sent for longer. A process that this one forked, and that has run on into
         what only this one may do, ends here.
         """
@@ -95,8 +95,8 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
 
 
 def _tell_before_exit(reporter: Reporter) -> None:
-    """Has `os._exit` tell where it was called, which nobody could ask afterwards; not in processes
-    that this one forks.
+    """Has `os._exit` tell where it was called, which could not be asked afterwards; not in
+    processes that this one forks.
     """
     own = os.getpid()
 
@@ -224,14 +224,14 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
 
 
 def _shown_of(frame: FrameType) -> str:
-    """A stack less distcheck's plumbing, and less torch's where there is anybody else's."""
+    """A stack less distcheck's plumbing, and less torch's where there is other code."""
     shown = [f for f in _since_fork(traceback.extract_stack(frame)) if not _is_own(f.filename)]
     theirs = [f for f in shown if "/torch/" not in f.filename]
     return "".join(traceback.format_list(theirs or shown))
 
 
 def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames of this process's own life; those below `run` are of whoever forked it."""
+    """The frames of this process's own life; those below `run` are of its parent."""
     begun = [i for i, f in enumerate(summary) if f.filename == __file__ and f.name == "run"]
     return summary[begun[-1] + 1 :] if begun else list(summary)
 
@@ -242,7 +242,7 @@ _OWN_FOLDERS = tuple(
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a frame is distcheck's own plumbing, which tells nobody anything."""
+    """Whether a frame is distcheck's own plumbing, which says nothing to a user."""
     return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 

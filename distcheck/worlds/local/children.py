@@ -22,11 +22,11 @@ class Child:
     exit_code: int | None = None
     exit_signal: int | None = None
     gone: bool = False
-    lost: str = ""  # why nobody knows any more: its machine cannot be reached
+    lost: str = ""  # why its state is unknown: its machine cannot be reached
     shaken: bool = False  # asked for its stacks by a signal, which it may not have survived
     cut_short: bool = False  # killed by distcheck before it had reported
     ended: bool = False  # by distcheck, since it did not answer
-    released: bool = False  # told that it may leave, while it was there
+    released: bool = False  # allowed to leave, while it was there
     stopped: bool = False  # found to be stopped (state T), so that it could answer nothing
     woken: bool = False  # said nothing before it was asked by a signal, which can wake a rank
     late: bool = False  # done only after it had been asked what keeps it, which can wake a rank

@@ -111,8 +111,8 @@ class Helper:
 
     def _import_own(self, modules: Sequence[str]) -> None:
         """Imports modules of distcheck that every child would otherwise import for itself, for
-        longer than many of them work; once, whether that succeeds or not. Code under test is none
-        of them.
+        longer than many of them work; once, whether that succeeds or not. Code under test is not
+        one of them.
         """
         missing = [n for n in modules if child.is_own(n) and n not in self._tried]
         self._tried.update(missing)
@@ -161,7 +161,7 @@ class Helper:
                     os.kill(pid, signal.SIGKILL)
 
     def _end_children(self) -> None:
-        """Kills until there is nobody left: whoever loses a parent becomes a child of ours."""
+        """Kills until none is left: a process that loses its parent becomes a child of ours."""
         while family := linux.children_of_self():
             for pid in family:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """Two ways for a helper process to come to exist.
 
-CleanHelper    a new interpreter that imports torch and nothing of anybody else's: for code that is
+CleanHelper    a new interpreter that imports torch and nothing else: for code that is
                judged, which its ranks load by name
 ForkedHelper   a fork of this very process: for code that is here already, a test with its
                fixtures and examples, which its ranks inherit

@@ -50,7 +50,7 @@ def _wait(front_pid: int, control: socket.socket, launcher: "subprocess.Popen[by
 
 
 def _end_children() -> None:
-    """Kills until there is nobody left; whoever loses a parent becomes a child of this process."""
+    """Kills until none is left; a process that loses its parent becomes a child of this process."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         with open(path) as file:
@@ -65,7 +65,7 @@ def _end_children() -> None:
 
 
 def _remove_shared_files(begun: float) -> None:
-    """Removes shared memory of MPICH's that is younger than the job and that nobody uses: that of
+    """Removes shared memory of MPICH's that is younger than the job and that is not in use: that of
     ranks which were killed before they could take its name away.
     """
     deadline = time.monotonic() + _USED_FOR_S

@@ -1,6 +1,6 @@
 """Run as a program, with the standard library alone: what a launcher starts in place of a rank.
 
-Passes on what the launcher has told it about the job, and stays for as long as the rank that takes
+Passes on what the launcher has given it about the job, and stays for as long as the rank that takes
 its place. Imports little, because there is one for every rank.
 """
 

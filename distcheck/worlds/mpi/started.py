@@ -1,5 +1,5 @@
 """MPI jobs whose ranks the helper forks: a launcher starts a stand-in for each, and every rank
-takes over what its stand-in was told (docs/decisions/mpi.md).
+takes over what its stand-in was given (docs/decisions/mpi.md).
 
 front -> keeper.py -> mpirun -> stand_in.py, one for each rank
 """
@@ -23,7 +23,7 @@ from distcheck.errors import CannotRunError
 from distcheck.worlds.shares import RankStart
 
 _START_DEADLINE_S = 120.0
-_PATIENCE_S = 10.0  # with a keeper that was told to end
+_PATIENCE_S = 10.0  # with a keeper that was asked to end
 _POLL_S = 0.05
 _HERE = Path(__file__).parent
 _SHARED_MEMORY = "/dev/shm"
@@ -70,7 +70,7 @@ class MPIJob:
             raise
 
     def enlist(self, rank: int, start: RankStart) -> RankStart:
-        """A rank's start, with what its stand-in was told."""
+        """A rank's start, with what its stand-in was given."""
         return replace(
             start,
             environment={**start.environment, **self.environments[rank]},
@@ -105,7 +105,7 @@ class MPIJob:
             named.clear()
 
     def _meet(self, server: socket.socket, size: int, launcher: library.Launcher) -> None:
-        """Hears what every stand-in was told. Raises CannotRunError."""
+        """Hears what every stand-in was given. Raises CannotRunError."""
         assert self._keeper is not None
         deadline = time.monotonic() + _START_DEADLINE_S
         while len(self._stand_ins) < size:

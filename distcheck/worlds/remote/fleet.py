@@ -185,7 +185,7 @@ class Fleet(Pool):
                 self._complain_early(link)
 
     def _complain_early(self, link: Link) -> None:
-        """A process that goes while the others gather leaves no world to be told in."""
+        """A process that goes while the others gather leaves no world to report it in."""
         if not self._all_alike:
             raise RankLostError(link.lost)
 

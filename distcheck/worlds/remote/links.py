@@ -62,7 +62,7 @@ class Link:
         self.hello: wire.Hello | None = None
         self.prepared: wire.Prepared | None = None
         self.lost = ""
-        self.silent_s = 0.0  # for which somebody listened to it
+        self.silent_s = 0.0  # for which it was listened to
         self._shares: dict[int, RemoteShare] = {}
 
     @property
@@ -174,7 +174,7 @@ class RemoteShare(Share):
         self._link.forget(self._world)
 
     def lose(self) -> None:
-        """Every rank that was still there is gone, nobody knows how."""
+        """Every rank that was still there is gone, and how is not known."""
         for child in self.children.values():
             if not child.gone:
                 child.gone, child.lost = True, self._link.lost

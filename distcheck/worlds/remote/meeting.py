@@ -78,7 +78,7 @@ def address_of(meeting: str) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise CannotRunError(
-            f"{meeting!r} is no meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
+            f"{meeting!r} is not a meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
         )
     return host.strip("[]"), int(port)
 
@@ -180,7 +180,7 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
     is, again and again until the deadline. Raises CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
-    reason, place = "nobody has said where it is", None
+    reason, place = "its place is not known yet", None
     while True:
         place = find() or place
         if place is not None:

@@ -42,7 +42,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     accumulates, all of a step's backwards are within it.
     """
     if not callable(target.value) or target.is_unbound:
-        raise refusal(target, f"strategy {target.spec!r} is no context manager")
+        raise refusal(target, f"strategy {target.spec!r} is not a context manager")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     supplied = _subject(target, scene)
     filling = Filling(scene, target.value, what=what, supplied=supplied)

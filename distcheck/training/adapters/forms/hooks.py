@@ -24,7 +24,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called in place of DDP's constructor; a module that it returns is trained."""
     if target.is_class or not target.first:
-        raise refusal(target, f"strategy {target.spec!r} is no function of a model")
+        raise refusal(target, f"strategy {target.spec!r} is not a function of a model")
     if is_context_function(target.value):
         raise UsageError(
             f"strategy {target.spec!r} is a context manager, which --as hooks would call and never "

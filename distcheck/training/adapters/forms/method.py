@@ -28,7 +28,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called after every backward on an object whose constructor never ran."""
     if target.owner is None or not target.is_unbound:
-        raise refusal(target, f"strategy {target.spec!r} is no method of a class")
+        raise refusal(target, f"strategy {target.spec!r} is not a method of a class")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     filling = (
         Filling(scene, target.value, what=what, supplied=["self"], skip=0)
@@ -117,7 +117,7 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
         if name in told:
             return scene.keep(f"self.{name}", told[name])
         meaning = scene.meaning_of(name)
-        if meaning in ("parameters", "named_parameters"):  # what an object keeps is no generator
+        if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
             sentence = (

@@ -25,7 +25,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called after every backward, with the model as its first argument if nothing tells other."""
     if not callable(target.value) or target.is_class:
-        raise refusal(target, f"strategy {target.spec!r} is no function")
+        raise refusal(target, f"strategy {target.spec!r} is not a function")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     takes_all = _takes_all(target)
     if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:

@@ -61,7 +61,7 @@ def _takes_optimizer(parameter: inspect.Parameter) -> bool:
 
 
 class Around:
-    """An optimizer of somebody's around torch's own, `optim`; the loop sees both."""
+    """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
     def __init__(self, made: Any, inner: torch.optim.Optimizer, scene: Scene) -> None:
         self._made, self.optim, self._scene = made, inner, scene

@@ -38,7 +38,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Made of the workload's parameters; its step() is called where the optimizer's would be."""
     if not fits(target):
-        raise refusal(target, f"strategy {target.spec!r} is no optimizer's class")
+        raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
     base = _torchs_own(target.value)
     return _by_its_base(target, scene, base) if base is not None else _by_its_update(target, scene)
 

@@ -41,7 +41,7 @@ def _words(made: Any) -> set[str]:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Trained in the module's place. The model that is recorded is another, which nobody trains:
+    """Trained in the module's place. The model that is recorded is another, which is not trained:
     parameters, gradients and optimizer state are written into it, put together.
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)

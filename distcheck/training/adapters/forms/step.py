@@ -33,7 +33,7 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called in place of the optimizer's step, whose beginning shows the final gradients."""
     if target.is_class or not callable(target.value):
-        raise refusal(target, f"strategy {target.spec!r} is no function")
+        raise refusal(target, f"strategy {target.spec!r} is not a function")
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     first = target.first
     supplied = [first] if first and scene.meaning_of(first) in ("", "model") else []

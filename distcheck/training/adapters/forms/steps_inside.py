@@ -12,7 +12,7 @@ given an optimizer of plain SGD with that rate in the same way (`--as steps-insi
 
 That holds for updates that add a multiple of this step's gradient to a parameter, whatever the
 parameter is. After the last step the code is called once more, with the parameters as they are and
-gradients of zero: whoever moves them then decays them, or keeps momentum, and is refused.
+gradients of zero: code that moves them then decays them, or keeps momentum, and is refused.
 """
 
 import contextlib
@@ -49,7 +49,9 @@ def fits(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called after backward on parameters of zero; the optimizer's step is the workload's own."""
     if target.is_class or target.is_unbound or not target.first:
-        raise refusal(target, f"strategy {target.spec!r} is no function of a model or parameters")
+        raise refusal(
+            target, f"strategy {target.spec!r} is not a function of a model or of parameters"
+        )
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     takes_optimizer = _takes_optimizer(target)
     if not _rates(target) and not takes_optimizer:

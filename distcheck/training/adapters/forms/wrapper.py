@@ -68,8 +68,8 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     if not is_trained and not finish and not has_none and not hooks:
         raise refusal(
             target,
-            f"{what} takes a module, and none of its methods has a usual name for what is called "
-            f"after backward (it has {_own_methods(build)}); give --finish METHOD, or --finish "
+            f"{what} takes a module, and no method has a usual name for what runs after "
+            f"backward (it has {_own_methods(build)}); give --finish METHOD, or --finish "
             "none where its constructor does all",
         )
     made: list[Any] = []
@@ -196,7 +196,7 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         forward = getattr(made, "forward", None) or made
         if not callable(forward):
-            raise UsageError(f"{target.spec!r} made a {type(made).__name__}, which is no module")
+            raise UsageError(f"{target.spec!r} made a {type(made).__name__}, which is not a module")
         made = Carrier(model, forward, made)
     trained: nn.Module = made
     return trained
@@ -221,7 +221,7 @@ def _parameters(made: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class Carrier(nn.Module):
-    """Carries a wrapper that is no module: its forward, and its parameters or else the model's."""
+    """Carries a wrapper that is not a module: its forward, its parameters or the model's."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], made: Any) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 import pytest
 
 from distcheck.contract import Contract
-from distcheck.plan.coverage import Owed
+from distcheck.plan.coverage import Coverage
 from distcheck.records import Adaptation, Case, Compared, ModelLayout, TensorSpec
 
 
@@ -18,14 +18,14 @@ STATE = (tensor("weight/momentum_buffer", 3, 4), tensor("bias/momentum_buffer", 
 SIZES = [[4, 4, 2]] * 5
 
 
-def owed(*, without: tuple[int, ...] = (), state: bool = True, **contract: object) -> Owed:
+def required(*, without: tuple[int, ...] = (), state: bool = True, **contract: object) -> Coverage:
     """World 3, five steps of ten samples."""
     case = Case(
         id="one", strategy="s", world=3, steps=5, batch=10,
         adaptation=Adaptation(without_data=without),
     )  # fmt: skip
     model = ModelLayout(parameters=PARAMETERS, buffers=BUFFERS, optimizer=STATE if state else ())
-    return Owed(case, Contract(**contract), model, SIZES)  # type: ignore[arg-type]
+    return Coverage(case, Contract(**contract), model, SIZES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -44,54 +44,56 @@ def owed(*, without: tuple[int, ...] = (), state: bool = True, **contract: objec
     ],
 )
 def test_a_check_of_tensors_and_their_state(given: dict[str, object], expected: Compared) -> None:
-    planned = owed(**given).check("parameters", "X", PARAMETERS, state=STATE)  # type: ignore[arg-type]
+    planned = required(**given).check("parameters", "X", PARAMETERS, state=STATE)  # type: ignore[arg-type]
     assert (planned.check, planned.layer, planned.scope) == ("parameters", "X", "step")
-    assert planned.owed == expected
+    assert planned.required == expected
 
 
 def test_a_check_of_tensors_alone() -> None:
     expected = Compared(tensors=2, elements=3 * 15 * 5, ranks=3, steps=5)
-    assert owed().check("gradients", "R", PARAMETERS).owed == expected
+    assert required().check("gradients", "R", PARAMETERS).required == expected
 
 
 def test_the_loss_of_every_rank_with_data_at_every_step() -> None:
-    planned = owed().loss("S32")
+    planned = required().loss("S32")
     assert (planned.check, planned.layer) == ("loss", "S32")
-    assert planned.owed == Compared(tensors=1, elements=15, ranks=3, steps=5)
-    without = owed(without=(1,)).loss("S32").owed
+    assert planned.required == Compared(tensors=1, elements=15, ranks=3, steps=5)
+    without = required(without=(1,)).loss("S32").required
     assert without == Compared(tensors=1, elements=10, ranks=2, steps=5)
 
 
 def test_every_rank_owes_its_outcome_and_its_beginning_with_data_or_without() -> None:
-    for some in (owed(), owed(without=(2,))):
+    for some in (required(), required(without=(2,))):
         assert some.outcome() == Compared(ranks=3)
         assert some.initial() == Compared(tensors=3, elements=17 * 3, ranks=3, steps=1)
 
 
 def test_every_sample_of_every_step() -> None:
-    assert owed().data() == Compared(tensors=0, elements=50, ranks=3, steps=5)
+    assert required().data() == Compared(tensors=0, elements=50, ranks=3, steps=5)
 
 
 def test_a_rerun_repeats_everything_that_a_rank_records() -> None:
     """Local and synchronised gradients and the state at each of five steps, the state before."""
-    planned = owed().rerun()
+    planned = required().rerun()
     assert (planned.check, planned.layer, planned.scope) == ("rerun", "-", "run")
     elements = 3 * (5 * (15 + 15 + 32) + 32)
-    assert planned.owed == Compared(tensors=2 + 2 + 5, elements=elements, ranks=3, steps=5)
-    unseen = owed(sync="out-of-sight").rerun().owed  # local gradients are not recorded
+    assert planned.required == Compared(tensors=2 + 2 + 5, elements=elements, ranks=3, steps=5)
+    unseen = required(sync="out-of-sight").rerun().required  # local gradients are not recorded
     elements = 3 * (5 * (15 + 32) + 32)
     assert unseen == Compared(tensors=2 + 5, elements=elements, ranks=3, steps=5)
 
 
 def test_local_sgd_owes_the_steps_between_averages_and_the_averages() -> None:
     """Five steps, an average after every second one: two for certain, three at the most."""
-    between, after, agreement = owed().averaged(2)
+    between, after, agreement = required().averaged(2)
     assert [(p.check, p.layer) for p in (between, after, agreement)] == [
         ("parameters", "X"), ("parameters", "R"), ("agreement", "-"),
     ]  # fmt: skip
     elements = 45 * (5 - 3) + 45 * 5  # the optimizer's state is each rank's own at every step
-    assert between.owed == Compared(tensors=4, elements=elements, ranks=3, steps=5)
-    assert after.owed == agreement.owed == Compared(tensors=2, elements=90, ranks=3, steps=2)
-    bare = owed(state=False).averaged(2)[0].owed
+    assert between.required == Compared(tensors=4, elements=elements, ranks=3, steps=5)
+    assert (
+        after.required == agreement.required == Compared(tensors=2, elements=90, ranks=3, steps=2)
+    )
+    bare = required(state=False).averaged(2)[0].required
     assert bare == Compared(tensors=2, elements=90, ranks=3, steps=2)
-    assert owed().averaged(5)[1].owed == Compared(tensors=2, elements=45, ranks=3, steps=1)
+    assert required().averaged(5)[1].required == Compared(tensors=2, elements=45, ranks=3, steps=1)

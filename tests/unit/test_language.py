@@ -1,0 +1,77 @@
+"""Plain English: words that make a sentence hard to read are in no message, docstring or page."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = sorted(
+    p for room in ("distcheck", "strategies", "examples") for p in (ROOT / room).rglob("*.py")
+)
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Each with the word to use in its place: see docs/glossary.md.
+HARD = re.compile(
+    r"\b(?:told|owe|owed|owes|nobody(?:'s)?|somebody(?:'s)?|anybody(?:'s)?|whoever)\b"
+    r"|(?<!there )\bis no (?!longer|more\b)"  # "is not a", or say what it is
+    r"|\bis none (?:that|of)\b"
+    r"|\bof (?:its|theirs|hers)\.",
+    re.IGNORECASE,
+)
+
+
+def hard_words(text: str) -> list[str]:
+    """The words, with what is around them; a line break counts as a blank."""
+    text = re.sub(r"\s+(?:# )?", " ", text)
+    return [text[max(0, m.start() - 40) : m.end() + 30] for m in HARD.finditer(text)]
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Messages, docstrings and comments of a module."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else "X" for part in node.values
+            )  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
+    comments = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    yield from comments
+
+
+def identify(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", CODE, ids=identify)
+def test_code(path: Path) -> None:
+    assert not [found for text in texts_of(path) for found in hard_words(text)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=identify)
+def test_pages(path: Path) -> None:
+    assert not hard_words(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "hard"),
+    [
+        ("--world 0 is no world", True),
+        ("a value for a parameter of its.", True),
+        ("which is none that a world can have", True),
+        ("what nobody\n    # reads", True),
+        ("where there is no rank, it is no longer needed, and is not a world", False),
+    ],
+)
+def test_it_finds_them(text: str, hard: bool) -> None:
+    assert bool(hard_words(text)) == hard
