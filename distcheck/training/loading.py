@@ -93,6 +93,11 @@ class LoadedStrategy:
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
 
+    @property
+    def syncs(self) -> bool:
+        """Whether there is a sync() to call after backward."""
+        return self.sync is not _nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWorkload:

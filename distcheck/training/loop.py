@@ -149,11 +149,15 @@ class Loop:
             self._strategy.sync(self.wrapped, step)
             if self._scaler.is_enabled():
                 self._scaler.unscale_(self._optimizer)
-            self._observer.synced(number, self.model)
+            if not self._exchanges_in_hooks:
+                self._observer.synced(number, self.model)
             self._progress(number, "update")
             if self._training.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._training.clip_norm)
-            self._scaler.step(self._optimizer)
+            if self._exchanges_in_hooks:
+                self._step_with_hooks(number)
+            else:
+                self._scaler.step(self._optimizer)
             self._scaler.update()
             return
         seen = 0
@@ -186,6 +190,33 @@ class Loop:
                 "its step() once in every step on every rank; where one rank steps for all and "
                 "sends its parameters, give --as steps-inside"
             )
+
+    @property
+    def _exchanges_in_hooks(self) -> bool:
+        """Whether the strategy has no sync() and put hooks before the optimizer's step: gradients
+        are final when these have run.
+        """
+        hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", None)
+        return bool(hooks) and not self._strategy.syncs
+
+    def _step_with_hooks(self, number: int) -> None:
+        """Takes the step, and records gradients after the strategy's hooks: hooks run in the order
+        in which they were registered. A step that the scaler skips runs none of them.
+        """
+        recorded = False
+
+        def begins(*_: object) -> None:
+            nonlocal recorded
+            recorded = True
+            self._observer.synced(number, self.model)
+
+        hook = self._optimizer.register_step_pre_hook(begins)
+        try:
+            self._scaler.step(self._optimizer)
+        finally:
+            hook.remove()
+        if not recorded:
+            self._observer.synced(number, self.model)
 
     def _backward(self, batch: Batch, step: Step) -> float:
         """Leaves the shard's gradients, and returns its mean loss."""

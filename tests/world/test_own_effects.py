@@ -114,6 +114,36 @@ def _failed(strategy: Any, **asked: Any) -> dict[tuple[str, str], CheckResult]:
     return {(r.check, r.layer): r for r in case.checks if r.verdict == "fail"}
 
 
+class MeanInAStepHook:
+    """Has no sync(): the mean is formed in a hook that runs before the optimizer's step."""
+
+    divided = True
+
+    def wrap(self, model):  # type: ignore[no-untyped-def]
+        return model
+
+    def optimizer(self, build, parameters):  # type: ignore[no-untyped-def]
+        parameters = list(parameters)
+        built = build(parameters)
+        built.register_step_pre_hook(lambda *_: self._exchange(parameters))
+        return built
+
+    def _exchange(self, parameters):  # type: ignore[no-untyped-def]
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+            if self.divided:
+                parameter.grad /= dist.get_world_size()
+
+
+class SumInAStepHook(MeanInAStepHook):
+    divided = False
+
+
+def test_gradients_are_final_after_the_hooks_of_an_optimizers_step() -> None:
+    assert not _failed(MeanInAStepHook)
+    assert set(_failed(SumInAStepHook)) == {("gradients", "R"), ("gradients", "S32")}
+
+
 def test_parameters_may_lie_otherwise_in_memory() -> None:
     assert not _failed(ChannelsLast)
     assert set(_failed(ChannelsLastUndivided)) == {("gradients", "R"), ("gradients", "S32")}
