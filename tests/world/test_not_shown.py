@@ -1,0 +1,77 @@
+"""What a pass does not show, as docs/what-equal-means.md says it: wrong code passes there, and
+fails where the page says that it is seen.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distcheck
+from distcheck.contract import RankOrder, Step, strategy
+
+HERE = "tests.world.test_not_shown"
+SUBTLE = "tests.mutants.subtle.state"
+
+
+def _gathered(gradient: torch.Tensor, step: Step) -> list[torch.Tensor]:
+    parts = [torch.empty_like(gradient) for _ in range(step.world_size)]
+    dist.all_gather(parts, gradient * step.weight)
+    return parts
+
+
+@strategy(order=RankOrder(), scale="divide-after")
+def promises_ranks_in_order_and_adds_them_backwards(model: nn.Module, step: Step) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        total, *others = reversed(_gathered(parameter.grad, step))
+        for part in others:
+            total = total + part
+        parameter.grad.copy_(total / step.world_size)
+
+
+def unweighted(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
+        parameter.grad.div_(dist.get_world_size())
+
+
+class SeedsBeforeEveryForward:
+    """All ranks draw the masks of one seed."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model.register_forward_pre_hook(lambda *_: torch.manual_seed(7) and None)
+        return model
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(step.weight)
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(step.world_size)
+
+
+def verdict(strategy: str, *, world: int, workload: str, steps: int = 1) -> str:
+    report = distcheck.verify(
+        strategy, world=world, workload=workload, dtype="float32", batch=64, steps=steps
+    )
+    return report.verdict
+
+
+@pytest.mark.parametrize("name", ["promises_ranks_in_order_and_adds_them_backwards", "unweighted"])
+def test_worlds_that_hide_an_order_or_a_weight(name: str) -> None:
+    assert verdict(f"{HERE}:{name}", world=2, workload="mlp") == "pass"
+    assert verdict(f"{HERE}:{name}", world=3, workload="mlp") == "fail"
+
+
+def test_ranks_that_are_seeded_alike_show_within_the_forward_pass_alone() -> None:
+    assert (
+        verdict(f"{SUBTLE}:seeds_all_ranks_alike", world=2, workload="dropout", steps=2) == "pass"
+    )
+    assert verdict(f"{HERE}:SeedsBeforeEveryForward", world=2, workload="dropout") == "fail"
+
+
+def test_a_missing_first_broadcast_shows_in_its_cell_alone() -> None:
+    assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="mlp") == "pass"
+    assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="different_starts") == "fail"
