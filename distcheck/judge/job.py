@@ -54,7 +54,8 @@ def judge_trace(
     among = trace.of_ranks(ingredients.case.with_data)
     references = References(ingredients, job.contract, among)
     expectations = [
-        StepExpectation(ingredients, job.contract, among, references, step) for step in job.steps
+        StepExpectation(ingredients, job.contract, among, references, step)
+        for step in sorted(job.steps)
     ]
     evidence = Evidence(ingredients, job.contract, trace, expectations, rerun)
     results = []

@@ -139,6 +139,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     aggregates: Aggregates = Aggregates()
     shown: dict[str, Shown] = {}
     insensitive: Compared = Compared()
+    excuse: str = ""  # why something passed, which explains nothing beside a failure
     defect: str = ""  # the traceback, where distcheck itself failed in this check
 
 

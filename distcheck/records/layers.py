@@ -20,11 +20,11 @@ class Layer(msgspec.Struct, frozen=True):
 LAYERS = {
     layer.alias: layer
     for layer in (
-        Layer("lattice", "exact", "whole numbers, equal to a closed form"),
-        Layer("X", "bitwise", "equal to the promised order of summation, recomputed"),
-        Layer("R", "rounding bound", "within what rounding in any order of summation can do"),
-        Layer("S32", "float32 reference", "the whole batch in a single process, in float32"),
-        Layer("S64", "float64 reference", "the whole batch in a single process, in float64"),
+        Layer("lattice", "exact", "a closed form in whole numbers"),
+        Layer("X", "bitwise", "the promised order of summation"),
+        Layer("R", "rounding bound", "rounding in any order of summation"),
+        Layer("S32", "float32 reference", "the whole batch in one process, in float32"),
+        Layer("S64", "float64 reference", "the whole batch in one process, in float64"),
     )
 }
 

@@ -182,7 +182,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failur
     for result in _rows(cases):
         table.add_row(
             result.check if result.check != last else "",
-            layer_name(result.layer).replace("reference", "ref"),
+            layer_name(result.layer).removesuffix(" bound").replace("reference", "ref"),
             Text("ok" if result.verdict == "pass" else result.verdict, _STYLE[result.verdict]),
             *_counts(result.compared, shown),
             describe_worst(result),
@@ -255,12 +255,12 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _print_legend(report: Report, console: Console) -> None:
-    """Each layer of this report in one line, with its alias in JSON."""
+    """What the layers of this report compare with, and their aliases in JSON."""
     used = {result.layer for case in report.cases for result in case.checks}
-    for layer in LAYERS.values():
-        if layer.alias in used:
-            text = f"{layer.name} ({layer.alias}): {layer.about}"
-            _print_sentence(text, console, indent=0, style="dim")
+    shown = [f"{one.name} ({one.alias}), {one.about}" for a, one in LAYERS.items() if a in used]
+    if shown:
+        text = f"Layers, and what each compares with: {'; '.join(shown)}."
+        _print_sentence(text, console, indent=0, style="dim")
 
 
 def _one_line(cases: Sequence[CaseReport]) -> str:

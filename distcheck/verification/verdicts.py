@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from distcheck.judge import acceptance, diagnosis, sensitivity
-from distcheck.judge.checks.merging import earliest_failure, hold_against, merge_results
+from distcheck.judge.checks.merging import (
+    earliest_failure,
+    hold_against,
+    merge_results,
+    with_excuse,
+)
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
@@ -138,7 +143,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
         if found:
             found.sort(key=lambda part: part.first.step if part.first else 0)
             merged = msgspec.structs.replace(
-                merge_results(found),
+                with_excuse(merge_results(found)),
                 aggregates=merge_aggregates([part.aggregates for part in found]),
             )
         else:

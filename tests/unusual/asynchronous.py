@@ -339,7 +339,8 @@ class ZeroWithOwnExchange:
     """The optimizer's state is divided among ranks; gradients are exchanged by hand."""
 
     def optimizer(self, build, parameters):
-        return ZeroRedundancyOptimizer(list(parameters), optimizer_class=build)
+        groups = build(parameters).param_groups
+        return ZeroRedundancyOptimizer(groups, optimizer_class=build)
 
     def sync(self, model, step):
         for gradient in _gradients(model):
@@ -352,6 +353,7 @@ class ZeroOverDDP(_DDP):
     """The same over DDP, with parameters in buckets."""
 
     def optimizer(self, build, parameters):
+        groups = build(parameters).param_groups
         return ZeroRedundancyOptimizer(
-            list(parameters), optimizer_class=build, parameters_as_bucket_view=True
+            groups, optimizer_class=build, parameters_as_bucket_view=True
         )

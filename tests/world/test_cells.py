@@ -89,7 +89,7 @@ def test_a_cell_that_is_declined_is_left_out() -> None:
     with pytest.raises(UsageError, match="sparse cannot be run by ring at world 2: its contract"):
         distcheck.verify("ring", world=2, workload="sparse")
     with pytest.raises(
-        UsageError, match="'tied' is not a cell of --thorough; those are tied_weights"
+        UsageError, match="'tied' is not a cell of --thorough; choose from tied_weights"
     ):
         distcheck.verify("ring", world=2, thorough=True, without="tied")
 

@@ -156,7 +156,10 @@ def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path)
     assert annotation[0].startswith("file=my_sync.py,line=4,title=distcheck%3A fail (missing-div")
     message = annotation[1].split("%0A")
     assert message[0].startswith("cause: missing-division: ")
-    assert any(line.startswith("gradients (R): first divergence: step 0, ") for line in message)
+    assert any(
+        line.startswith("gradients (rounding bound): first divergence: step 0, ")
+        for line in message
+    )
     whole = artefacts / "distcheck-whole"
     root = ElementTree.parse(whole / "distcheck.xml").getroot()
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("2", "1", "0")

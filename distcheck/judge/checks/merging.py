@@ -42,8 +42,15 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         worst=worst,
         first=first.first if first else None,
         reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),
+        excuse="; ".join(dict.fromkeys(part.excuse for part in parts if part.excuse)),
         defect=next((part.defect for part in parts if part.defect), ""),
     )
+
+
+def with_excuse(result: CheckResult) -> CheckResult:
+    """A whole result, with what excuses a part of it, unless it failed."""
+    said = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
+    return msgspec.structs.replace(result, reason="; ".join(filter(None, said)), excuse="")
 
 
 def _added(parts: Sequence[Compared]) -> Compared:

@@ -136,9 +136,8 @@ class Tally:
             shown=self._shown,
             worst=self._worst,
             first=self._first,
-            reason="; ".join(
-                dict.fromkeys(self._reasons + ([] if self._failed else self._excuses))
-            ),
+            reason="; ".join(dict.fromkeys(self._reasons)),
+            excuse="; ".join(dict.fromkeys(self._excuses)),
             aggregates=self.sums.result(),
         )
 

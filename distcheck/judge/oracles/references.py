@@ -28,8 +28,6 @@ class References:
         self._lattice: list[LatticeStep] = []
         # R by step and parameter, kept for steps that come after it.
         self.intervals: dict[int, list[Interval | None]] = {}
-        # Whether shards were seen to mean something else than the whole batch, also in float64.
-        self.told_apart = False
         # What the lattice's gradients are, by step: see inexact_sums.
         self.standings: dict[int, Standing] = {}
 
