@@ -5,10 +5,9 @@ One file a check, in the order of the report:
     outcome, data, initial_state, local_gradients, gradients, loss, parameters, buffers,
     agreement, rerun
 
-A check module defines NAME, SCOPE (`step`: judged step by step; `run`: over the whole run) and
-`compare(evidence, tally)`; `tally.layer` says by which layer. It starts no process, reads no
-clock, and decides nothing about other checks. `outcome` alone needs no trace and is judged by
-the front.
+A check module defines `compare(evidence, tally)`; `tally.layer` says by which layer, and the plan
+whether it is judged step by step or over the whole run. It starts no process, reads no clock, and
+decides nothing about other checks. `outcome` alone needs no trace and is judged by the front.
 
 `purpose` cannot fail: it says whether what a workload is for happened.
 """
@@ -36,9 +35,6 @@ ORDER = (
 
 class Check(Protocol):
     """What a check module offers."""
-
-    NAME: str
-    SCOPE: str
 
     def compare(self, evidence: "Evidence", tally: "Tally") -> None:
         """Compares everything it is about, and tells the tally."""

@@ -15,9 +15,6 @@ from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.training.traces.layout import Kind, State
 
-NAME = "agreement"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Every rank against the first (with data), by digest; values are looked at where digests

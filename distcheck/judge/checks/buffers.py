@@ -18,9 +18,6 @@ from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.training.traces.layout import Kind
 
-NAME = "buffers"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard's forward pass computed again."""

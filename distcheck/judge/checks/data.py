@@ -13,9 +13,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
 from distcheck.training.traces.reader import StepHeader
 
-NAME = "data"
-SCOPE = "run"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """All steps, all ranks."""

@@ -31,9 +31,6 @@ from distcheck.records import TensorSpec
 from distcheck.records.expected_events import NotFinite
 from distcheck.training.traces.layout import Kind
 
-NAME = "gradients"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Every parameter of every rank."""

@@ -11,9 +11,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.training.building import trainable
 from distcheck.training.traces.layout import Kind
 
-NAME = "initial state"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, against a model built here from the same seed; only step 0 has an initial state."""

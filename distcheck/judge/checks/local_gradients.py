@@ -11,9 +11,6 @@ from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.lattice_tensors import as_tensor
 from distcheck.training.traces.layout import Kind, State
 
-NAME = "local gradients"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard computed again (X) or in closed form (lattice)."""

@@ -14,9 +14,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.full_batch import loss_tolerance
 
-NAME = "loss"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise per rank (X, lattice), or the weighted mean against the full batch (S32, S64)."""

@@ -3,6 +3,3 @@
 Judged by the front (`distcheck.verification.verdicts`), which is what sees ranks end; here for
 its name.
 """
-
-NAME = "outcome"
-SCOPE = "front"

@@ -23,9 +23,6 @@ from distcheck.judge.oracles.lattice_tensors import as_tensor
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.training.traces.layout import Kind
 
-NAME = "parameters"
-SCOPE = "step"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Parameters and optimizer state after every step."""

@@ -10,9 +10,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
-NAME = "rerun"
-SCOPE = "run"
-
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Everything both runs recorded, by digest; values are looked at where digests differ."""

@@ -227,7 +227,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     same_randomness: tuple[tuple[int, ...], ...] = ()
     other_order: str = ""
     batch_weights: Vector = ()
-    batch_tolerance: float = 0.0
     right_under: tuple[LossName, ...] = ()
     lost: str = ""
     begins_alike: bool = False

@@ -150,10 +150,8 @@ class _Look:
             facts = msgspec.structs.replace(facts, other_order=self._other_order(expectation))
         for layer in ("S32", "S64"):
             if ("gradients", layer) in failed:
-                weights, tolerance = _batch_weights(expectation, layer)
-                facts = msgspec.structs.replace(
-                    facts, batch_weights=weights, batch_tolerance=tolerance
-                )
+                weights = _batch_weights(expectation, layer)
+                facts = msgspec.structs.replace(facts, batch_weights=weights)
         return facts
 
     def _beside(self, facts: Facts, expectation: StepExpectation, written: int) -> Facts:
@@ -239,7 +237,7 @@ def _same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
     return torch.equal(actual, expected)
 
 
-def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[tuple[float, ...], float]:
+def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...]:
     """The weights with which shards' gradients add up to the whole batch's, if some do.
 
     Least squares over all parameters, each by its own size; the whole batch is within S32's or
@@ -262,11 +260,11 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[tuple[floa
         targets.append(whole.double().reshape(-1) / size)
         allowed += (expectation.full_batch_tolerance(layer, index) / size) ** 2
     if not rows:
-        return (), 0.0
+        return ()
     system, target = torch.cat(rows), torch.cat(targets)
     q, r = torch.linalg.qr(system)
     if float(r.diagonal().abs().min()) < 1e-6 * float(r.diagonal().abs().max()):
-        return (), 0.0
+        return ()
     inverse = torch.linalg.inv(r)
     weights = inverse @ (q.T @ target)
     moved = float(inverse.norm(dim=1).max()) * sqrt(allowed)
@@ -275,7 +273,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[tuple[floa
     fits = float((system @ weights - target).norm()) <= sqrt(allowed)
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
-    return (tuple(found), moved) if fits and positive and differs else ((), 0.0)
+    return tuple(found) if fits and positive and differs else ()
 
 
 def _overlaps(trace: TraceReader) -> Iterator[Overlap]:

@@ -125,12 +125,3 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def plain_wrap(model: nn.Module) -> nn.Module:
-    """The model itself."""
-    return model
-
-
-def plain_step(model: nn.Module, step: Step) -> None:
-    """Nothing."""
