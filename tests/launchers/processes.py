@@ -19,7 +19,10 @@ import pytest
 from tests.world.command import BAD
 from tests.world.warm import Command
 
-QUICK = ("--strategy", "allreduce", "--workload", "mlp", "--dtype", "float32", "--steps", "2")
+QUICK = (
+    "--strategy", "allreduce", "--workload", "mlp", "--dtype", "float32", "--steps", "2",
+    "--no-separate",
+)  # fmt: skip
 PYTHON = [sys.executable, "-m", "distcheck", "verify"]
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _OF_LAUNCHERS = (

@@ -287,7 +287,7 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     assert case["replay"].startswith("distcheck replay ")
     assert case["command"] == (
         "distcheck verify --strategy bad.py:no_sync --world 2 --workload mlp --dtype float32 "
-        "--batch 256 --steps 3 --seed 0 --backend gloo --data synthetic"
+        "--batch 256 --steps 3 --seed 0 --backend gloo --data synthetic --no-separate"
     )
 
 

@@ -35,6 +35,7 @@ strategies = ["allreduce", "my_sync.py:sync"]
 worlds = [2]
 workloads = ["mlp"]
 dtypes = ["float32"]
+separate = false
 """
 
 
