@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -12,6 +13,7 @@ from distcheck.worlds import blame
 from distcheck.worlds.launch import run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.world import World
 
 _MOST_ENDS = 3  # worlds that an operation may end; what is left of it is not tried
 
@@ -93,7 +95,7 @@ class _Episode:
             deadline_s=deadline_s,
         )
         for rank, child in enumerate(ranks.children):
-            child.on_said = lambda said, rank=rank: self._hear(rank, said)
+            child.on_said = partial(self._hear_in_time, ranks, rank)
         run_until_over(pool, ranks)
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
         outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
@@ -102,6 +104,11 @@ class _Episode:
         if finished:
             return ""
         return self._end(begun, outcomes, hung=hung)
+
+    def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
+        """What a rank says once others are being killed is about a peer that it lost."""
+        if not ranks.hung:
+            self._hear(rank, said)
 
     def _hear(self, rank: int, said: bytes) -> None:
         result = msgspec.msgpack.decode(said, type=RankResult)

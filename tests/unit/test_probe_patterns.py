@@ -2,7 +2,10 @@
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import pytest
 import torch
 
@@ -11,9 +14,10 @@ from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.plan import OPERATIONS, plan_probes
 from distcheck.backend_probe.records import Baseline, Cell, Probe, RankResult, Sweep, exit_code_of
 from distcheck.backend_probe.scene import FORMS, Buffer, Scene, lay_out
-from distcheck.backend_probe.sweep import cell_of
+from distcheck.backend_probe.sweep import _Episode, cell_of
 from distcheck.backend_probe.table import render_text
 from distcheck.errors import ExitCode, UsageError
+from distcheck.worlds.world import World
 
 WORLDS = range(2, patterns.MOST_RANKS + 1)
 SALTS = range(8, 18)
@@ -294,3 +298,13 @@ def test_the_table_fits_80_columns_without_colour() -> None:
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
     assert all(word in text for word in ("ok", "no", "BAD", "DIED", "HUNG", "?"))
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_what_a_rank_says_while_its_peers_are_killed_is_not_counted(hung: bool) -> None:
+    """It has lost a peer then; before that, the same words are its own."""
+    episode = _Episode([PROBE], 0, 1, lambda finished: None)
+    world = cast(World, SimpleNamespace(hung=hung))
+    said = RankResult(index=0, status="refused", detail="RuntimeError: Connection closed by peer")
+    episode._hear_in_time(world, 0, msgspec.msgpack.encode(said))
+    assert [cell.verdict for cell in episode.cells] == ([] if hung else ["refused"])
