@@ -129,7 +129,11 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 @needs_mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.sweep), signal.SIGKILL],
+    ids=["ctrl-c", "kill"],
+)
 def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     mark = uuid.uuid4().hex

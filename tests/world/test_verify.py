@@ -59,7 +59,9 @@ def test_batchnorm_is_judged_against_the_ghost_batch(strategy: str) -> None:
     assert ("buffers", "X") in {(r.check, r.layer) for r in case.checks}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "bfloat16", pytest.param("float16", marks=pytest.mark.sweep)]
+)
 def test_other_dtypes(dtype: str) -> None:
     report = distcheck.verify(STRATEGIES, world=3, workload="mlp", dtype=dtype)
     assert_everything_compared(report)
