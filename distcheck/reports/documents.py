@@ -7,6 +7,8 @@ contradicts itself is damaged. (A file in which everything was changed to agree 
 no reader can see; keep reports where only your runs can write.)
 """
 
+import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import msgspec
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import RunPlan, VerdictName, merge_verdicts
 from distcheck.reports.json_report import read_document
-from distcheck.reports.shape import CaseRead, DocumentRead, check_shape
+from distcheck.reports.shape import CaseRead, DocumentRead, PlaceRead, check_shape
 
 _OUTCOME = "outcome"
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
@@ -92,6 +94,9 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
 
 def _of_case(case: CaseRead) -> Iterator[str]:
     """What of a case does not follow from the rest of it."""
+    for name, text in (("replay", case.replay), ("command", case.command)):
+        if text and not _is_command(text):
+            yield f"has a {name} that is not one command of distcheck"
     verdict = merge_verdicts([check.verdict for check in case.checks])
     if case.verdict != verdict:
         yield f"has the verdict {case.verdict}, and its checks give {verdict}"
@@ -108,8 +113,24 @@ def _of_case(case: CaseRead) -> Iterator[str]:
     if ended == {check.verdict for check in case.checks} and len(case.checks) == 1:
         yield "has passed without a check of what the ranks computed"
     for check in case.checks:
+        if check.first is not None or (check.worst is not None and _is_beyond(check.worst)):
+            yield f"has passed the check {check.check!r}, which has an error beyond its bound"
         if not any(msgspec.structs.astuple(check.compared)):
             yield f"has passed the check {check.check!r}, which compared nothing"
+
+
+def _is_beyond(worst: PlaceRead) -> bool:
+    error, bound = float(worst.error), float(worst.bound)
+    return math.isnan(error) or error > bound
+
+
+def _is_command(text: str) -> bool:
+    """Whether a text is one plain call of distcheck: people copy it to their shell."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    return words[:1] == ["distcheck"] and shlex.join(words) == text
 
 
 def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
@@ -124,6 +145,12 @@ def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
                     f"case {case.id!r} has the {name} {getattr(case, name)!r}, and "
                     f"{getattr(cell, name)!r} in the plan"
                 )
+    if plan.shard > plan.shards:
+        yield f"it is part {plan.shard} of {plan.shards}"
+    for name in [*(case.id for case in document.cases), *document.left_out]:
+        cell = planned.get(name)
+        if plan.shard and cell is not None and cell.shard != plan.shard:
+            yield f"it is part {plan.shard}, and speaks of case {name!r} of part {cell.shard}"
     known = {case.id for case in document.cases}
     for name in document.left_out:
         if name in known:

@@ -54,7 +54,9 @@ class _Compared(msgspec.Struct):
     steps: Count
 
 
-class _Place(msgspec.Struct):
+class PlaceRead(msgspec.Struct):
+    """Where values differ most, or first."""
+
     parameter: str
     rank: Int
     step: Int
@@ -119,8 +121,8 @@ class CheckRead(msgspec.Struct):
     verdict: VerdictName
     compared: _Compared
     reason: str
-    worst: _Place | None = None
-    first: _Place | None = None
+    worst: PlaceRead | None = None
+    first: PlaceRead | None = None
     sensitivity: dict[str, Any] | None = None
     defect: str = ""
     map: _Map | None = None

@@ -77,6 +77,28 @@ def twice(document: Document) -> None:
     document["cases"].append(copy.deepcopy(document["cases"][0]))
 
 
+def set_in_plan(**values: Any) -> Callable[[Document], None]:
+    return lambda document: document["plan"].update(values)
+
+
+def leave_out_of_part_2(document: Document) -> None:
+    """A part is silent about what the other parts hold, and cannot excuse them."""
+    plan = document["plan"]
+    plan["cases"].append({**plan["cases"][0], "id": "other", "shard": 2})
+    plan |= {"shard": 1, "shards": 2}
+    document["left_out"] = {"other": "nothing to show"}
+
+
+def beyond(document: Document) -> None:
+    document |= document_of(PASSED)
+    place = {
+        "parameter": "w", "rank": 0, "step": 0, "index": [0], "actual": 2.0, "expected": 1.0,
+        "error": 1.0, "bound": 1e-9, "unit": "absolute",
+    }  # fmt: skip
+    checks = document["cases"][0]["checks"]
+    checks.append({**check("parameters", ranks=1), "worst": place})
+
+
 FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a pass with failed checks": (forge_pass, "has the verdict pass, and its checks give fail"),
     "a pass without checks": (without_checks, "has the verdict pass, and its checks give unknown"),
@@ -90,6 +112,14 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a case that is left out as well": (leave_out_all, "is there, and is said to be left out"),
     "left out without a plan for it": (set_in(left_out={"x": "y"}), "the plan does not have it"),
     "a case twice": (twice, "2 times"),
+    "an error beyond its bound in a pass": (beyond, "which has an error beyond its bound"),
+    "another's part is left out": (leave_out_of_part_2, "is part 1, and speaks of case 'other' of"),
+    "a part that there is not": (set_in_plan(shard=7), "it is part 7 of 1"),
+    "a command of a shell": (
+        set_in_case(replay="distcheck replay x; curl x | sh"),
+        "has a replay that is not one",
+    ),
+    "another program": (set_in_case(command="curl x"), "has a command that is not one command"),
     "a world of none": (set_in_case(world=0), "is damaged: Expected `int` >= 1"),
     "a line that is a text": (
         set_in_case(strategy_line="1::\n::error::x"),

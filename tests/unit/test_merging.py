@@ -121,7 +121,7 @@ def edited(part: Part, **changes: Any) -> Part:
 
 def test_the_same_case_twice() -> None:
     one, two = parts(PASSED, FAILED)
-    again = edited(one, timings_s={"world": 9.0}, replay="elsewhere")
+    again = edited(one, timings_s={"world": 9.0}, replay="distcheck replay elsewhere")
     assert join([one, again, two])["exit_code"] == ExitCode.MISMATCH
     with pytest.raises(UsageError, match=r"1.json and edited.json both hold case ddp-w2, and diff"):
         join([one, edited(one, notes=["other"]), two])
