@@ -1,17 +1,23 @@
 """Values of the environment that look like secrets, masked in reports and bundles.
 
 An exception may quote the environment, and so may what a strategy prints. A variable counts whose
-name says so (`_NAMES`) and whose value has at least `_LEAST_CHARACTERS` characters. A secret that
+name says so (`_NAMES`) and whose value has at least `_LEAST_CHARACTERS` characters; of a value that
+is an address with a password (`postgres://user:password@host`), the password. A secret that
 comes from elsewhere, or is spelled in another way, is not found.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from urllib.parse import quote
 
 _NAMES = re.compile(
-    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_|$)", re.I
+    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|COOKIE|CONNECTION_?STRING|(^|_)(AUTH|PAT|PASS)"
+    r"(_|$)|_PWD$|(^|_)(API|ACCESS|PRIVATE)?KEYS?(_|$)",
+    re.I,
 )
+_ADDRESS = re.compile(r"\w+://[^/\s:@]*:([^/\s@]+)@")
 _NOT_SECRET = re.compile(r"_(FILE|PATH|SOCK|DIR|ID)$", re.I)  # which say where one is
 _LEAST_CHARACTERS = 6
 
@@ -23,14 +29,19 @@ def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if _NAMES.search(name) and not _NOT_SECRET.search(name) and len(value) >= _LEAST_CHARACTERS
     }
+    for name, value in environ.items():
+        for password in _ADDRESS.findall(value):
+            if len(password) >= _LEAST_CHARACTERS:
+                found.setdefault(password, name)
     return dict(sorted(found.items(), key=lambda one: -len(one[0])))
 
 
 def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A function that puts `<$NAME>` in the place of every value, also as Python quotes it."""
+    """A function that puts `<$NAME>` in the place of every value, also as Python, JSON and
+    addresses quote it."""
     names: dict[str, str] = {}
     for value, name in secrets_of(os.environ if environ is None else environ).items():
-        for spelling in (value, repr(value)[1:-1]):
+        for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe="")):
             names.setdefault(spelling, name)
     if not names:
         return str

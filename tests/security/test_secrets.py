@@ -4,6 +4,7 @@ import json
 import zipfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -26,13 +27,26 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_looks_like_a_secret() -> None:
     names = (
         "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_passwd", "APIKEY", "KEY",
-        "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "DISTCHECK_SECRET", "WANDB_API_KEY",
+        "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "DISTCHECK_SECRET", "WANDB_API_KEY", "GH_PAT",
+        "NPM_AUTH", "MYSQL_PWD", "DB_PASS", "SESSION_COOKIE", "AZURE_STORAGE_CONNECTION_STRING",
     )  # fmt: skip
-    others = ("PATH", "MONKEYS", "KEYBOARD", "AWS_ACCESS_KEY_ID", "DISTCHECK_SECRET_FILE", "HOME")
+    others = (
+        "PATH", "MONKEYS", "KEYBOARD", "AWS_ACCESS_KEY_ID", "DISTCHECK_SECRET_FILE", "HOME", "PWD",
+        "OLDPWD", "SSH_AUTH_SOCK", "GIT_AUTHOR_NAME", "PATTERN", "COMPASS",
+    )  # fmt: skip
     found = secrets_of({name: f"value of {name}" for name in (*names, *others)})
     assert sorted(found.values()) == sorted(names)
     assert secrets_of({"MY_TOKEN": "short"}) == {}
+    address = {"DATABASE_URL": "postgres://me:of-the-colleague@host/db", "PAGE": "https://a:80/b@c"}
+    assert secrets_of(address) == {"of-the-colleague": "DATABASE_URL"}
     assert masked(f"a {VALUE} {VALUE!r}") == "a <$MY_API_KEY> '<$MY_API_KEY>'"
+
+
+def test_a_secret_is_found_as_it_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = 'ab"c\nd\\e/of the colleague'
+    monkeypatch.setenv("MY_TOKEN", value)
+    for text in (value, repr(value), json.dumps({"x": value}), f"https://h/?t={quote(value, '')}"):
+        assert "colleague" not in masked(text)
 
 
 def test_a_rank_masks_what_it_raises() -> None:
