@@ -8,7 +8,7 @@ import msgspec
 
 from distcheck.backend_probe.records import Baseline, Cell, Change, Probe, Sweep, VerdictName
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 
 SCHEMA = "distcheck.backends/1"
 
@@ -69,7 +69,7 @@ def render_json(sweeps: Sequence[Sweep], changes: Sequence[Change], exit_code: E
 def read_sweeps(path: Path) -> list[Sweep]:
     """The sweeps of an earlier document. Raises UsageError for anything else."""
     try:
-        document = decode_json(path.read_bytes(), _Document)
+        document = decode_json(read_bounded(path), _Document)
     except OSError as error:
         raise UsageError(f"--baseline {path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:

@@ -5,10 +5,9 @@ import webbrowser
 from datetime import datetime
 from pathlib import Path
 
-import click
-
 from distcheck.cli.rendering import report_command
 from distcheck.errors import DistcheckError, ExitCode, UsageError
+from distcheck.errors.shown_text import one_line, say
 from distcheck.reports.json_report import read_document
 from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
@@ -17,12 +16,12 @@ def runs_command() -> int:
     """Lists the runs, the latest last; returns the exit code."""
     runs = kept_runs()
     if not runs:
-        click.echo(f"no run is kept in {DEFAULT_FOLDER} here")
+        say(f"no run is kept in {DEFAULT_FOLDER} here")
     for folder in runs:
         date, verdict, command = _about(folder)
-        click.echo(f"{date}  {verdict:<12}  {folder}")
+        say(f"{date}  {verdict:<12}  {one_line(str(folder))}")
         if command:
-            click.echo(f"    {command}")
+            say(f"    {one_line(command)}")
     return int(ExitCode.PASS)
 
 
@@ -30,13 +29,15 @@ def open_command(run: str | None) -> int:
     """Shows the page of a run; returns the exit code. Raises UsageError where there is none."""
     folder = Path(run) if run is not None else _last_finished()
     page = (folder if folder.is_dir() else folder.parent) / "report.html"
+    if page.is_symlink() or (page.exists() and not page.is_file()):
+        raise UsageError(f"{page} is a link or a special file, and would be overwritten; remove it")
     report_command(str(folder), files={"html": str(page)})
     address = page.absolute().as_uri()
     try:
         shown = webbrowser.open(address)
     except webbrowser.Error:
         shown = False
-    click.echo(address if shown else f"no browser could be started; open {address}")
+    say(address if shown else f"no browser could be started; open {address}")
     return int(ExitCode.PASS)
 
 

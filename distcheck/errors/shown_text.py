@@ -135,6 +135,11 @@ class Filtered:
         return getattr(self._stream, name)
 
 
+def one_line(text: str) -> str:
+    """Text with its line ends and tabs as escapes, for a line that must stay one."""
+    return text.replace("\n", "\\n").replace("\t", "\\t")
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Prints a line that may quote other people's text."""
     import click  # not in ranks, which cut their texts by this module

@@ -26,12 +26,15 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean, nearest
 from distcheck.plan.cases import DTYPES, check_workload
+from distcheck.plan.owners import is_ones_own
+from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
 from distcheck.training.adapters import form_names
 from distcheck.training.adapters.asked import LOSSES, adaptation_of, check_adaptation
 from distcheck.workloads import datasets
 
 SECTION = "tool.distcheck"
+_MOST_BYTES = 4 << 20
 
 Words = Annotated[list[str], Meta(min_length=1)]
 Counts = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]
@@ -149,17 +152,24 @@ def read_configuration(given: str | None) -> Configuration:
         return _check(path, content if nested is None else nested, nested is not None)
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and (nested := _section_of(_load(path), path)) is not None:
+        # As a folder that every user may write to is above, another user's file may be.
+        if not path.is_file() or not is_ones_own(path):
+            continue
+        if (nested := _section_of(_load(path), path)) is not None:
             return _check(path, nested, True)
     return Configuration()
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(read_bounded(path, _MOST_BYTES).decode())
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # bytes that are no text, very deep nesting
+    except (
+        ValueError,
+        RecursionError,
+        msgspec.DecodeError,
+    ) as error:  # bytes that are no text, very deep nesting
         raise UsageError(f"{path} is not TOML: {error}") from error
 
 

@@ -1,10 +1,24 @@
 """Reading JSON that a file holds, whatever has become of it."""
 
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+MOST_BYTES = 256 << 20  # of one file
+
+
+def read_bounded(path: Path, most: int | None = None) -> bytes:
+    """The content of a file. Raises msgspec.DecodeError for one of more than `most` bytes (by
+    default `MOST_BYTES`), such as /dev/zero, and OSError.
+    """
+    most = MOST_BYTES if most is None else most
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
+    return data
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:

@@ -71,8 +71,11 @@ def _place(file: str, root: Path) -> str:
         return str(path.relative_to(root))
     for n in range(1, len(path.parts)):
         tail = PurePath(*path.parts[n:])
-        if (root / tail).is_file():
-            return str(tail)
+        try:
+            if (root / tail).is_file():
+                return str(tail)
+        except (OSError, ValueError):  # a name that no file can have
+            return file
     return file
 
 

@@ -16,7 +16,7 @@ from distcheck.records import (
     Report,
     VerdictName,
 )
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.mistakes import MISTAKES
 from distcheck.reports.aggregated import as_keys
 from distcheck.reports.shape import check_shape
@@ -46,7 +46,7 @@ def read_document(path: Path) -> dict[str, Any]:
     another schema.
     """
     try:
-        document = decode_json(path.read_bytes(), dict[str, Any])
+        document = decode_json(read_bounded(path), dict[str, Any])
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:

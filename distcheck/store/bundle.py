@@ -24,14 +24,16 @@ from distcheck import __version__
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.masking import masker
 from distcheck.errors.shown_text import without_secrets
+from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest
 from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.reports.json_report import CaseTold, read_document, told_cases
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
+from distcheck.training import loading
 
 SCHEMA = "distcheck.bundle/1"
 # What changes how ranks compute or meet. A name is here because its value is not secret.
@@ -104,13 +106,28 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
     text = _README.format(version=__version__, name=target.name, count=count)
     members["README.txt"] = text.encode()
-    kept = sorted(path for path in run.glob("traces/*/**/*") if path.is_file()) if traces else []
+    kept = _traces(run) if traces else []
     if traces and not kept:
         raise UsageError(f"{run} holds no traces; leave --traces away, or verify with --save")
     if kept and not any(path.suffix == ".safetensors" for path in kept):
         remarks.append(f"{run} keeps digests and no tensors: recheck refuses its traces")
     _write(target, members, run, kept)
     return manifest, remarks
+
+
+def _traces(run: Path) -> list[Path]:
+    """The files of the run's traces. Raises UsageError for a link: what it leads to is not the
+    run's, and a bundle is made to be given away.
+    """
+    found = sorted(path for path in run.glob("traces/*/**/*") if not path.is_dir())
+    inside = run.resolve()
+    for path in found:
+        if path.is_symlink() or not path.is_file() or not path.resolve().is_relative_to(inside):
+            raise UsageError(
+                f"{path} is a link or a special file, which is never part of a run; remove it, or "
+                "leave --traces away"
+            )
+    return found
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +158,7 @@ def read_replay(given: str) -> Replay:
 
 def open_bundle(path: Path) -> Replay:
     """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
+    store.check_own_folder()
     folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
     with unpacking.opened(path) as archive:
@@ -238,8 +256,8 @@ def _sources(
         place = spec.rpartition(":")[0]
         runs = place.endswith(".py")
         path = Path(place if runs else "")
-        if what == "strategy" and not path.is_file():
-            path = Path(where.get(spec) or "")
+        if what == "strategy" and not path.is_file() and _is_behind(spec, where.get(spec, "")):
+            path = Path(where[spec])
         if not path.is_file():
             if runs:
                 raise UsageError(
@@ -257,9 +275,21 @@ def _sources(
         yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
 
 
+def _is_behind(spec: str, file: str) -> bool:
+    """Whether a file that a report names can be where an installed strategy is defined: a source
+    file of the same package. A report from elsewhere may name any file.
+    """
+    points = loading.strategy_names()
+    place = spec.partition(":")[0]
+    found = provenance.file_of(points[place].module if place in points else place)
+    if found is None or not file.endswith(".py"):
+        return False
+    return Path(file).resolve().is_relative_to(found.resolve().parent)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return decode_json(path.read_bytes(), dict[str, Any])
+        return decode_json(read_bounded(path), dict[str, Any])
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is not a case file: {error}") from error
 

@@ -13,7 +13,7 @@ import msgspec
 
 from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, SinceGreen
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 
 _Code = dict[tuple[str, str], str]  # by "strategy" or "workload", and its name
 
@@ -47,7 +47,7 @@ def since_last_green(
     asked = {case.strategy for case in cases}
     for path in sorted(runs.glob("*/report.json"), reverse=True):
         try:
-            earlier = decode_json(path.read_bytes(), _EarlierReport)
+            earlier = decode_json(read_bounded(path), _EarlierReport)
         except (OSError, msgspec.MsgspecError):
             continue
         if earlier.verdict == "pass" and asked <= {case.strategy for case in earlier.cases}:
@@ -67,7 +67,7 @@ def _code_of(run: Path) -> _Code:
     found: _Code = {}
     for file in sorted(run.glob("cases/*.json")):
         try:
-            case = decode_json(file.read_bytes(), _EarlierCase)
+            case = decode_json(read_bounded(file), _EarlierCase)
         except (OSError, msgspec.MsgspecError):
             continue
         digests = {} if case.made is None else case.made.digests

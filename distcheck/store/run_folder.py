@@ -29,9 +29,10 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
+from distcheck.plan.owners import is_private_folder
 from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.training.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import TraceLayout
@@ -118,12 +119,17 @@ class Store:
         """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
         `spare`. Raises CannotRunError where that cannot be written.
         """
+        check_own_folder()
         runs = DEFAULT_FOLDER / "runs"
         name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
         store = cls(runs / name, keep_everything=keep_everything)
         store._make()
         try:
-            (DEFAULT_FOLDER / ".gitignore").write_text("*\n")
+            with (
+                contextlib.suppress(FileExistsError),
+                (DEFAULT_FOLDER / ".gitignore").open("x") as file,
+            ):
+                file.write("*\n")
             for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
                 if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
                     shutil.rmtree(old, ignore_errors=True)
@@ -228,6 +234,18 @@ class Store:
             ) from error
 
 
+def check_own_folder() -> None:
+    """Raises CannotRunError where `.distcheck` is there and is another user's, or is a link: what
+    is kept and unpacked there could be replaced before it runs.
+    """
+    is_folder = DEFAULT_FOLDER.is_symlink() or DEFAULT_FOLDER.is_dir()  # making it says the rest
+    if is_folder and not is_private_folder(DEFAULT_FOLDER):
+        raise CannotRunError(
+            f"{DEFAULT_FOLDER} is a link, another user's, or a folder that every user can write; "
+            "remove it, or work in a folder of your own"
+        )
+
+
 def _takes_up(folder: Path, launch: Launch) -> bool:
     """Whether a folder was made by an earlier start of the same run. torchrun calls every run
     "none" that was given no name, so that only its count of restarts can tell.
@@ -281,11 +299,7 @@ def saved_cases(folder: Path) -> list[Path]:
 def read_case(path: Path) -> Case:
     """A case that `write_case` wrote. Raises UsageError where the file is not a case."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_CASE_BYTES + 1)
-        if len(data) > _MOST_CASE_BYTES:
-            raise UsageError(f"it is larger than {_MOST_CASE_BYTES >> 20} MiB")
-        return check_case(decode_json(data, Case))
+        return check_case(decode_json(read_bounded(path, _MOST_CASE_BYTES), Case))
     except OSError as error:
         raise UsageError(f"case file {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
@@ -297,7 +311,7 @@ def read_case(path: Path) -> Case:
 def read_provenance(path: Path) -> Provenance | None:
     """Where the case of a file was run when it was saved; None where it did not come to that."""
     try:
-        return decode_json(path.read_bytes(), _Made).made
+        return decode_json(read_bounded(path, _MOST_CASE_BYTES), _Made).made
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -312,6 +326,13 @@ def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
     try:
         return decode_json(about, SavedCase), indexes
     except msgspec.MsgspecError as error:
+        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
+
+
+def _encoded(job: TraceFilesJob, folder: Path) -> bytes:
+    try:
+        return msgspec.msgpack.encode(job)
+    except OverflowError as error:  # JSON has numbers of any size, MessagePack of 64 bits
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
@@ -343,7 +364,7 @@ def read_trace(
         tensors=saved.tensors,
     )
     try:
-        run_job(pool, LOAD, msgspec.msgpack.encode(job), fds)
+        run_job(pool, LOAD, _encoded(job, folder), fds)
     except BaseException:
         for fd in fds:
             os.close(fd)

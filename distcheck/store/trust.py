@@ -3,7 +3,9 @@
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
 Code is known where distcheck or an installed strategy's name stands for it, or where its file lies
 in this checkout: the folder of the current git repository, or else the current folder. A file that
-came with a bundle is known where the same file of this checkout holds the same bytes. All other
+came with a bundle is known where the same file of this checkout holds the same bytes. In a known
+file, an object is known that the file defines, and none that it imports from elsewhere
+(`sync.py:os.system`). Files of other users of this machine are not known. All other
 code runs only with `--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
 in this folder before, and are not asked about.
 """
@@ -20,14 +22,18 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import shown
 from distcheck.plan import provenance
+from distcheck.plan.owners import is_ones_own, is_private_folder
 from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
+from distcheck.store import own_objects
 from distcheck.store import run_folder as store
 from distcheck.store.unpacking import contents
 from distcheck.training import loading
 from distcheck.workloads.cells import place_of
 
-_OWN = ("distcheck", "distcheck_strategies", "distcheck_mutants")
+# Ours that is meant to be run as a case: other functions of distcheck write and remove files.
+_OWN = ("distcheck_strategies", "distcheck_mutants")
+_OWN_WORKLOADS = "distcheck.workloads"
 _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _DIGITS = 32  # of SHA-256: 128 bits, which no second file can be made to share
@@ -85,6 +91,8 @@ def require_trust(given: str, code: Sequence[Code], *, trusted: bool, may_ask: b
 def is_own_run(given: str) -> bool:
     """Whether a case or a run is where distcheck keeps what it ran in this folder."""
     path, kept = Path(given).resolve(), store.DEFAULT_FOLDER.resolve()
+    if not is_private_folder(store.DEFAULT_FOLDER) or not is_ones_own(Path(given)):
+        return False
     return path.is_relative_to(kept) and not path.is_relative_to(kept / "bundles")
 
 
@@ -102,9 +110,10 @@ def named(case: Case) -> Iterator[tuple[str, str]]:
 def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, str]) -> bool:
     place, _, attribute = (place_of(spec) if what == "workload" else spec).partition(":")
     if place in unpacked:
-        return _is_same(Path(place), Path(unpacked[place]), root)
+        here = Path(unpacked[place])
+        return _is_same(Path(place), here, root) and _defines(here, attribute, root)
     if loading.is_path(place):
-        return _is_within(Path(place), root)
+        return _is_within(Path(place), root) and _defines(Path(place), attribute, root)
     if what == "workload" and place in loading.workload_names():
         return True
     if what == "backend" and (not attribute or place in backends.backend_names()):
@@ -112,9 +121,20 @@ def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, st
     if what == "strategy" and not attribute and place in loading.strategy_names():
         return True
     found = provenance.file_of(place)
-    if place.partition(".")[0] in _OWN:
-        return found is not None
-    return found is not None and _is_within(found, root)
+    if found is None:
+        return False
+    if place.partition(".")[0] in _OWN or (what == "workload" and _is_below(place, _OWN_WORKLOADS)):
+        return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
+    return _is_within(found, root) and _defines(found, attribute, root)
+
+
+def _is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _defines(file: Path, attribute: str, root: Path | None) -> bool:
+    """Whether an object is defined in a file of this checkout, or in another one of it."""
+    return own_objects.is_defined(file, attribute, lambda other: _is_within(other, root))
 
 
 def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
@@ -131,7 +151,11 @@ def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
 
 
 def _is_within(path: Path, root: Path | None) -> bool:
-    """Whether a file is this checkout's own: not installed into it, nor unpacked there."""
+    """Whether a file is this checkout's own: not another user's, installed into it, or unpacked
+    there.
+    """
+    if not is_ones_own(path):
+        return False
     path = path.resolve()
     if root is None or not path.is_relative_to(root) or set(_INSTALLED) & set(path.parts):
         return False
@@ -144,7 +168,7 @@ def _checkout() -> Path | None:
     """
     here = Path.cwd().resolve()
     for folder in (here, *here.parents):
-        if (folder / ".git").exists():
+        if (folder / ".git").exists() and is_ones_own(folder / ".git"):
             return folder
     return None if here in (Path.home().resolve(), Path(here.anchor)) else here
 

@@ -3,6 +3,7 @@
 A failure names the reader and the number of the mutation; `run_one("merge", 17, ...)` repeats it.
 """
 
+import re
 import shutil
 import traceback
 from pathlib import Path
@@ -19,6 +20,7 @@ from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
 from tests.fuzz import readers
 from tests.fuzz.readers import READERS, Answer, BrokenError, Originals
+from tests.sealing import seal_again
 from tests.unit.gate_documents import CRASHED, FAILED, PASSED, UNKNOWN, document_of
 from tests.world import warm
 
@@ -135,6 +137,23 @@ def test_much_damage_ends_in_a_sentence(
 ) -> None:
     broken = broken_of(reader, range(PER_READER, IN_SWEEP), originals, tmp_path)
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
+def test_a_number_that_no_message_can_hold(
+    number: int, here: None, originals: Originals, tmp_path: Path
+) -> None:
+    """JSON has numbers of any size; the trace is read in a process that is sent 64 bits."""
+    found = next((originals.run / "traces").iterdir())
+    place = Path(shutil.copytree(found, tmp_path / found.name))
+    about = place / "about.json"
+    changed = re.sub(rb'"shape":\[\d+', b'"shape":[%d' % number, about.read_bytes())
+    assert changed != about.read_bytes()
+    about.write_bytes(changed)
+    seal_again(place)
+    answer = readers.answer_of(lambda: readers._load(place))
+    assert answer.code == ExitCode.USAGE
+    assert "is damaged" in answer.said
 
 
 @pytest.mark.sweep

@@ -242,7 +242,7 @@ def case_of(**changes: Any) -> Case:
 def test_what_is_known_and_what_is_asked(
     tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (checkout / "mine.py").write_text("")
+    (checkout / "mine.py").write_text("def f(model): ...")
     (checkout / ".venv/lib/site-packages").mkdir(parents=True)
     (checkout / ".venv/lib/site-packages/far.py").write_text("")
     (tmp_path / "theirs.py").write_text("")
@@ -250,7 +250,7 @@ def test_what_is_known_and_what_is_asked(
     known = [
         {}, {"strategy": "mine.py:f"}, {"strategy": str(checkout / "mine.py:f")},
         {"workload": "lattice"}, {"workload": "generated:seed=1"}, {"workload": "tied_weights"},
-        {"strategy": "distcheck.workloads.mlp:MLP"},
+        {"workload": "distcheck.workloads.mlp:MLP"},
         {"adaptation": {"arguments": [["x", "@group"], ["y", "1"]]}},
     ]  # fmt: skip
     asked = [

@@ -27,6 +27,7 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     """  # fmt: skip
     if is_elsewhere():
         return 0
+    import shlex
     from pathlib import Path
 
     from distcheck.errors.shown_text import say
@@ -42,6 +43,6 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     for source in manifest.sources:
         say(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
     if manifest.variables:
-        click.echo(f"  variables: {', '.join(manifest.variables)}")
-    click.echo(f"next:  distcheck replay {target}")
+        say(f"  variables: {', '.join(manifest.variables)}")
+    say(f"next:  {shlex.join(['distcheck', 'replay', str(target)])}")
     return 0

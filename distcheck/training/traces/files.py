@@ -88,7 +88,8 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
 
 
 def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: bool = True) -> None:
-    index = (folder / "index.bin").read_bytes()
+    with open(folder / "index.bin", "rb") as file:
+        index = file.read(layout.index_bytes + 1)
     if seal.digest(index) != digest:
         raise ValueError("index.bin does not have the checksum in checksums.json")
     if len(index) != layout.index_bytes:

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from distcheck.errors import UsageError
-from distcheck.records.decoding import decode_json
+from distcheck.records.decoding import decode_json, read_bounded
 
 SCHEMA = "distcheck.trace/1"
 _NAME = "checksums.json"
@@ -47,7 +47,9 @@ def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
     """
     seal = _read(folder)
     try:
-        about = (folder / _ABOUT).read_bytes()
+        about = read_bounded(folder / _ABOUT)
+    except msgspec.DecodeError as error:
+        raise UsageError(_damaged(folder, f"{_ABOUT}: {error}")) from error
     except OSError as error:
         raise UsageError(_damaged(folder, f"{_ABOUT} cannot be read: {error.strerror}")) from error
     if digest(about) != seal.about:
@@ -62,7 +64,9 @@ def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
 
 def _read(folder: Path) -> Seal:
     try:
-        data = (folder / _NAME).read_bytes()
+        data = read_bounded(folder / _NAME)
+    except msgspec.DecodeError as error:
+        raise UsageError(_damaged(folder, f"{_NAME}: {error}")) from error
     except FileNotFoundError:
         raise UsageError(
             f"the trace in {folder} has no {_NAME}: an earlier version of distcheck wrote it, or "

@@ -1,0 +1,142 @@
+"""Code that a case from elsewhere names: which of it runs without a question, and whose it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.cli import _group
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.plan import owners
+from distcheck.plan.configuration import read_configuration
+from distcheck.records import Adaptation, Case
+from distcheck.store import trust
+from distcheck.store.bundle import open_bundle
+from distcheck.store.run_folder import Store
+from tests.security import zips
+
+
+@pytest.fixture(autouse=True)
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    here = tmp_path / "checkout"
+    (here / "package").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (here / "mine.py").write_text(
+        "import os\nfrom os import system\nfrom package import near\nfrom far import off\n"
+        "run = os.system\nmade = object()\nclass Mine:\n    def sync(self): ...\n"
+        "def mean(model): ...\n"
+    )
+    (here / "package/__init__.py").write_text("from .inner import near\nfrom os import abort\n")
+    (here / "package/inner.py").write_text("async def near(model): ...\n")
+    return here
+
+
+def of_another(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
+    """These files belong to another user."""
+    real = owners._owners
+    monkeypatch.setattr(
+        owners, "_owners", lambda path: {4242} if path.absolute() in theirs else real(path)
+    )
+
+
+def asked(**changes: Any) -> int:
+    case = Case(**{"id": "c", "strategy": "ddp", "world": 2, "workload": "mlp", **changes})
+    return len(trust.unknown_code([case], {}))
+
+
+@pytest.mark.parametrize(
+    "spec", ["mine.py:mean", "mine.py:Mine.sync", "mine.py:made", "mine.py:near", "mine:mean",
+             "package:near"],
+)  # fmt: skip
+def test_what_this_checkout_defines_is_known(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(".")
+    assert asked(strategy=spec) == 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["mine.py:os.system", "mine.py:system", "mine.py:run", "mine.py:off", "mine.py:nothing",
+     "mine.py:Mine.__init__", "mine.py:__builtins__", "package:abort", "package:near.__globals__",
+     "distcheck.worlds.messages:os.system", "distcheck.store.run_folder:shutil.rmtree",
+     "distcheck.reports.files:write_text", "distcheck.workloads.mlp:torch.hub.load"],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["strategy", "workload", "backend", "value"])
+def test_what_a_known_file_imports_is_asked_about(
+    spec: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    if where == "value":
+        assert asked(adaptation=Adaptation(arguments=(("x", f"@{spec}"),))) == 1
+    else:
+        assert asked(**{where: spec}) == 1
+
+
+def test_a_case_that_names_a_function_of_the_system_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    case = {
+        **zips.CASE, "strategy": "distcheck.worlds.messages:os.system",
+        "adaptation": {"arguments": [["command", repr(f"touch {mark}")]]},
+    }  # fmt: skip
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    with pytest.raises(UsageError, match="runs code that is not of this checkout"):
+        _group.main(["replay", str(tmp_path / "case.json")], standalone_mode=False)
+    assert not mark.exists()
+
+
+def test_files_of_another_user_are_asked_about(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(strategy="mine.py:mean") == 0
+    of_another(monkeypatch, checkout / "mine.py")
+    assert asked(strategy="mine.py:mean") == 1
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "above.py").write_text("def f(model): ...")
+    assert asked(strategy="../above.py:f") == 0
+    of_another(monkeypatch, tmp_path / ".git")
+    assert asked(strategy="../above.py:f") == 1
+
+
+def test_a_configuration_of_another_user_is_not_read(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text('[tool.distcheck]\nstrategies = ["ddp"]\n')
+    assert read_configuration(None).strategies == ("ddp",)
+    of_another(monkeypatch, file)
+    assert read_configuration(None).strategies == ()
+
+
+@pytest.mark.parametrize("kind", ["a link", "another user's", "everybody's"])
+def test_a_kept_folder_that_others_control_is_not_used(
+    kind: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checkout / ".distcheck"
+    if kind == "a link":
+        (tmp_path / "theirs").mkdir()
+        kept.symlink_to(tmp_path / "theirs")
+    else:
+        kept.mkdir()
+        kept.chmod(0o777 if kind == "everybody's" else 0o755)
+    if kind == "another user's":
+        of_another(monkeypatch, kept, Path(".distcheck").absolute())
+    case = kept / "runs" / "r" / "cases" / "c.json"
+    case.parent.mkdir(parents=True)
+    case.write_text(json.dumps({**zips.CASE, "id": "c"}))
+    assert Store.by_default() is None
+    assert not trust.is_own_run(str(case))
+    with pytest.raises(CannotRunError, match=r"\.distcheck is a link, another user's, or"):
+        open_bundle(zips.bundle(tmp_path / "b.zip"))
+
+
+def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (checkout / ".distcheck").mkdir()
+    (checkout / ".distcheck/.gitignore").symlink_to(victim)
+    store = Store.by_default()
+    assert store is not None
+    assert victim.read_text() == "precious", "a link is not followed"
+    (store.folder / "cases").mkdir()
+    (store.folder / "cases/c.json").write_text("{}")
+    assert trust.is_own_run(str(store.folder / "cases/c.json"))
