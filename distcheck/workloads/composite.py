@@ -4,11 +4,13 @@ What a simple model lacks and a real one has is here together: modules in module
 tensors of one shape, sizes from 1 to over 1 M elements, an embedding of which every rank touches
 other rows, LayerNorm, GroupNorm and BatchNorm, buffers that are constant, that are integers and
 that no checkpoint holds, dropout, two parameter groups with rates and weight decay of their own, a
-learning rate that changes with every step, and a layer that only few samples go through, so that
-its gradient is zero on some ranks at some steps. (It is never None on some ranks alone: code that
-takes no None is right for most models. The cells have that.)
+learning rate that begins at 0 and changes with every step, and a layer that only few samples go
+through, so that its gradient is zero on some ranks at some steps. (It is never None on some ranks
+alone: code that takes no None is right for most models. The cells have that.)
 
-The number of tensors is prime, and so are the sizes of the largest: equal parts do not fit by luck.
+The number of tensors is prime, and small primes do not divide the size of the largest: equal parts
+do not fit by luck. Every sample holds the first word and the last one, so both ends of the
+embedding have a gradient.
 
 Three choices keep every tensor worth comparing:
 
@@ -17,6 +19,8 @@ Three choices keep every tensor worth comparing:
 - All functions are smooth (GELU, tanh), so rounding decides nothing.
 - Dropout would leave no whole batch to compare with: masks differ from shard to shard. In float64,
   which is there for S64, it is off.
+
+In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes show two updates.
 """
 
 from collections.abc import Iterable
@@ -38,15 +42,17 @@ DIGIT = 131  # a token is two digits, which every dtype holds exactly
 VOCABULARY = DIGIT * DIGIT  # times WIDTH: over 2^20 elements, 4 MiB in float32
 ONE_IN = 48  # samples that go through the expert
 LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.01
-RATES = (0.2, 1.0, 0.1)  # of it, step by step, again and again
+FOR_ADAMW = 50  # whose every update is about as large as its rate; SGD's rate is divided by it
+RATES = (0.0, 1.0, 0.1)  # of it, step by step, again and again
 _VOXELS = VOLUME[0] * VOLUME[1] * VOLUME[2]
 _COLUMNS = {"tokens": 2 * TOKENS, "marked": 1, "volume": _VOXELS}
 _TEST_OFFSET = 1 << 40
 
 
 class CompositeSamples:
-    """Rows of numbers: the digits of six tokens, the first of which is always 0, a mark that one
-    sample in 48 has, and a volume of 4x6x6 values in [-1, 1). The same bits in every process.
+    """Rows of numbers: the digits of six tokens, from the first word, always, to the last one, a
+    mark that one sample in 48 has, and a volume of 4x6x6 values in [-1, 1). The same bits in every
+    process.
     """
 
     shape = (sum(_COLUMNS.values()),)
@@ -63,7 +69,7 @@ class CompositeSamples:
         rows = ids if train else ids + _TEST_OFFSET
         numbers = hash24(rows.unsqueeze(1) * 1021 + torch.arange(self.shape[0]))
         digits, mark, voxels = numbers.split(list(_COLUMNS.values()), dim=1)
-        digits[:, :2] = 0
+        digits[:, :2], digits[:, -2:] = 0, DIGIT - 1
         inputs = torch.cat(
             [
                 (digits % DIGIT).to(dtype),
@@ -213,23 +219,39 @@ class CompositeWorkload:
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         """Weights decay; what has one dimension or none does not, and learns at half the rate."""
         listed = list(parameters)
+        rate = LEARNING_RATE / (FOR_ADAMW if _by_adamw(listed) else 1)
         return [
-            {"params": [p for p in listed if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {
+                "params": [p for p in listed if p.dim() > 1],
+                "weight_decay": WEIGHT_DECAY,
+                "initial_lr": rate,
+            },
             {
                 "params": [p for p in listed if p.dim() <= 1],
                 "weight_decay": 0.0,
-                "initial_lr": LEARNING_RATE / 2,
+                "initial_lr": rate / 2,
             },
         ]
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """SGD with momentum 0.9; of the parameters, or of groups of them."""
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+        """SGD with momentum 0.9, in float64 AdamW; of the parameters, or of groups of them."""
+        given = list(parameters)
+        if _by_adamw(given):
+            return torch.optim.AdamW(given, lr=LEARNING_RATE / FOR_ADAMW)
+        return torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.9)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Up and down again: no two steps in a row have one rate, and the third a tenth of it."""
+        """From 0 up, as a warm-up does, and down to a tenth: no two steps in a row are alike."""
         for group in optimizer.param_groups:
             group["lr"] = group.get("initial_lr", LEARNING_RATE) * RATES[step % len(RATES)]
+
+
+def _by_adamw(parameters: Iterable[Any]) -> bool:
+    """Whether they, or the first of their groups, are of float64."""
+    for given in parameters:
+        for parameter in given["params"] if isinstance(given, dict) else [given]:
+            return bool(parameter.dtype == torch.float64)
+    return False
 
 
 class WithAdamW(CompositeWorkload):
@@ -239,13 +261,14 @@ class WithAdamW(CompositeWorkload):
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """AdamW; an update hardly depends on how large a gradient is, but on its every sign."""
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE / 50)
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE / FOR_ADAMW)
 
-    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Smaller rates, which begin at 0, as a warm-up does."""
-        super().schedule(optimizer, step)
-        for group in optimizer.param_groups:
-            group["lr"] *= min(step, 1) / 50
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """The same, with AdamW's rates."""
+        groups = super().groups(parameters)
+        for group, rate in zip(groups, (1.0, 0.5), strict=True):
+            group["initial_lr"] = LEARNING_RATE / FOR_ADAMW * rate
+        return groups
 
 
 workload = CompositeWorkload()

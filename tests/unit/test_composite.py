@@ -9,7 +9,12 @@ from distcheck.contract import Batch
 from distcheck.errors import UsageError
 from distcheck.judge.oracles import rounding
 from distcheck.training.loading import load_workload
-from distcheck.workloads.composite import Composite, CompositeWorkload, workload
+from distcheck.workloads.composite import (
+    LEARNING_RATE,
+    Composite,
+    CompositeWorkload,
+    workload,
+)
 
 OF_FEW_SAMPLES = ("expert.weight", "expert.bias")
 
@@ -78,10 +83,36 @@ def test_groups_differ_and_no_two_steps_in_a_row_have_one_rate() -> None:
     for step in range(12):
         workload.schedule(made, step)
         rates.append(tuple(group["lr"] for group in made.param_groups))
-    assert all(weights == 2 * others > 0 for weights, others in rates)
+    assert all(weights == 2 * others for weights, others in rates)
+    assert rates[0] == (0.0, 0.0)  # a warm-up's first
     assert all(one != two for one, two in pairwise(rates))
-    assert rates[2][0] < rates[1][0] / 9
+    assert 0 < rates[2][0] < rates[1][0] / 9
     assert [group["weight_decay"] > 0 for group in made.param_groups] == [True, False]
+
+
+def test_two_dtypes_have_two_optimizers() -> None:
+    """And both follow the schedule, each at rates of its own, groups or none."""
+    for dtype, kind, rate in (
+        (torch.float32, torch.optim.SGD, LEARNING_RATE),
+        (torch.float64, torch.optim.AdamW, LEARNING_RATE / 50),
+    ):
+        parameters = list(built(dtype).parameters())
+        assert type(workload.optimizer(parameters)) is kind
+        made = workload.optimizer(workload.groups(parameters))
+        workload.schedule(made, 1)
+        assert type(made) is kind
+        assert made.param_groups[0]["lr"] == rate
+
+
+def test_both_ends_of_the_largest_tensor_have_a_gradient() -> None:
+    """And seven equal pieces do not cover it, so that what drops the rest shows."""
+    model = built()
+    workload.loss(model, batch(torch.arange(4))).backward()
+    words = model.get_parameter("features.text.embedding.weight")
+    assert words.numel() % 7
+    assert words.grad is not None
+    assert words.grad[0].any()
+    assert words.grad[-1].any()
 
 
 def test_a_lost_rank_shows_in_every_tensor() -> None:
