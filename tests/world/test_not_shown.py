@@ -30,6 +30,19 @@ def promises_ranks_in_order_and_adds_them_backwards(model: nn.Module, step: Step
         parameter.grad.copy_(total / step.world_size)
 
 
+def nothing_from_step_4_on(model: nn.Module, step: Step) -> None:
+    if step.index < 4:
+        for parameter in model.parameters():
+            parameter.grad.copy_(sum(_gathered(parameter.grad, step)) / step.world_size)
+
+
+def up_to_two_dimensions(model: nn.Module, step: Step) -> None:
+    """Takes what has two dimensions; a convolution's weight has four."""
+    for parameter in model.parameters():
+        if parameter.dim() <= 2:
+            parameter.grad.copy_(sum(_gathered(parameter.grad, step)) / step.world_size)
+
+
 def unweighted(model: nn.Module) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -75,3 +88,14 @@ def test_ranks_that_are_seeded_alike_show_within_the_forward_pass_alone() -> Non
 def test_a_missing_first_broadcast_shows_in_its_cell_alone() -> None:
     assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="mlp") == "pass"
     assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="different_starts") == "fail"
+
+
+def test_what_begins_after_the_last_step_shows_with_more_steps() -> None:
+    late = f"{HERE}:nothing_from_step_4_on"
+    assert verdict(late, world=2, workload="mlp", steps=4) == "pass"
+    assert verdict(late, world=2, workload="mlp", steps=5) == "fail"
+
+
+def test_what_chooses_by_dimensions_shows_in_a_model_that_has_them() -> None:
+    assert verdict(f"{HERE}:up_to_two_dimensions", world=2, workload="mlp") == "pass"
+    assert verdict(f"{HERE}:up_to_two_dimensions", world=2, workload="cnn") == "fail"

@@ -2,11 +2,13 @@
 
 import json
 import re
+from html import unescape
 from typing import Any
 
 import distcheck
 from distcheck.records import CheckResult, Report
 from distcheck.records.mistakes import MISTAKES
+from distcheck.reports.html_report import render
 from distcheck.reports.json_report import render_json
 from distcheck.reports.terminal import render_text
 
@@ -99,6 +101,10 @@ def test_the_report_of_a_pass() -> None:
     assert said["mistakes"]["lost-rank"] == {"tensors": 6, "of": 6, "not_in": []}
     assert all(0 < factor < 1e-5 for factor in said["wrong_factor"].values())
     assert said["no_mistake_shows_in"] == []
+    page = render(document)
+    for at in range(3):  # each case by itself
+        reason = check(report, "sensitivity", case=at).reason
+        assert reason.partition(";")[0] in " ".join(unescape(re.sub(r"<[^>]*>", "", page)).split())
 
 
 def test_a_world_of_one_exchanges_nothing() -> None:
