@@ -152,6 +152,8 @@ def _headline(story: Story) -> Text:
         said = f"a failure that was not repeated, in {cases}; {spent}"
     elif not count:
         said = "no case was run"
+        if not story.interrupted:
+            said += f", since the budget was used up after {spent}: give a longer one (--budget 1m)"
     else:
         said = f"nothing found in {cases}; {spent}"
     interrupted = ", interrupted" if story.interrupted else ""

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from distcheck import verify
 from distcheck.errors import UsageError
 from distcheck.explore import verify_case
-from distcheck.explore.report import Story, as_json
+from distcheck.explore.report import Story, as_json, show
 from distcheck.explore.running import Runner
 from distcheck.explore.search import Search
 from distcheck.explore.space import cases
@@ -261,6 +261,17 @@ def test_a_case_that_could_not_show_a_mistake_is_not_counted_as_passed(pool: Poo
                   interrupted=False, kept_as=None)  # fmt: skip
     assert story.exit_code == 5, "nothing was shown to be right"
     assert json.loads(as_json(story))["insensitive"][0]["id"] == "wide"
+
+
+def test_a_budget_that_is_too_short_for_one_case_says_so(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Search(Runner(pool), st.nothing(), seed=0, until=0.0)
+    story = Story(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0, unreadable=(),
+                  interrupted=False, kept_as=None)  # fmt: skip
+    said = "no case was run, since the budget was used up after 1 s: give a longer one"
+    show(story, quiet=False)
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.sweep

@@ -22,8 +22,9 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
 
     It holds cases, report and the code under test, and of the environment only variables from a
     list of names that are no secrets. Texts of exceptions and prints are in the report; in them,
-    values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL or KEY are masked.
-    Source files are packed as they are: a secret that is written in one is in the bundle.
+    values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE, KEY or
+    the like are masked, and passwords in addresses. Source files are packed as they are: a secret
+    that is written in one is in the bundle.
     """  # fmt: skip
     if is_elsewhere():
         return 0

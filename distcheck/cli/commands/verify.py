@@ -110,9 +110,10 @@ def command(
     distcheck verify --shard 2/4 --json part-2.json
     torchrun --nproc-per-node 4 -m distcheck verify --strategy allreduce
 
-    Reports keep exceptions and output of the code, in which values of variables whose names
-    say TOKEN, SECRET, PASSWORD, CREDENTIAL or KEY are masked, and no other variables but those
-    that bits depend on.
+    Reports keep exceptions and output of the code, in which secrets of the environment are
+    masked: values of variables whose names say TOKEN, SECRET, PASSWORD, CREDENTIAL, AUTH, COOKIE,
+    KEY or the like, and passwords in addresses. Of other variables they keep only those that bits
+    depend on.
     """  # fmt: skip
     from distcheck.cli.asking import plan_asked
     from distcheck.errors import UsageError
