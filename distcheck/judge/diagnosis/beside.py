@@ -65,6 +65,7 @@ def of_passes(facts: Facts) -> list[Diagnosis]:
         return []
     shares = facts.steps[0].shares
     rows = _counts(found, shares)
+    # Chosen: far above the roundings of a least-squares fit, far below a lost pass.
     if all(abs(c - row[0][0]) <= 1e-3 for row in rows for counts in row for c in counts):
         return []  # all alike, by a factor that has its own name
     text = "; ".join(
@@ -93,6 +94,7 @@ def _counts(found: PassFacts, shares: tuple[float, ...]) -> list[list[list[float
 
 
 def _times(counts: list[float]) -> str:
+    # Chosen: what is shown as 0; far below a count that means something.
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
@@ -127,6 +129,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     if factor is not None:
         world = facts.world
         named = {float(world): "missing-division", 1 / world: "double-division"}
+        # Chosen: far above rounding in float32, and no other factor is so near.
         cause = next((c for f, c in named.items() if math.isclose(f, factor, rel_tol=1e-4)), "")
         return [
             Diagnosis(
@@ -187,8 +190,10 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
         return f"{text}; the parameters are right"
     if seen.unchanged:
         return f"{text}; they stayed as they were"
+    # Chosen: where more of an update is left over, it is not a multiple of the right one.
     if seen.rest > 1e-3:
         return text
+    # Chosen: what is shown as a factor of 1.
     if abs(seen.factor - 1) > 1e-4:
         text += f"; they moved {number_text(seen.factor)} times as far as they should"
     if seen.decay:

@@ -263,6 +263,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...
         return ()
     system, target = torch.cat(rows), torch.cat(targets)
     q, r = torch.linalg.qr(system)
+    # Chosen: below it, ranks' gradients do not tell ranks apart.
     if float(r.diagonal().abs().min()) < 1e-6 * float(r.diagonal().abs().max()):
         return ()
     inverse = torch.linalg.inv(r)
@@ -271,6 +272,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...
     shares = [weight / len(expectation.weights) for weight in expectation.weights]
     found = weights.tolist()
     fits = float((system @ weights - target).norm()) <= sqrt(allowed)
+    # Chosen: 1e-9 for the roundings of a fit in float64, where nothing moved.
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
     return tuple(found) if fits and positive and differs else ()

@@ -28,7 +28,7 @@ _RACE = (
     "look for an asynchronous collective that is not waited for in time, a buffer that is "
     "used again while it is being sent, and"
 )
-# Of a gradient: far more than orders of summation differ by.
+# Chosen, of a gradient: far more than orders of summation differ by.
 _NO_ROUNDING = 1e-2
 
 
