@@ -9,13 +9,14 @@ from distcheck.machine.numerics import unit_roundoff
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import why_declined
 
-FULL_BATCH_LAYERS = ("S32", "S64")
+FULL_BATCH_LAYERS = (IN_FLOAT32, IN_FLOAT64)
 _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
-    "S32": ("float32", "float64", "complex64", "complex128"),
-    "S64": ("float64", "complex128"),
+    IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
+    IN_FLOAT64: ("float64", "complex128"),
 }
 _LEAST_NORMALISED = 4
 _MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank

@@ -7,6 +7,7 @@ from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
 from distcheck.judge.diagnosis.findings import number_text, ranks_text
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.layers import BITWISE, ROUNDING
 
 _SAME_ORDER = "promise the order that is used, or use the one that is promised"
 _ONE_ORDER = "add up in one order on every rank"
@@ -35,10 +36,10 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     right = bool(facts.steps) and not any(
         s.parameters or s.missing or s.not_finite for s in facts.steps
     )
-    if not right or not pairs or not pairs <= {("gradients", "X"), ("agreement", "-")}:
+    if not right or not pairs or not pairs <= {("gradients", BITWISE), ("agreement", "-")}:
         return []
     what = "every gradient is within rounding of the right mean, and its last bits are not those "
-    result = failed.get(("gradients", "X"))
+    result = failed.get(("gradients", BITWISE))
     if result is not None:
         evidence = f"{what}of the promised order and scale: {where(result)}"
         suggestion = f"{_ONE_ORDER}, the promised one; look at what rounds, and when"
@@ -100,7 +101,7 @@ def _times(counts: list[float]) -> str:
 
 def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """Wrong averages of parameters, where such averages are accepted."""
-    if ("parameters", "R") not in failed or facts.average is None:
+    if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
     found = gradients.explain_step(facts.average)
     return [
@@ -122,7 +123,7 @@ _AVERAGE = (
 
 def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     """Something else than the design that was accepted."""
-    result = failed.get(("gradients", "R"))
+    result = failed.get(("gradients", ROUNDING))
     if result is None or not accept.startswith(("low-rank", "quantised")):
         return []
     factor = facts.scaled_projection
@@ -156,7 +157,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
 
 def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
     """Steps of the optimizer that are not those that it takes on one machine."""
-    result = failed.get(("parameters", "X"))
+    result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
         "parameters", "lattice",
     ):  # fmt: skip
