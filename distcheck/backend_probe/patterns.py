@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distcheck.machine.numerics import unit_roundoff
+
 Value = bool | int | float | complex
 MOST_RANKS = 8  # beyond it the sums no longer fit into uint8 and bfloat16
 # What no number below becomes, and bfloat16 still holds: sums end at 250 x scale, products at 144.
@@ -44,15 +46,17 @@ class Dtype:
 DTYPES = {
     dtype.name: dtype
     for dtype in (
-        Dtype(name="float32", short="f32", scale=(1 << 12) + 1, roundoff=2.0**-24),
-        Dtype(name="float64", short="f64", scale=(1 << 30) + 1, roundoff=2.0**-53),
-        Dtype(name="bfloat16", short="bf16", scale=1, roundoff=2.0**-8),
-        Dtype(name="float16", short="f16", scale=7, roundoff=2.0**-11),
+        Dtype(name="float32", short="f32", scale=(1 << 12) + 1, roundoff=unit_roundoff("float32")),
+        Dtype(name="float64", short="f64", scale=(1 << 30) + 1, roundoff=unit_roundoff("float64")),
+        Dtype(name="bfloat16", short="bf16", scale=1, roundoff=unit_roundoff("bfloat16")),
+        Dtype(name="float16", short="f16", scale=7, roundoff=unit_roundoff("float16")),
         Dtype(name="int32", short="i32", scale=(1 << 23) - 1),
         Dtype(name="int64", short="i64", scale=(1 << 54) + 1),
         Dtype(name="uint8", short="u8", scale=1, signed=False),
         Dtype(name="bool", short="bool", scale=1, signed=False),
-        Dtype(name="complex64", short="c64", scale=(1 << 12) + 1, roundoff=2.0**-24),
+        Dtype(
+            name="complex64", short="c64", scale=(1 << 12) + 1, roundoff=unit_roundoff("complex64")
+        ),
     )
 }
 REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")

@@ -11,6 +11,7 @@ from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, r
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import Search
 from distcheck.records import Case
+from distcheck.records.layers import BITWISE
 from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.verification.case_runs import is_separate
@@ -110,7 +111,7 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
         )
     lines += [f"  {_of_search(search)}" for search in planned.beside.searches]
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
-    if any("X" in estimate.case.layers for estimate in estimates):
+    if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(
             "  X applies where a strategy promises its order of summation; R replaces it elsewhere"
         )

@@ -35,10 +35,11 @@ from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shards import declared_factor
 from distcheck.machine import numerics
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import StepHeader, TraceReader
 
-_LAYERS = {"float32": "S32", "float64": "S64"}
+_LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 
 
 class StepBounds:

@@ -22,6 +22,7 @@ import msgspec
 
 from distcheck.contract import Contract, Wire
 from distcheck.errors import UsageError
+from distcheck.machine.numerics import unit_roundoff
 from distcheck.records import Allowance, Case
 
 _WIRES: dict[str, Wire] = {
@@ -29,7 +30,6 @@ _WIRES: dict[str, Wire] = {
     "fp32": "float32", "float32": "float32",
 }  # fmt: skip
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 COMPRESSED = "tensors were compressed"
 _RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (1, 10_000)}
 KINDS = (
@@ -182,7 +182,7 @@ def describe(case: Case) -> Allowance | None:
 
 def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     assert accepted.wire is not None
-    roundings, unit = world + 2, _UNIT[accepted.wire]
+    roundings, unit = world + 2, unit_roundoff(accepted.wire)
     share = 100 * roundings * unit / (1 - roundings * unit)
     return (
         f"widens R to {roundings} roundings to {accepted.wire} with equal shards ({share:.2g} % of "

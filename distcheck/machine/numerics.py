@@ -1,27 +1,33 @@
 """Floating-point arithmetic of each dtype: unit roundoff, smallest number, and gamma(k).
 
-The only place where these numbers are named. u is half the distance from 1.0 to the next number:
-2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p = 8). gamma(k) = k u /
-(1 - k u) bounds the relative error of k roundings (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd ed., lemma 3.1).
+The only place where these numbers are named; it imports without torch. u is half the distance from
+1.0 to the next number: 2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p = 8).
+gamma(k) = k u / (1 - k u) bounds the relative error of k roundings (Higham, Accuracy and Stability
+of Numerical Algorithms, 2nd ed., lemma 3.1).
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # plans and backends' expectations need these numbers, and import no torch
+    import torch
 
 # Unit roundoff and smallest subnormal number.
-UNITS = {
-    torch.float64: (2.0**-53, 2.0**-1074),
-    torch.float32: (2.0**-24, 2.0**-149),
-    torch.float16: (2.0**-11, 2.0**-24),
-    torch.bfloat16: (2.0**-8, 2.0**-133),
+_UNITS = {
+    "float64": (2.0**-53, 2.0**-1074),
+    "float32": (2.0**-24, 2.0**-149),
+    "float16": (2.0**-11, 2.0**-24),
+    "bfloat16": (2.0**-8, 2.0**-133),
 }
+_PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 # Dtypes whose every number a dtype holds exactly.
-CONTAINED = {
-    torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
-    torch.float16: (torch.float16,),
-    torch.bfloat16: (torch.bfloat16,),
+_CONTAINED = {
+    "float64": ("float64", "float32", "float16", "bfloat16"),
+    "float32": ("float32", "float16", "bfloat16"),
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16",),
 }
 
 
@@ -29,18 +35,39 @@ class NotBoundedError(Exception):
     """No bound is known for a correct result, so there is nothing to compare with."""
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
+def _name(dtype: torch.dtype | str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return _PARTS.get(name, name)
+
+
+def unit_roundoff(dtype: torch.dtype | str) -> float:
     """Half the distance from 1.0 to the next number; for complex numbers that of their parts."""
-    return UNITS[dtype.to_real() if dtype.is_complex else dtype][0]
+    return _UNITS[_name(dtype)][0]
 
 
-def smallest(dtype: torch.dtype) -> float:
+def smallest(dtype: torch.dtype | str) -> float:
     """The smallest number above zero; for complex numbers that of their parts."""
-    return UNITS[dtype.to_real() if dtype.is_complex else dtype][1]
+    return _UNITS[_name(dtype)][1]
+
+
+def holds_all_of(dtype: torch.dtype | str, other: torch.dtype | str) -> bool:
+    """Whether `dtype` has every number of `other`, so that a conversion to it rounds nothing."""
+    return _name(other) in _CONTAINED[_name(dtype)]
+
+
+def spacing(dtype: torch.dtype) -> float:
+    """The distance from 1.0 to the next number, 2 u: of every floating-point dtype of torch, also
+    of those in which nothing is judged.
+    """
+    import torch
+
+    return torch.finfo(dtype).eps
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones, in a last dimension of 2; real ones as they are."""
+    import torch
+
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

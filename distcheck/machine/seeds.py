@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from distcheck.machine.numerics import smallest
+
 # What must be pinned before torch is imported. More than one intra-op thread changes bits (the
 # matrix kernels split their sums by thread) and slows many ranks on few cores down; a parallel
 # OpenMP region in a process that later forks makes its children hang.
@@ -107,7 +109,7 @@ def pin_determinism() -> None:
 
 _DEFAULT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _MKLDNN_OFF, _DENORMALS_FLUSHED = 1 << 4, 1 << 5
-_SMALLEST = 2.0**-149  # of float32, a denormal number
+_SMALLEST = smallest("float32")  # a denormal number
 
 
 def settings() -> int:
@@ -120,8 +122,8 @@ def settings() -> int:
     name = str(torch.get_default_dtype()).removeprefix("torch.")
     found = _DEFAULT_DTYPES.index(name) if name in _DEFAULT_DTYPES else 0
     found |= 0 if torch.backends.mkldnn.enabled else _MKLDNN_OFF
-    smallest = torch.tensor(_SMALLEST, dtype=torch.float32)
-    return found | (0 if bool((smallest * 1).any()) else _DENORMALS_FLUSHED)
+    denormal = torch.tensor(_SMALLEST, dtype=torch.float32)
+    return found | (0 if bool((denormal * 1).any()) else _DENORMALS_FLUSHED)
 
 
 @contextlib.contextmanager

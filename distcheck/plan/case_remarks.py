@@ -5,19 +5,20 @@ from collections.abc import Sequence
 from distcheck.contract import Contract
 from distcheck.judge.acceptance import read
 from distcheck.judge.oracles import lattice
+from distcheck.machine.numerics import unit_roundoff
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import why_declined
 
-FULL_BATCH_LAYERS = ("S32", "S64")
+FULL_BATCH_LAYERS = (IN_FLOAT32, IN_FLOAT64)
 _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
-    "S32": ("float32", "float64", "complex64", "complex128"),
-    "S64": ("float64", "complex128"),
+    IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
+    IN_FLOAT64: ("float64", "complex128"),
 }
 _LEAST_NORMALISED = 4
-_SHORT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # unit roundoff
 _MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
 _BY_OTHERS = "X and R judge instead"
 _HARDLY_NORMALISED = (
@@ -145,7 +146,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
             f"--accept {case.accept} has a bound for one exchange in a step, and each of its "
             f"{passes} backward passes may have one"
         )
-    unit = max(_SHORT.get(dtype, 0.0) for dtype in (case.dtype, contract.wire or case.dtype))
+    unit = max(map(unit_roundoff, (case.dtype, contract.wire or case.dtype)))
     if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit >= 1 / 2:
         what = "gradients" if passes == 1 else f"{passes} backward passes, each"
         return (

@@ -17,6 +17,7 @@ from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.single_ranks import check_delays, check_without_data
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
+from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
 from distcheck.training.adapters.asked import check_adaptation
 from distcheck.training.jobs import CaseFacts
@@ -176,7 +177,7 @@ def check_case(case: Case) -> Case:
             f"reference_device {case.reference_device!r} does not go with device {case.device!r}"
         )
     planned = alike[0]
-    allowed = {planned.layers, ("S64",)} if case.dtype == "float64" else {planned.layers}
+    allowed = {planned.layers, (IN_FLOAT64,)} if case.dtype == "float64" else {planned.layers}
     if case.layers not in allowed:
         raise UsageError(
             f"layers {list(case.layers)} are not those of {case.workload} in {case.dtype}, "
@@ -212,7 +213,9 @@ def plan_cases(request: Request) -> list[Case]:
             *_cells(request, strategy, world, besides=workloads),
         ]
     ]
-    cases += [_against_cpu(case) for case in cases if case.device != "cpu" and "S32" in case.layers]
+    cases += [
+        _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
+    ]
     return name_apart(cases)
 
 
@@ -238,7 +241,7 @@ def _against_cpu(case: Case) -> Case:
     return msgspec.structs.replace(
         case,
         id=f"{case.id}-against-cpu",
-        layers=("S32",),
+        layers=(IN_FLOAT32,),
         rerun=False,
         reference_device="cpu",
     )
@@ -256,10 +259,10 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     name = strategy.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
     place = workload.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
     layers = {
-        "float32": ("X", "R", "S32"),
-        "float64": ("X", "R", "S64"),
-        "bfloat16": ("X", "R"),
-        "float16": ("X", "R"),
+        "float32": (BITWISE, ROUNDING, IN_FLOAT32),
+        "float64": (BITWISE, ROUNDING, IN_FLOAT64),
+        "bfloat16": (BITWISE, ROUNDING),
+        "float16": (BITWISE, ROUNDING),
     }[dtype]
     if not acceptance.owes_full_batch(request.accept):
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
@@ -288,7 +291,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         steps=steps,
         seed=request.seed,
         deadline_s=request.deadline_s,
-        layers=("lattice",) if is_lattice else ("S64",) if companion else layers,
+        layers=("lattice",) if is_lattice else (IN_FLOAT64,) if companion else layers,
         rerun=reruns and not companion,
         adaptation=request.adaptation,
         loss=cast("LossName", request.loss),
@@ -306,7 +309,7 @@ def plan_checks(
     owes = Coverage(case, facts.contract, model, sizes)
     seen = facts.contract.sync != "out-of-sight"
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
-    own = "lattice" if exact == "lattice" else "X"
+    own = "lattice" if exact == "lattice" else BITWISE
     gradient_layers = [layer for layer in (exact, bounded, *semantic) if layer]
     planned = [
         PlannedCheck(check="outcome", layer="-", scope="front", required=owes.outcome()),
@@ -315,8 +318,8 @@ def plan_checks(
     ]
     local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
     if local_sgd:
-        exact, bounded = "X", ""  # each rank's own, to the bit
-        gradient_layers = ["X"]
+        exact, bounded = BITWISE, ""  # each rank's own, to the bit
+        gradient_layers = [BITWISE]
     if seen and (exact or bounded):
         planned.append(owes.check("local gradients", own, model.parameters))
     planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
@@ -330,7 +333,7 @@ def plan_checks(
     elif facts.updates_again and _same_update(case, facts.contract):
         planned.append(owes.check("parameters", own, model.parameters, state=updated))
     if model.buffers and (exact or bounded):
-        planned.append(owes.check("buffers", "X", model.buffers))
+        planned.append(owes.check("buffers", BITWISE, model.buffers))
     replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
     compared = (*model.parameters, *model.parameters, *replicas)
     if not local_sgd:
@@ -343,7 +346,9 @@ def plan_checks(
         planned.append(owes.rerun())
     note = _fallback_note(case, facts, sizes, calibration_failure)
     return [
-        msgspec.structs.replace(p, note=note) if (p.check, p.layer) == ("gradients", "R") else p
+        msgspec.structs.replace(p, note=note)
+        if (p.check, p.layer) == ("gradients", ROUNDING)
+        else p
         for p in planned
     ]
 
@@ -361,11 +366,11 @@ def _layers(
     if "lattice" in case.layers:
         if not _lattice_inexact(case, facts.contract, sizes):
             return "lattice", "", []
-        return ("X" if ordered else ""), "R", []
-    exact = "X" if "X" in case.layers and ordered else ""
+        return (BITWISE if ordered else ""), ROUNDING, []
+    exact = BITWISE if BITWISE in case.layers and ordered else ""
     # A forward pass over the whole batch would draw other random numbers than the shards did.
     no_full_batch = facts.draws_random_numbers or why_no_full_batch(case, facts, sizes)
-    bounded = "R" if "R" in case.layers or no_full_batch else ""
+    bounded = ROUNDING if ROUNDING in case.layers or no_full_batch else ""
     semantic = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers and not no_full_batch]
     return exact, bounded, semantic
 

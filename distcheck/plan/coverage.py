@@ -7,6 +7,7 @@ import msgspec
 from distcheck.contract import Contract
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.records.expected_events import PURPOSE
+from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 
 
@@ -74,10 +75,10 @@ class Coverage:
             steps=steps if self._model.optimizer else alone,
         )
         after = Compared(tensors=tensors, elements=parameters * fewest, ranks=world, steps=fewest)
-        own = PlannedCheck(check="parameters", layer="X", scope="step", required=between)
+        own = PlannedCheck(check="parameters", layer=BITWISE, scope="step", required=between)
         return [
             *([own] if between.tensors else []),
-            PlannedCheck(check="parameters", layer="R", scope="step", required=after),
+            PlannedCheck(check="parameters", layer=ROUNDING, scope="step", required=after),
             PlannedCheck(check="agreement", layer="-", scope="step", required=after),
         ]
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
+
 LossName = Literal["mean", "mean/world", "sum/global"]
 
 MOST_DEADLINE_S = 10**6
@@ -56,7 +58,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 3
     seed: int = 0
     deadline_s: float = 30.0
-    layers: tuple[str, ...] = ("X", "R", "S32")
+    layers: tuple[str, ...] = (BITWISE, ROUNDING, IN_FLOAT32)
     rerun: bool = True
     reference_device: str | None = None
     adaptation: Adaptation = Adaptation()

@@ -1,12 +1,13 @@
 """The layers of expectation, by the names that a reader sees. No torch.
 
-JSON and the code of the judge use the short aliases; screens and pages use the names. This list is
-the only one.
+JSON uses the short aliases, code the constants below, screens and pages the names. No other module
+spells an alias out, but those of the cells (`tests/unit/test_layers.py`).
 """
 
 import msgspec
 
 NO_LAYER = "-"  # of checks that compare without an expectation
+BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = "X", "R", "S32", "S64"
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -21,10 +22,10 @@ LAYERS = {
     layer.alias: layer
     for layer in (
         Layer("lattice", "exact", "a closed form in whole numbers"),
-        Layer("X", "bitwise", "the promised order of summation"),
-        Layer("R", "rounding bound", "rounding in any order of summation"),
-        Layer("S32", "float32 reference", "the whole batch in one process, in float32"),
-        Layer("S64", "float64 reference", "the whole batch in one process, in float64"),
+        Layer(BITWISE, "bitwise", "the promised order of summation"),
+        Layer(ROUNDING, "rounding bound", "rounding in any order of summation"),
+        Layer(IN_FLOAT32, "float32 reference", "the whole batch in one process, in float32"),
+        Layer(IN_FLOAT64, "float64 reference", "the whole batch in one process, in float64"),
     )
 }
 

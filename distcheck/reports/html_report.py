@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
-from distcheck.records.layers import LAYERS, layer_name, named
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.wording import count, searches_of
@@ -241,7 +241,7 @@ def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
             yield heat.draw_bits(next(made), check)
     with_loss = [check for check in checks if check.get("loss")]
     if with_loss:
-        full = [check for check in with_loss if check["layer"] in ("S32", "S64")]
+        full = [check for check in with_loss if check["layer"] in (IN_FLOAT32, IN_FLOAT64)]
         yield losses.draw(next(made), (full or with_loss)[-1])
     for check in checks:
         if check["check"] == "gradients" and histogram.shows_something(check):

@@ -23,6 +23,7 @@ import msgspec
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
+from distcheck.records.layers import IN_FLOAT64
 
 Kind = Literal["no scalar", "equal shards"]
 _NO_SCALAR = {name: f"{name}:no-scalar" for name in ("lattice", "composite")}
@@ -157,7 +158,7 @@ def _base(case: Case) -> str:
 
 def _is_companion(case: Case) -> bool:
     """Whether it is the float64 case that a float32 case is given, and was not asked for."""
-    return case.dtype == "float64" and case.layers == ("S64",)
+    return case.dtype == "float64" and case.layers == (IN_FLOAT64,)
 
 
 def _why_not_float64(report: CaseReport) -> str:

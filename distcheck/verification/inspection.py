@@ -23,6 +23,7 @@ from distcheck.errors import UsageError
 from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.cores import cores
+from distcheck.machine.numerics import spacing
 from distcheck.records import Case
 from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
 from distcheck.training.jobs import CaseFacts, Facts, InspectionJob
@@ -308,7 +309,7 @@ class _Roundings(TorchDispatchMode):
 def _eps(tensor: torch.Tensor) -> float:
     """What its dtype rounds by, relatively; 0 where that is not a floating-point one."""
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return torch.finfo(tensor.dtype).eps if floating else 0.0
+    return spacing(tensor.dtype) if floating else 0.0
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.expected_events import PURPOSE
+from distcheck.records.layers import BITWISE, IN_FLOAT64, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
 from distcheck.verification import contents
@@ -38,7 +39,9 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
-        rounded_to=rounded_to(run.seen) if run.seen and failed == {("gradients", "S64")} else "",
+        rounded_to=rounded_to(run.seen)
+        if run.seen and failed == {("gradients", IN_FLOAT64)}
+        else "",
         case=run.case,
         strategy_file=run.facts.strategy_file,
         strategy_line=run.facts.strategy_line,
@@ -104,7 +107,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
         _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)
         if elsewhere
         and result.verdict == "fail"
-        and (result.layer in ("X", "R") or result.check == "initial state")
+        and (result.layer in (BITWISE, ROUNDING) or result.check == "initial state")
         else result
         for result in results
     ]
@@ -173,7 +176,7 @@ def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
 
 def _of_what_was_accepted(case: Case, result: CheckResult) -> CheckResult:
     """A pass of gradients that never were what is accepted shows nothing of it."""
-    if (result.check, result.layer, result.verdict) != ("gradients", "R", "pass"):
+    if (result.check, result.layer, result.verdict) != ("gradients", ROUNDING, "pass"):
         return result
     why = acceptance.why_nothing_was_accepted(case, result.reason)
     return _with_note(msgspec.structs.replace(result, verdict="unknown"), why) if why else result

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from distcheck.records.layers import IN_FLOAT32
+
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a workload before it is loaded; the defaults are those of any user's.
@@ -29,7 +31,7 @@ ABOUT: Mapping[str, About] = {
     "mlp": About(in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
-    "composite": About(data="synthetic", in_float64=True, without=("S32",)),
+    "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,)),
 }
 # The float64 case beside a float32 one is there for S64, which looks for what shards mean: that is
 # the same at every step. Two, so that the second starts from parameters that were updated.

@@ -29,6 +29,7 @@ from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.inexact_sums import exact_gradient
 from distcheck.records import TensorSpec
 from distcheck.records.expected_events import NotFinite
+from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training.traces.layout import Kind
 
 
@@ -38,7 +39,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         if expectation.averages is not None:
             _compare_own(evidence, expectation, tally)
             continue
-        if tally.layer == "R" and expectation.lost:
+        if tally.layer == ROUNDING and expectation.lost:
             tally.remark(expectation.lost)
         kept: list[float] = []
         for index, spec in enumerate(evidence.trace.layout.model.parameters):
@@ -55,7 +56,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 zero_will_do=True,
             )
         _remark_on_rank(expectation, kept, tally)
-        if tally.layer in ("S32", "S64"):
+        if tally.layer in (IN_FLOAT32, IN_FLOAT64):
             _remark_on_full_batch(expectation, tally)
         if tally.layer == "lattice":
             rounded_sums.remark(expectation, tally)
@@ -65,7 +66,7 @@ def _note_sensitivity(
     evidence: Evidence, expectation: StepExpectation, tally: Tally, index: int
 ) -> None:
     """Which of the simplest mistakes the comparison that follows would show."""
-    if tally.layer == "R" and _is_low_rank(expectation):
+    if tally.layer == ROUNDING and _is_low_rank(expectation):
         found = sensitivity.of_projection(evidence, expectation, index)
     else:
         found = sensitivity.of_mean(evidence, expectation, tally.layer, index)
@@ -102,10 +103,10 @@ def _comparison(
     if layer == "lattice":
         exact = partial(equal_numbers, expected=exact_gradient(expectation, index))
         return rounded_sums.or_within_rounding(exact, expectation, index)
-    if layer == "X":
+    if layer == BITWISE:
         promised = expectation.order_exact[index]
         return None if promised is None else partial(bitwise, expected=promised)
-    if layer == "R" and _is_low_rank(expectation):
+    if layer == ROUNDING and _is_low_rank(expectation):
         given = expectation.carried(index)
         if given is None:
             return None
@@ -127,7 +128,7 @@ def _comparison(
             return Comparison(not found.why, actual.numel(), place, place if found.why else None)
 
         return as_projection
-    if layer == "R":
+    if layer == ROUNDING:
         interval = expectation.interval(index)
         if interval is None:
             return None
@@ -140,7 +141,9 @@ def _comparison(
     tolerance = expectation.full_batch_tolerance(layer, index)
     nan = _nan_is_expected(expectation)
     against = partial(by_norm, expected=full, tolerance=tolerance, nan_is_expected=nan)
-    return against if layer == "S64" else partial(_at_a_kink, against, expectation, tally, index)
+    return (
+        against if layer == IN_FLOAT64 else partial(_at_a_kink, against, expectation, tally, index)
+    )
 
 
 def _nan_is_expected(expectation: StepExpectation) -> bool:
@@ -164,7 +167,7 @@ def _at_a_kink(
     mean = None if found.ok else expectation.shard_by_shard(index)
     if mean is None:
         return found
-    beside = by_norm(actual, mean, expectation.full_batch_tolerance("S32", index))
+    beside = by_norm(actual, mean, expectation.full_batch_tolerance(IN_FLOAT32, index))
     if not beside.ok or not expectation.shards_are_the_batch(index):
         return found
     tally.excuse(

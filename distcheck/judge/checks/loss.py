@@ -13,6 +13,7 @@ from distcheck.judge.checks.rounded_sums import or_from_recorded
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.full_batch import loss_tolerance
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -20,7 +21,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):
             continue
-        if tally.layer in ("S32", "S64"):
+        if tally.layer in (IN_FLOAT32, IN_FLOAT64):
             _compare_mean(evidence, expectation, tally)
         else:
             _compare_ranks(evidence, expectation, tally)

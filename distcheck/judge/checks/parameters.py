@@ -21,6 +21,7 @@ from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.lattice_tensors import as_tensor
 from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.records.layers import ROUNDING
 from distcheck.training.traces.layout import Kind
 
 
@@ -33,7 +34,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             how(evidence, expectation, tally)
         return
     for expectation in evidence.expectations:
-        if tally.layer == "R":
+        if tally.layer == ROUNDING:
             _compare_average(evidence, expectation, tally)
             continue
         _compare_updates(evidence, expectation, tally)

@@ -42,7 +42,9 @@ from distcheck.records.mistakes import MISTAKES, Shown
 
 _SAMPLE = 1 << 12
 _MOST_TWINS = 16
-_IN_DOUBLE = 2.0**-48  # relative: for the roundings of this very computation
+# Derived: 32 u of float64. Where c = 0, what a mistake leaves is rounded once or twice here; where
+# c > 0, c b is more than the roundings of the sum.
+_IN_DOUBLE = 2.0**-48
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
+from distcheck.records.layers import ROUNDING
 
 CAUSES = (
     "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
@@ -145,7 +146,7 @@ def _of_one_run(cause: Diagnosis) -> Diagnosis:
 
 def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """The shards' mean is what the ranks hold, and the whole batch's gradient is another mean."""
-    if not facts.batch_weights or ("gradients", "R") in failed:
+    if not facts.batch_weights or ("gradients", ROUNDING) in failed:
         return []
     weights = ", ".join(f"{weight:.5g}" for weight in facts.batch_weights)
     return [
@@ -174,7 +175,7 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     assert first is not None
     parts = [f"{first.check} differ first: {where(first)}"]
     reason = first.reason.partition("; ")[0]
-    parts += [reason] if reason and (first.layer != "R" or not facts.steps) else []
+    parts += [reason] if reason and (first.layer != ROUNDING or not facts.steps) else []
     seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
     parts.append(seen)
     evidence = "; ".join(filter(None, parts))
@@ -186,7 +187,7 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
 
 def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """Gradients are wrong on a rank without data, and were measured to be right on the others."""
-    first = failed.get(("gradients", "R")) or failed.get(("gradients", "lattice"))
+    first = failed.get(("gradients", ROUNDING)) or failed.get(("gradients", "lattice"))
     measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
     if first is None or first.first is None or not measured:
         return []

@@ -7,6 +7,7 @@ from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
 from distcheck.judge.diagnosis.findings import number_text, ranks_text
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.layers import BITWISE, ROUNDING
 
 _SAME_ORDER = "promise the order that is used, or use the one that is promised"
 _ONE_ORDER = "add up in one order on every rank"
@@ -35,10 +36,10 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     right = bool(facts.steps) and not any(
         s.parameters or s.missing or s.not_finite for s in facts.steps
     )
-    if not right or not pairs or not pairs <= {("gradients", "X"), ("agreement", "-")}:
+    if not right or not pairs or not pairs <= {("gradients", BITWISE), ("agreement", "-")}:
         return []
     what = "every gradient is within rounding of the right mean, and its last bits are not those "
-    result = failed.get(("gradients", "X"))
+    result = failed.get(("gradients", BITWISE))
     if result is not None:
         evidence = f"{what}of the promised order and scale: {where(result)}"
         suggestion = f"{_ONE_ORDER}, the promised one; look at what rounds, and when"
@@ -65,6 +66,7 @@ def of_passes(facts: Facts) -> list[Diagnosis]:
         return []
     shares = facts.steps[0].shares
     rows = _counts(found, shares)
+    # Chosen: far above the roundings of a least-squares fit, far below a lost pass.
     if all(abs(c - row[0][0]) <= 1e-3 for row in rows for counts in row for c in counts):
         return []  # all alike, by a factor that has its own name
     text = "; ".join(
@@ -93,12 +95,13 @@ def _counts(found: PassFacts, shares: tuple[float, ...]) -> list[list[list[float
 
 
 def _times(counts: list[float]) -> str:
+    # Chosen: what is shown as 0; far below a count that means something.
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
 def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
     """Wrong averages of parameters, where such averages are accepted."""
-    if ("parameters", "R") not in failed or facts.average is None:
+    if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
     found = gradients.explain_step(facts.average)
     return [
@@ -120,13 +123,14 @@ _AVERAGE = (
 
 def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     """Something else than the design that was accepted."""
-    result = failed.get(("gradients", "R"))
+    result = failed.get(("gradients", ROUNDING))
     if result is None or not accept.startswith(("low-rank", "quantised")):
         return []
     factor = facts.scaled_projection
     if factor is not None:
         world = facts.world
         named = {float(world): "missing-division", 1 / world: "double-division"}
+        # Chosen: far above rounding in float32, and no other factor is so near.
         cause = next((c for f, c in named.items() if math.isclose(f, factor, rel_tol=1e-4)), "")
         return [
             Diagnosis(
@@ -153,7 +157,7 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
 
 def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
     """Steps of the optimizer that are not those that it takes on one machine."""
-    result = failed.get(("parameters", "X"))
+    result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
         "parameters", "lattice",
     ):  # fmt: skip
@@ -187,8 +191,10 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
         return f"{text}; the parameters are right"
     if seen.unchanged:
         return f"{text}; they stayed as they were"
+    # Chosen: where more of an update is left over, it is not a multiple of the right one.
     if seen.rest > 1e-3:
         return text
+    # Chosen: what is shown as a factor of 1.
     if abs(seen.factor - 1) > 1e-4:
         text += f"; they moved {number_text(seen.factor)} times as far as they should"
     if seen.decay:

@@ -6,9 +6,10 @@ from math import hypot, isclose, sqrt
 
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 
-_NEARER = 4.0
-_PARALLEL = 1e-5  # of their norms: whatever rounds a result, gradients are computed as ever
-# What clip_grad_norm_ adds to a norm before it divides by it.
+_NEARER = 4.0  # Chosen: how much nearer another reading must be to replace the usual one
+# Chosen, of their norms: whatever rounds a result, gradients are computed as ever.
+_PARALLEL = 1e-5
+# Derived: what clip_grad_norm_ adds to a norm before it divides by it.
 _CLIP_EPSILONS = (0.0, 1e-6)
 
 
@@ -75,6 +76,7 @@ def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     world, shares = len(step.shares), step.shares
     found = _scaled(step, parameters, rank, "mean", shares)
     plain = [1.0 / world] * world
+    # Chosen: shares are quotients of whole numbers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
         found += _scaled(step, parameters, rank, "plain mean", plain)
     if world > 1:
@@ -222,6 +224,7 @@ def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[st
     if min(counts) < 0:
         return ["signed"] if set(counts) == {1, -1} else []
     halves = [1, *(2**k for k in range(world - 1))]
+    # Chosen: for the roundings of a few float64 operations, where no tolerance is known.
     even = abs(factor * sum(counts) / world - 1) <= world * tolerance + 1e-9
     chain = ["chain"] if sorted(counts) == halves and world > 2 and even else []
     # Of four ranks and more nothing else gives a rank half of the weight, and one a quarter.

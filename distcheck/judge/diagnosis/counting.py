@@ -47,6 +47,7 @@ def count_less(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     fewer = [rank for rank, count in enumerate(way.counts) if count < most]
     if 0 in way.counts or 2 * len(fewer) >= len(way.counts):
         return []
+    # Chosen: far above rounding in float32, far below one rank in a thousand.
     if not isclose(way.factor * most, 1.0, rel_tol=1e-4):
         return []
     counts = ", ".join(number_text(count / most) for count in way.counts)
@@ -109,5 +110,6 @@ def counted(step: StepFacts, way: Reading, where: str) -> Finding:
             evidence += f", {positions_text(step, absent)} not at all"
         return Finding("duplicated-rank", evidence, DUPLICATED)
     required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
+    # Chosen: far above rounding in float32, far below one rank in a thousand.
     mean = isclose(way.factor, required, rel_tol=1e-4)
     return Finding("dropped-rank", evidence, dropped(step, absent, mean=mean))

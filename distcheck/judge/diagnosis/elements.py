@@ -11,8 +11,9 @@ from distcheck.machine.numerics import gamma, unit_roundoff
 Counts = tuple[int, ...]  # by rank
 
 _SHORTER = ("float32", "float16", "bfloat16")
-# One rounding has an error of at least u / (4 sqrt(3)) in the mean square (half the spacing at the
-# top of a binade, uniform), W of them that are added up 1 / sqrt(W) of that; a third is room.
+# Derived: one rounding has an error of at least u / (4 sqrt(3)) in the mean square (half the
+# spacing at the top of a binade, uniform), W of them that are added up 1 / sqrt(W) of that; a third
+# is room.
 _LEAST_ROUNDING = 0.05
 
 

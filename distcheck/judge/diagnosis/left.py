@@ -39,8 +39,9 @@ def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) ->
     promised = 1.0 if by_loss else expectation.unscaled[rank]
     if same:
         return promised
-    # |got - f wanted|^2 for the best f; no multiple where more than 1e-5 of it is left over.
+    # |got - f wanted|^2 for the best f. Chosen: no multiple where more than 1e-5 is left over.
     left = max(0.0, size - along**2 / square)
+    # Chosen: the square of 1e-5, since these are squares.
     return along / square * promised if left <= 1e-10 * size else None
 
 
@@ -125,6 +126,7 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
         if gradient is None:
             return False
         wanted = real_parts(gradient).double()
+        # Chosen: far above rounding in float32; other ranks' gradients are others by far more.
         if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
             return False
     return True

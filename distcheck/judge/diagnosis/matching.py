@@ -13,7 +13,7 @@ from distcheck.training.traces.layout import Kind
 _MOST_SORTED = 1 << 20
 _MOST_OTHERS = 64
 # Two samples of one distribution, sorted, come closer the more there are of them: to 1e-3 of their
-# norm for a million. A bound that is wider than a tenth of that proves no permutation.
+# norm for a million. Chosen: a bound that is wider than a tenth of that proves no permutation.
 _SHARPEST = 1e-4
 
 

@@ -15,16 +15,18 @@ from distcheck.judge.diagnosis.measured import Given, Measured
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
+from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff
 from distcheck.records import TensorSpec
 from distcheck.training.traces.layout import Kind
 
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
 # Beyond this many elements every k-th is taken: a combination holds for every element.
 _MOST_ELEMENTS = 1 << 20
-# A QR factorisation in float64 is itself off by a few hundred of its roundings.
+# Chosen: a QR factorisation in float64 is itself off by a few hundred of its roundings, and this is
+# 9,000 u.
 _LEAST_GAMMA = 1e-12
-_LEAST_SINGULAR = 1e-6  # of the largest; below it, ranks' gradients do not tell ranks apart
+# Chosen, of the largest: below it, ranks' gradients do not tell ranks apart.
+_LEAST_SINGULAR = 1e-6
 
 
 class StepMeasuring:
@@ -38,8 +40,8 @@ class StepMeasuring:
         self._missing: list[tuple[str, int]] = []
         self._own_elsewhere = True
         self._not_finite: NotFinite | None = None
-        own = [unit_roundoff(getattr(torch, self._wire))] if self._wire else []
-        self._least_units: list[float] = [2.0**-53, *own]
+        own = [unit_roundoff(self._wire)] if self._wire else []
+        self._least_units: list[float] = [unit_roundoff("float64"), *own]
         count = sum(spec.elements for spec in self._trace.layout.model.parameters)
         self._kept: dict[int, Interval] | None = {} if count <= MOST_KEPT else None
 
@@ -155,7 +157,7 @@ class StepMeasuring:
     def _unit_of(self, measured: Measured) -> float:
         """The unit roundoff of one parameter's exchange."""
         own = self._own_unit(measured)
-        return max(own, unit_roundoff(getattr(torch, self._wire))) if self._wire else own
+        return max(own, unit_roundoff(self._wire)) if self._wire else own
 
     def _gamma_of(self, unit: float) -> float:
         roundings = len(self._ranks) + 5 + 2 * (self._wire is not None)
@@ -213,8 +215,7 @@ class StepMeasuring:
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
 
     def _tiny(self) -> float:
-        own = torch.finfo(getattr(torch, self._wire or self._expectation.ingredients.case.dtype))
-        return float(own.smallest_normal * own.eps)
+        return smallest(self._wire or self._expectation.ingredients.case.dtype)
 
     def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
         rows, targets, rest, sizes = [], [], 0.0, []

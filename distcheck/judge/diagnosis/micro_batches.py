@@ -10,8 +10,9 @@ from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
 _MOST_ELEMENTS = 1 << 18  # of a model: of more, every k-th is taken
-_LEAST_SINGULAR = 1e-5  # of the largest; below it, passes cannot be distinguished
-_RESIDUAL = 1e-5  # of a result; passes were added up in its dtype
+# Chosen, of the largest: below it, passes cannot be distinguished.
+_LEAST_SINGULAR = 1e-5
+_RESIDUAL = 1e-5  # Chosen, of a result: passes were added up in its dtype
 
 
 def measured_passes(expectation: StepExpectation) -> PassFacts | None:

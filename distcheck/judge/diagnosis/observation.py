@@ -37,6 +37,7 @@ from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError, real_parts
 from distcheck.records import LossName
+from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.jobs import ObserveJob
 from distcheck.training.traces.layout import Kind
@@ -107,7 +108,7 @@ class _Look:
     def at_update(self, facts: Facts) -> Facts:
         """Measures the optimizer's step where its check failed."""
         step = self._job.update_step
-        failed = ("parameters", "X") in self._job.failed or (
+        failed = ("parameters", BITWISE) in self._job.failed or (
             ("parameters", "lattice") in self._job.failed and step == min(self._job.steps)
         )
         if not failed or not 0 <= step < self._trace.steps_written():
@@ -119,11 +120,11 @@ class _Look:
         step = self._job.steps[0]
         if step >= self._trace.steps_written():
             return facts
-        if ("parameters", "R") in self._job.failed:
+        if ("parameters", ROUNDING) in self._job.failed:
             step = self._job.update_step
             average = measured_average(self._expect(step))
             return msgspec.structs.replace(facts, average=average)
-        if accepted.family == "low-rank" and ("gradients", "R") in self._job.failed:
+        if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
             factor = scaled_projection(self._expect(step))
             return msgspec.structs.replace(facts, scaled_projection=factor)
         return facts
@@ -146,9 +147,9 @@ class _Look:
         if not measured or measured[0].parameters or measured[0].not_finite:
             return facts
         expectation, failed = self._expect(steps[0]), self._job.failed
-        if ("gradients", "X") in failed:
+        if ("gradients", BITWISE) in failed:
             facts = msgspec.structs.replace(facts, other_order=self._other_order(expectation))
-        for layer in ("S32", "S64"):
+        for layer in (IN_FLOAT32, IN_FLOAT64):
             if ("gradients", layer) in failed:
                 weights = _batch_weights(expectation, layer)
                 facts = msgspec.structs.replace(facts, batch_weights=weights)
@@ -263,6 +264,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...
         return ()
     system, target = torch.cat(rows), torch.cat(targets)
     q, r = torch.linalg.qr(system)
+    # Chosen: below it, ranks' gradients do not tell ranks apart.
     if float(r.diagonal().abs().min()) < 1e-6 * float(r.diagonal().abs().max()):
         return ()
     inverse = torch.linalg.inv(r)
@@ -271,6 +273,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...
     shares = [weight / len(expectation.weights) for weight in expectation.weights]
     found = weights.tolist()
     fits = float((system @ weights - target).norm()) <= sqrt(allowed)
+    # Chosen: 1e-9 for the roundings of a fit in float64, where nothing moved.
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
     return tuple(found) if fits and positive and differs else ()

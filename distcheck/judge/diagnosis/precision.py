@@ -6,7 +6,7 @@ from distcheck.judge.diagnosis.combinations import bound, distance
 from distcheck.judge.diagnosis.facts import LEAST_FOR_A_GRID, Facts, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.findings import Finding, parameters_text
 
-_MOST_NOISE = 1e-2  # of what is added up: more is another gradient
+_MOST_NOISE = 1e-2  # Chosen, of what is added up: more is another gradient
 _WIDTHS = ("float32", "float16", "bfloat16")  # by what they round away
 
 

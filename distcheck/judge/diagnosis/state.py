@@ -7,6 +7,7 @@ from distcheck.judge.diagnosis.findings import positions_text, ranks_text
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.training.traces.layout import Kind
 
 
@@ -28,7 +29,7 @@ _RACE = (
     "look for an asynchronous collective that is not waited for in time, a buffer that is "
     "used again while it is being sent, and"
 )
-# Of a gradient: far more than orders of summation differ by.
+# Chosen, of a gradient: far more than orders of summation differ by.
 _NO_ROUNDING = 1e-2
 
 
@@ -100,7 +101,7 @@ def _nondeterministic(
         evidence += ", nor does a world in which ranks are some milliseconds late"
     if gradients_raced(failed):
         evidence += ", by more than roundings do"
-        parameters = failed.get(("parameters", "X"))
+        parameters = failed.get(("parameters", BITWISE))
         if parameters is not None and parameters.first is not None:
             evidence += (
                 "; and the update was not that of the gradients which the exchange had left: "
@@ -117,7 +118,7 @@ def gradients_raced(failed: Failures) -> bool:
     """Whether the gradients that failed were others in the second run, and not by their roundings:
     what they are made of in the first is then one of several things that can happen.
     """
-    rerun, wrong = _of("rerun", failed), failed.get(("gradients", "R"))
+    rerun, wrong = _of("rerun", failed), failed.get(("gradients", ROUNDING))
     if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
         return False
     there = rerun.first

@@ -15,7 +15,8 @@ from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
-_SAME = 1e-5  # of an update: with no more left over, it is a multiple of the right one
+# Chosen, of an update: with no more left over, it is a multiple of the right one.
+_SAME = 1e-5
 
 
 def measured_update(expectation: StepExpectation) -> UpdateFacts | None:

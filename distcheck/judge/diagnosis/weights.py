@@ -113,6 +113,7 @@ def _round_norm(step: StepFacts, way: Reading) -> str:
         return ""
     norm = hypot(*(hypot(*p.projected[0], p.remainder[0]) for p in step.parameters))
     rounded = f"{norm:.0e}"
+    # Chosen: see above; one norm in a thousand is such by chance.
     return f"{float(rounded):g}" if isclose(norm, float(rounded), rel_tol=1e-4) else ""
 
 
@@ -123,6 +124,7 @@ def _already_there(step: StepFacts, factor: float) -> str:
         return " (a loss that was scaled by as much would look the same)"
     if all(f == 1.0 for f in seen):
         return "; backward had left the right ones, so the factor came with the exchange"
+    # Chosen: far above rounding in float32, and no other factor is so near.
     if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
         return "; backward had left gradients that were as much too large or small already"
     return ""
@@ -274,6 +276,7 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
     """Every rank holds the mean times a factor of its own."""
     factors = [way.factor for way in scaled]
     shown = ", ".join(number_text(factor) for factor in factors)
+    # Derived: clip_grad_norm_ adds 1e-6 to the norm that it divides by.
     products = [f * (n + 1e-6) for f, n in zip(factors, step.left_norms, strict=True)]
     relative = max(way.tolerance / abs(way.factor) for way in scaled)
     relative += step.unit * (step.left_elements**0.5 + 4)

@@ -29,6 +29,7 @@ from distcheck.judge.oracles.shards import (
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine.numerics import real_parts, unit_roundoff
 from distcheck.records import LossName
+from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.mistakes import Shown
 from distcheck.training.building import Ingredients
 from distcheck.training.traces.layout import Kind
@@ -333,7 +334,7 @@ class StepExpectation:
             mean = self._in_double.shard_by_shard(index)
             full = self._in_double.full_batch.gradients[index]
             apart = math.inf if mean is None or full is None else float((mean - full).norm())
-            return apart <= self._in_double.relative_to_batch("S64", index)
+            return apart <= self._in_double.relative_to_batch(IN_FLOAT64, index)
         except Exception:  # theirs: not every workload computes in float64
             return False
 

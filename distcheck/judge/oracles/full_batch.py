@@ -69,14 +69,22 @@ from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
 from distcheck.judge.oracles.shards import load_state, stretch_sizes
 from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.building import Ingredients, dense, trainable
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
 
+# Measured allowance: the longest sum of an image in the workloads that distcheck brings. A
+# user's own may be longer or shorter. Correct code was measured at a third of S32's tolerance.
 _POSITIONS = 32 * 32
+# Measured allowance: correct code was measured at up to 2e-14.
 _S64_RELATIVE = 1e-11
-_LOSS_RELATIVE = {"S32": 1e-6, "S64": 1e-13}  # a loss is one mean of N: far fewer roundings
-_KNOWN_TERMS = 1e-3  # of their size: that far from the batch's loss, terms are not those of it
+# Measured allowance: a loss is one mean of N, of far fewer roundings than a gradient; correct code
+# was measured at up to a tenth of it.
+_LOSS_RELATIVE = {IN_FLOAT32: 1e-6, IN_FLOAT64: 1e-13}
+# Chosen, as a share of their size: terms that are further from the batch's loss are not its terms,
+# and widen nothing. Far above rounding in float32.
+_KNOWN_TERMS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class FullBatch:
 
 def relative_tolerance(layer: str, batch: int) -> float:
     """The relative L2 tolerance of a layer; see the module's text."""
-    if layer == "S64":
+    if layer == IN_FLOAT64:
         return _S64_RELATIVE
     return unit_roundoff(torch.float32) * sqrt(batch * _POSITIONS)
 
@@ -119,7 +127,7 @@ def underflow(layer: str, batch: int, elements: int) -> float:
     """The most by which two ways to add up a gradient may differ where its terms underflow, as an
     L2 norm; see the module's text.
     """
-    tiny = smallest(torch.float64 if layer == "S64" else torch.float32)
+    tiny = smallest(torch.float64 if layer == IN_FLOAT64 else torch.float32)
     return 2.0 * batch * tiny * sqrt(elements)
 
 

@@ -48,6 +48,8 @@ import torch
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import gamma
 
+# Measured allowance: c of the module's text. Two power iterations and Gram-Schmidt in float32, with
+# 64 to 1,024 rows and rank 2 to 8, were measured at up to 0.06.
 _UNORTHOGONAL = 100.0
 
 

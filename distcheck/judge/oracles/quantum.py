@@ -43,7 +43,7 @@ import torch
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 
-_U = 2.0**-24
+_U = unit_roundoff("float32")  # Derived: quotients are computed in float32 at least, see above
 
 
 def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:

@@ -49,9 +49,11 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.machine.numerics import CONTAINED, UNITS, gamma, real_parts
+from distcheck.machine.numerics import gamma, holds_all_of, real_parts, smallest, unit_roundoff
 
-_ROOM = 1 + 2.0**-40  # for the roundings of the bound itself
+# Derived: the bound is a sum of W terms, none negative, and a few products; 2^-40 is 2^13 u of
+# float64, so it has room for the roundings of 8,000 ranks.
+_ROOM = 1 + 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ def interval(
     roundings = world + 1 if equal and not rescaled else world + 3
     roundings += 2 if rescaled else 0
     own = shards[0].dtype
-    unit, tiny = UNITS[own]
+    unit, tiny = unit_roundoff(own), smallest(own)
     if wire is not None:
-        roundings += 1 if wire in CONTAINED[own] else 2
-        unit, tiny = max(unit, UNITS[wire][0]), max(tiny, UNITS[wire][1])
+        roundings += 1 if holds_all_of(own, wire) else 2
+        unit, tiny = max(unit, unit_roundoff(wire)), max(tiny, smallest(wire))
         tiny *= max(1.0, world * max(map(abs, weights)))
     roundings = passes * roundings + 2 * (passes - 1)
     mean = torch.zeros_like(shards[0], dtype=torch.float64)
@@ -108,7 +110,7 @@ def interval(
     for shard, size, weight in zip(shards, magnitudes or shards, weights, strict=True):
         mean.add_(shard, alpha=weight)
         magnitude.add_(size.abs(), alpha=abs(weight))
-    own_error = gamma(reference_roundings(world, rescaled=rescaled), UNITS[torch.float64][0])
+    own_error = gamma(reference_roundings(world, rescaled=rescaled), unit_roundoff("float64"))
     factor = (gamma(roundings, unit) + own_error) * _ROOM
     bound = magnitude.mul_(factor).add_(roundings * tiny)
     return Interval(mean, torch.where(mean.isfinite(), bound, 0.0))

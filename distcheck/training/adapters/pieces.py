@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.errors import UsageError
+from distcheck.machine.numerics import spacing
 
 
 class LostElementsError(Exception):
@@ -225,4 +226,4 @@ def _integers(dtype: torch.dtype) -> int:
     """The least b such that the dtype holds every integer below b, and not every one above."""
     if not dtype.is_floating_point:
         raise UsageError(f"parameters of {dtype} cannot be put together from pieces")
-    return int(2 / torch.finfo(dtype).eps)
+    return int(2 / spacing(dtype))
