@@ -10,8 +10,7 @@ from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, LAYERS, RO
 PACKAGE = Path(__file__).parents[2] / "distcheck"
 ALIASES = {BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64}
 LIST = PACKAGE / "records" / "layers.py"
-CELLS = PACKAGE / "workloads" / "cells"  # declare the layers that they go without, as a user's do
-MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != LIST and CELLS not in p.parents]
+MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != LIST]
 
 
 def aliases_in(source: str) -> list[int]:

@@ -12,6 +12,7 @@ import msgspec
 from distcheck.contract import Contract, Training
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
+from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 
 BATCH = 256  # samples a step over all ranks; some cells count on it for where an epoch ends
 
@@ -91,7 +92,7 @@ CELLS: Mapping[str, Cell] = {
     "mixed_dtypes": Cell(
         place="distcheck.workloads.cells.dtypes:MixedDtypes",
         about="parameters in float32, float64 and bfloat16",
-        without=("S32", "S64"),
+        without=(IN_FLOAT32, IN_FLOAT64),
     ),
     "complex": Cell(
         place="distcheck.workloads.cells.dtypes:ComplexParameters",
@@ -100,7 +101,8 @@ CELLS: Mapping[str, Cell] = {
     "sparse": Cell(
         place="distcheck.workloads.cells.dtypes:SparseGradients",
         about="an embedding with sparse gradients, which touch other rows on every rank",
-        without=("X", "R"),  # a row is added up from its duplicates whenever it suits torch
+        # A row is added up from its duplicates whenever it suits torch.
+        without=(BITWISE, ROUNDING),
     ),
     "ragged_batch": Cell(
         place="distcheck.workloads.cells.schedules:RaggedBatch",
@@ -128,7 +130,7 @@ CELLS: Mapping[str, Cell] = {
     "adamw": Cell(
         place="distcheck.workloads.composite:WithAdamW",
         about="the composite model with AdamW, in two groups, its rates changing with every step",
-        without=("S32", "S64"),
+        without=(IN_FLOAT32, IN_FLOAT64),
     ),
     "schedule": Cell(
         place="distcheck.workloads.cells.schedules:Schedule",
