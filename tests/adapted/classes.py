@@ -361,3 +361,24 @@ class Both:
             p.grad /= dist.get_world_size()
         if dist.get_world_size() > 100:
             self.critic.zero_grad()
+
+
+class InAStepHook:
+    """Has nothing but an optimizer, in whose step hook gradients are averaged."""
+
+    divisor = 1.0
+
+    def optimizer(self, build, parameters):
+        made = build(parameters)
+        made.register_step_pre_hook(self._exchange)
+        return made
+
+    def _exchange(self, made, args, kwargs):
+        for group in made.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size() * self.divisor
+
+
+class InAWrongStepHook(InAStepHook):
+    divisor = 2.0

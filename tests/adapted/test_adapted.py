@@ -106,6 +106,8 @@ GIVEN = [
     Given("classes:LeansOnReset", "wrapper", steps=2, options={"reset": "start_over"}),
     # Defined in another module than the one that it is imported from.
     Given("torch.nn.parallel:DistributedDataParallel", "wrapper"),
+    Given("classes:InAStepHook", steps=2),
+    Given("classes:InAWrongStepHook", "", SCALE),
     Given("classes:Plain", "wrapper"),
     Given("classes:DividedInPlace", "sharded-module", world=3, steps=2),
     Given("classes:TouchesAPiece", "sharded-module", {"parameters X"}, steps=2),

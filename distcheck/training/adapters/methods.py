@@ -18,8 +18,8 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 
 def has_methods(target: Target) -> bool:
-    """Whether it is an object (or a class of such) with wrap, sync, backward or scale_loss, and no
-    module.
+    """Whether it is an object (or a class of such) with wrap, sync, backward or scale_loss, or with
+    `optimizer(build, parameters)` alone, whose optimizer exchanges; and no module.
     """
     value = target.value
     if inspect.isroutine(value) or isinstance(value, nn.Module):
@@ -27,7 +27,17 @@ def has_methods(target: Target) -> bool:
     if inspect.isclass(value) and issubclass(value, nn.Module | torch.optim.Optimizer):
         return False
     own = ("wrap", "sync", "backward", "scale_loss")
-    return any(callable(getattr(value, method, None)) for method in own)
+    if any(callable(getattr(value, method, None)) for method in own):
+        return True
+    kind = value if inspect.isclass(value) else type(value)
+    alone = set(own_names(kind)) - {"close"} == {"optimizer"}
+    return alone and _takes_what_builds(getattr(kind, "optimizer"))  # noqa: B009
+
+
+def _takes_what_builds(method: Any) -> bool:
+    """Whether its parameters, after self, are what builds an optimizer and for what."""
+    places = [p for p in inspect.signature(method).parameters.values() if p.kind in _BY_PLACE]
+    return len(places) == 3 and all(p.default is p.empty for p in places)
 
 
 def usual_method(value: Any) -> str:
