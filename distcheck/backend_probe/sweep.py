@@ -9,6 +9,7 @@ import msgspec
 from distcheck.backend_probe.jobs import LOOK, PROBE, Look, LookJob, ProbeJob
 from distcheck.backend_probe.records import Cell, Probe, RankResult, VerdictName
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
@@ -170,7 +171,9 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> Cell:
 
 def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:
     if hung:
-        silent = sorted(o.rank for o in outcomes if o.outcome == "hung" and o.rank not in said)
+        silent = sorted(
+            o.rank for o in outcomes if o.outcome == RankEnd.HUNG and o.rank not in said
+        )
         names = ", ".join(map(str, silent))
         return f"rank{'s' * (len(silent) > 1)} {names} did not come back" if silent else "hung"
     return _short(outcomes[0])
@@ -179,7 +182,7 @@ def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool
 def _short(outcome: Outcome) -> str:
     """An outcome in a line: what a rank died of, or what it raised."""
     lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
-    if outcome.outcome == "raised":
+    if outcome.outcome == RankEnd.RAISED:
         lines = [line for line in lines if not line.startswith("last collective")]
         return f"rank {outcome.rank}, {lines[-1] if lines else 'raised'}"
     said = lines[1] if len(lines) > 1 else outcome.outcome

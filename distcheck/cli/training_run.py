@@ -17,6 +17,7 @@ from distcheck.errors.shown_text import say
 from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
 from distcheck.records import Case
+from distcheck.records.ends import RankEnd
 from distcheck.reports.files import check_writable, write_text
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainJob
 from distcheck.verification import preparation
@@ -149,7 +150,7 @@ def _train(
         failed = [
             outcome
             for outcome in blame.outcomes(world.children, hung=world.hung)
-            if outcome.outcome != "finished"
+            if outcome.outcome != RankEnd.FINISHED
         ]
         world.close()
     if failed:

@@ -17,6 +17,7 @@ from distcheck.judge.job import judge_trace
 from distcheck.machine import devices, seeds
 from distcheck.plan import cases as plan
 from distcheck.records import Case, ModelLayout, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import shard_sizes
@@ -134,7 +135,7 @@ def _judged(sitting: Sitting, fds: list[int]) -> bytes:
         case, facts, sizes=sizes, calibration_failure=sitting.calibration_failure
     )
     run = CaseRun(case, facts, facts.contract, planned, layout)
-    run.outcomes = [Outcome(rank=rank, outcome="finished") for rank in range(case.world)]
+    run.outcomes = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(case.world)]
     job = JudgeJob(
         case=case,
         contract=facts.contract,

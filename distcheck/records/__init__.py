@@ -14,6 +14,7 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
+from distcheck.records.ends import RankEnd
 from distcheck.records.mistakes import Shown
 from distcheck.records.picture_sums import Aggregates
 from distcheck.records.run_facts import Contents as Contents
@@ -22,7 +23,6 @@ from distcheck.records.searches import Explored as Explored
 from distcheck.records.searches import PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
-OutcomeName = Literal["finished", "raised", "exited", "killed", "hung", "ended", "lost"]
 ChangeKind = Literal["code", "machine", "software", "settings", "other"]
 Number = float | str  # a float, or "nan", "inf", "-inf", which JSON cannot write as numbers
 
@@ -87,7 +87,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int
-    outcome: OutcomeName
+    outcome: RankEnd
     detail: str = ""
     collectives: tuple[Collective, ...] = ()
 
@@ -184,7 +184,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ranks_failed(self) -> bool:
         """Whether a rank crashed, hung or was lost."""
-        return any(outcome.outcome != "finished" for outcome in self.outcomes)
+        return any(outcome.outcome != RankEnd.FINISHED for outcome in self.outcomes)
 
 
 class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):

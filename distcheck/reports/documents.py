@@ -18,6 +18,7 @@ import msgspec
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import RunPlan, VerdictName, merge_verdicts
+from distcheck.records.ends import RankEnd
 from distcheck.reports.json_report import read_document
 from distcheck.reports.shape import CaseRead, DocumentRead, PlaceRead, check_shape
 
@@ -59,7 +60,7 @@ def _verdict_of(document: DocumentRead) -> VerdictName:
 
 def ranks_failed(case: CaseRead) -> bool:
     """Whether a rank crashed, hung or was lost."""
-    return any(outcome.outcome != "finished" for outcome in case.outcomes)
+    return any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
 
 
 def _contradictions(document: DocumentRead) -> Iterator[str]:

@@ -9,6 +9,7 @@ from rich.text import Text
 from distcheck.errors.shown_text import shown
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
 from distcheck.records.odd_ranks import is_victim
 from distcheck.reports.wording import describe_place, most_telling_first
@@ -118,7 +119,7 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
     """Causes in full; ranks that only lost a peer, together in one line."""
     alike: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
-        if outcome.outcome != "finished":
+        if outcome.outcome != RankEnd.FINISHED:
             first, _, _ = outcome.detail.partition("\n")
             victim = is_victim(outcome.detail)
             key = (outcome.outcome, first if victim else outcome.detail)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
 
 Entry = Mapping[str, Any]  # of `cases` in a document
@@ -41,13 +42,13 @@ def names_of(cases: Sequence[Entry]) -> list[str]:
 
 def ranks_failed(case: Entry) -> bool:
     """Whether a rank crashed, hung or was lost: exit code 4, not 1."""
-    return any(outcome["outcome"] != "finished" for outcome in case["outcomes"])
+    return any(outcome["outcome"] != RankEnd.FINISHED for outcome in case["outcomes"])
 
 
 def finding_of(case: Entry) -> Finding:
     """What a person reads first of a case."""
     failed = [(f"rank {o['rank']} {o['outcome']}", o["detail"]) for o in case["outcomes"]
-              if o["outcome"] != "finished"]  # fmt: skip
+              if o["outcome"] != RankEnd.FINISHED]  # fmt: skip
     check = _earliest(case)
     first = "" if check is None else f"{_label(check)}: {check['reason'] or check['verdict']}"
     headline = failed[0][0] if failed else first or "; ".join(case["notes"]) or case["verdict"]

@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
@@ -162,8 +163,8 @@ def _case_view(anchor: str, case: Document, *, opened: bool, pictured: bool) -> 
             if any(check["layer"] == layer.alias for check in case["checks"])
         ],
         "alike": _alike(case["checks"]),
-        "logs": [o for o in case["outcomes"] if o["outcome"] != "finished"],
-        "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == "finished"],
+        "logs": [o for o in case["outcomes"] if o["outcome"] != RankEnd.FINISHED],
+        "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == RankEnd.FINISHED],
     }
 
 

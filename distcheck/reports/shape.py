@@ -16,11 +16,11 @@ from distcheck.records import (
     Contents,
     Diagnosis,
     Origin,
-    OutcomeName,
     RunPlan,
     SinceGreen,
     VerdictName,
 )
+from distcheck.records.ends import RankEnd
 from distcheck.records.searches import Explored
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -42,7 +42,7 @@ class OutcomeRead(msgspec.Struct):
     """How a rank ended."""
 
     rank: Count
-    outcome: OutcomeName
+    outcome: RankEnd
     detail: str
     collectives: list[_Call] = []
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from distcheck.errors.shown_text import Filtered, shown, without_commands
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports.failures import Failures
@@ -76,7 +77,7 @@ def summarize(report: Report) -> str:
     if case.verdict == "pass" and report.save_error:
         return f"{text}; {report.save_error}"
     if case.ranks_failed:
-        first = next(o for o in case.outcomes if o.outcome != "finished")
+        first = next(o for o in case.outcomes if o.outcome != RankEnd.FINISHED)
         return f"{text}: rank {first.rank} {first.outcome}"
     result = earliest_failure(case.checks)
     if result is None or result.first is None:

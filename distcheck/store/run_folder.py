@@ -33,6 +33,7 @@ from distcheck.plan.owners import is_private_folder
 from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import TraceLayout
@@ -164,7 +165,7 @@ class Store:
 
     def write_finished(self, report: CaseReport) -> None:
         """Notes a case that need not be run again, if this run may be started again."""
-        if not self._run or any(o.outcome == "lost" for o in report.outcomes):
+        if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
         path.parent.mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from _pytest._code.code import (
 )
 
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import is_victim
 from distcheck.testing.messages import RankReport, Subtest
 
@@ -118,7 +119,7 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
     """Ranks that failed on their own account, by how they failed; causes first."""
     found: dict[tuple[str, str, str], tuple[list[int], Outcome]] = {}
     for outcome in ended.outcomes:
-        if outcome.outcome in ("finished", "ended") or _is_victim(outcome):
+        if outcome.outcome in (RankEnd.FINISHED, RankEnd.ENDED) or _is_victim(outcome):
             continue
         report = ended.reports.get(outcome.rank)
         told = report is not None and report.longrepr is not None
@@ -129,7 +130,7 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
         found.setdefault(key, ([], outcome))[0].append(outcome.rank)
     groups = list(found.values())
     if not groups:  # every rank lost a peer: the first is shown
-        groups = [([o.rank], o) for o in ended.outcomes if o.outcome != "finished"][:1]
+        groups = [([o.rank], o) for o in ended.outcomes if o.outcome != RankEnd.FINISHED][:1]
     return groups
 
 
@@ -140,7 +141,7 @@ def _detail(outcome: Outcome) -> str:
 
 
 def _is_victim(outcome: Outcome) -> bool:
-    return outcome.outcome == "raised" and is_victim(outcome.detail)
+    return outcome.outcome == RankEnd.RAISED and is_victim(outcome.detail)
 
 
 def _bystanders(ended: Ended) -> list[str]:
@@ -153,11 +154,14 @@ def _bystanders(ended: Ended) -> list[str]:
     for where, ranks in victims.items():
         lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}, and raised for it")
     for outcome in ended.outcomes:
-        if outcome.outcome == "ended":
+        if outcome.outcome == RankEnd.ENDED:
             last = [t for t in outcome.detail.splitlines() if t.startswith("last collective")]
             where = f" ({last[0]})" if last else ""
             lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
-    silent = any(outcome.outcome in ("hung", "killed", "exited") for outcome in ended.outcomes)
+    silent = any(
+        outcome.outcome in (RankEnd.HUNG, RankEnd.KILLED, RankEnd.EXITED)
+        for outcome in ended.outcomes
+    )
     rejected = any(report.end == "rejected" for report in ended.reports.values())
     return lines + (_had_ended(ended) if ended.timeout or silent or rejected else [])
 
@@ -167,7 +171,7 @@ def _had_ended(ended: Ended) -> list[str]:
     found: dict[str, list[int]] = {}
     for outcome in ended.outcomes:
         report = ended.reports.get(outcome.rank)
-        if outcome.outcome == "finished" and report is not None:
+        if outcome.outcome == RankEnd.FINISHED and report is not None:
             left_out = report.end in _LEFT_OUT
             how = f"{_LEFT_OUT[report.end][0]} ({report.reason})" if left_out else "finished"
             found.setdefault(how, []).append(outcome.rank)
@@ -201,7 +205,7 @@ def name_of(ranks: Sequence[int], size: int) -> str:
 def _verb(outcome: Outcome, report: RankReport | None, count: int) -> str:
     if report is not None and report.longrepr is not None:
         return "failed:"
-    if outcome.outcome == "killed":
+    if outcome.outcome == RankEnd.KILLED:
         return "was killed:" if count == 1 else "were killed:"
     return f"{outcome.outcome}:"
 

@@ -15,6 +15,7 @@ import pytest
 from distcheck.errors import DistcheckError, HelperError
 from distcheck.machine import devices
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.testing import blas, examples, failures, fixtures, kept, rank, subtests, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
@@ -213,7 +214,7 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
     reasons = {end: ended.reports[number].reason for number, end in sorted(ends.items())[::-1]}
     if "exit" in reasons:
         pytest.exit(reasons["exit"])
-    if all(outcome.outcome == "finished" for outcome in ended.outcomes) and not ended.timeout:
+    if all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes) and not ended.timeout:
         if len(ends) < ended.size:
             raise AssertionError(f"{len(ends)} of {ended.size} ranks reported: nothing is shown")
         if set(ends.values()) == {"passed"}:
@@ -231,14 +232,14 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
 def _left_out_by_all(ended: Ended) -> bool:
     """Whether every rank has come to its end, and found nothing to test."""
     ends = [report.end for report in ended.reports.values()]
-    finished = all(outcome.outcome == "finished" for outcome in ended.outcomes)
+    finished = all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes)
     whole = finished and not ended.timeout and len(ends) == ended.size
     return whole and set(ends) in ({"skipped"}, {"rejected"})
 
 
 def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
     """Whether a rank failed for a reason of its own, in a world in which another one xfailed."""
-    if outcome.outcome in ("finished", "ended") or ends.get(outcome.rank) == "xfailed":
+    if outcome.outcome in (RankEnd.FINISHED, RankEnd.ENDED) or ends.get(outcome.rank) == "xfailed":
         return False
     return "its peer was gone" not in outcome.detail
 

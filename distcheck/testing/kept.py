@@ -19,6 +19,7 @@ import pytest
 
 from distcheck.errors import HelperError
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import CHANNEL
@@ -149,7 +150,9 @@ class KeptWorld:
             self._pool.pump(0)  # what was printed before the reports were sent
             ended = Ended(
                 size=len(self._channels),
-                outcomes=[Outcome(rank=r, outcome="finished") for r in range(len(self._channels))],
+                outcomes=[
+                    Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(len(self._channels))
+                ],
                 reports=told.reports,
                 outputs=outputs_of(self._world),
                 subtests=told.subtests,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.testing import failures
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import Subtest
@@ -73,7 +74,7 @@ def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport
         report.longrepr = failures.longrepr_of(
             Ended(
                 size=size,
-                outcomes=[Outcome(rank=rank, outcome="raised") for rank in one.failed],
+                outcomes=[Outcome(rank=rank, outcome=RankEnd.RAISED) for rank in one.failed],
                 reports={rank: one.told[rank].as_failure() for rank in one.failed},
                 outputs={},
             ),

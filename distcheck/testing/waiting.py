@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.testing import interrupts, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
@@ -104,8 +105,12 @@ def _of_the_test(outcomes: list[Outcome], told: Told) -> list[Outcome]:
     that went on when it was asked.
     """
     waiting = {number for number in told.in_time if told.reports[number].end != "failed"}
-    still = [o for o in outcomes if o.rank not in waiting or o.outcome not in ("hung", "ended")]
-    done = [Outcome(rank=o.rank, outcome="finished") for o in outcomes if o not in still]
+    still = [
+        o
+        for o in outcomes
+        if o.rank not in waiting or o.outcome not in (RankEnd.HUNG, RankEnd.ENDED)
+    ]
+    done = [Outcome(rank=o.rank, outcome=RankEnd.FINISHED) for o in outcomes if o not in still]
     return still + done
 
 

@@ -10,6 +10,7 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CheckResult, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.shares import Shared
@@ -77,7 +78,7 @@ class CaseRun:
     @property
     def rerun_differed(self) -> bool:
         """Whether the rerun ended in another way than the first world, or left other bits."""
-        if any(outcome.outcome != "finished" for outcome in self.rerun_outcomes):
+        if any(outcome.outcome != RankEnd.FINISHED for outcome in self.rerun_outcomes):
             return True
         return any(r.check == "rerun" and r.verdict == "fail" for r in self.results)
 

@@ -23,6 +23,7 @@ import msgspec
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 
 Kind = Literal["no scalar", "equal shards"]
@@ -189,12 +190,14 @@ def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseRep
 
 def _crashed(report: CaseReport) -> bool:
     """Whether ranks failed, and none of them because of waiting."""
-    return report.ranks_failed and not any(o.outcome in ("hung", "lost") for o in report.outcomes)
+    return report.ranks_failed and not any(
+        o.outcome in (RankEnd.HUNG, RankEnd.LOST) for o in report.outcomes
+    )
 
 
 def _error(report: CaseReport) -> str:
     """The error that the first rank ended with, in one line."""
-    first: Outcome = next(o for o in report.outcomes if o.outcome != "finished")
+    first: Outcome = next(o for o in report.outcomes if o.outcome != RankEnd.FINISHED)
     found = _ERROR.findall(first.detail) or first.detail.splitlines()[1:2] or [first.outcome]
     text = str(found[-1]).strip()
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -22,6 +22,7 @@ from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.records import CheckResult, Outcome, VerdictName
+from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import RECORD, RecordJob
 from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits
@@ -343,7 +344,7 @@ class Session:
 
     @staticmethod
     def _completed(run: CaseRun, found: Separation) -> Separation:
-        finished = all(outcome.outcome == "finished" for outcome in run.rerun_outcomes)
+        finished = all(outcome.outcome == RankEnd.FINISHED for outcome in run.rerun_outcomes)
         passed = bool(run.of_rerun) and all(r.verdict == "pass" for r in run.of_rerun or ())
         lines = state_lines(run.facts.strategy_file, run.facts.strategy_line, found)
         return msgspec.structs.replace(found, harmless=finished and passed, lines=lines)

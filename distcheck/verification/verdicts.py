@@ -15,6 +15,7 @@ from distcheck.judge.checks.merging import (
 from distcheck.judge.diagnosis.precision import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
@@ -115,13 +116,13 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
 
 def _decisive(run: CaseRun) -> list[Outcome]:
     """The outcomes of the run that failed, the first of the two if none did."""
-    if any(o.outcome != "finished" for o in run.rerun_outcomes):
+    if any(o.outcome != RankEnd.FINISHED for o in run.rerun_outcomes):
         where = (
             "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"
         )
         return [
             msgspec.structs.replace(o, detail=f"{where}: {o.detail}")
-            if o.outcome != "finished"
+            if o.outcome != RankEnd.FINISHED
             else o
             for o in run.rerun_outcomes
         ]
@@ -211,7 +212,7 @@ def _may_follow(result: CheckResult, cause: CheckResult) -> bool:
 
 
 def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckResult:
-    failed = [o for o in outcomes if o.outcome != "finished"]
+    failed = [o for o in outcomes if o.outcome != RankEnd.FINISHED]
     result = CheckResult(
         check=planned.check,
         layer=planned.layer,
@@ -225,7 +226,7 @@ def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckR
 def _why_not_judged(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return "not judged: interrupted"
-    if any(o.outcome != "finished" for o in outcomes):
+    if any(o.outcome != RankEnd.FINISHED for o in outcomes):
         return "not judged: the ranks did not finish a step"
     return "not judged"
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from distcheck.errors.masking import masked
-from distcheck.records import Outcome, OutcomeName
+from distcheck.records import Outcome
+from distcheck.records.ends import VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
@@ -73,12 +74,11 @@ def _outlived_its_peers(child: Child) -> bool:
 
 def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
     at = child.raised.at if child.raised is not None else 0.0
-    if outcome.outcome == "raised":
-        return (2 if is_victim(child) else 0, at, outcome.rank)
-    place = {"lost": -1, "killed": 0, "exited": 0, "hung": 1, "ended": 3, "finished": 4}
+    if outcome.outcome == RankEnd.RAISED:
+        return (VICTIM if is_victim(child) else outcome.outcome.place, at, outcome.rank)
     waits = child.stacks is not None and "not finished" in child.stacks.collective
     first = -1.0 if child.stopped else float(waits and not child.woken)
-    return (place[outcome.outcome], first, outcome.rank)
+    return (outcome.outcome.place, first, outcome.rank)
 
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
@@ -95,28 +95,28 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
     )
 
 
-def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
+def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
     where = _where(child)
     if child.spawn_error:
-        return "exited", f"could not be started: {child.spawn_error}"
+        return RankEnd.EXITED, f"could not be started: {child.spawn_error}"
     if child.lost:
         at = "" if child.progress is None else "at "
-        return "lost", f"last heard of {at}{where}\n{child.lost}{_output(child)}"
+        return RankEnd.LOST, f"last heard of {at}{where}\n{child.lost}{_output(child)}"
     outlived = _outlived_its_peers(child)
     if child.raised is not None and not outlived and not (hung and child.woken):
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
         victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
-        return "raised", f"{where}{victim}\n{text}{_output(child)}"
+        return RankEnd.RAISED, f"{where}{victim}\n{text}{_output(child)}"
     if finished(child, hung=hung):
-        return "finished", ""
+        return RankEnd.FINISHED, ""
     died = child.exit_signal not in (None, signal.SIGKILL)
     if died and child.done is None and child.stacks is None and not child.shaken:
         name = _signal_name(child.exit_signal)
         stack = _without_plumbing(child.low_level_stacks)
-        return "killed", f"{where}\nkilled by {name}{_output(child)}\n{stack}"
+        return RankEnd.KILLED, f"{where}\nkilled by {name}{_output(child)}\n{stack}"
     if child.stopped and child.exit_signal == signal.SIGKILL:
-        return ("hung" if hung else "ended"), f"{where}\n{_STOPPED}{_output(child)}"
+        return (RankEnd.HUNG if hung else RankEnd.ENDED), f"{where}\n{_STOPPED}{_output(child)}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
     answered_late = child.woken and not (outlived and child.raised is not None)
     woken = hung and (child.late or answered_late)
@@ -128,20 +128,20 @@ def _classify(child: Child, *, hung: bool) -> tuple[OutcomeName, str]:
         last = f"\nlast collective: {told.collective}" if told and told.collective else ""
         went_on = f"\n{_went_on(child)}" if woken else ""
         text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
-        return ("hung" if hung else "ended"), text
+        return (RankEnd.HUNG if hung else RankEnd.ENDED), text
     if child.ended and killed:
         text = f"{where}\n{_NO_ANSWER}{_output(child)}"
-        return ("hung" if hung else "ended"), text
+        return (RankEnd.HUNG if hung else RankEnd.ENDED), text
     if child.exit_signal is not None:
         hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
-        return "killed", f"{where}\nkilled by {name}{_output(child)}"
+        return RankEnd.KILLED, f"{where}\nkilled by {name}{_output(child)}"
     after = " after its last step" if child.done is not None else " without a word"
     told = child.stacks  # where it has called os._exit
     last = f"\nlast collective: {told.collective}" if told and told.collective else ""
     stack = f"\n{told.text.rstrip()}" if told else ""
     left = f"left with exit code {child.exit_code}{after}{last}{stack}"
-    return "exited", f"{where}\n{left}{_output(child)}"
+    return RankEnd.EXITED, f"{where}\n{left}{_output(child)}"
 
 
 def _went_on(child: Child) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -20,14 +21,14 @@ _SAME_CALLS = (
 
 def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     """The cause of ranks that did not finish; nothing where all did."""
-    bad = [o for o in outcomes if o.outcome != "finished"]
+    bad = [o for o in outcomes if o.outcome != RankEnd.FINISHED]
     if not bad:
         return []
     cause = bad[0]
     if is_mismatch(cause.detail):
         return [_of_mismatch(cause, outcomes)]
-    if cause.outcome == "lost":
-        lost = [o.rank for o in bad if o.outcome == "lost"]
+    if cause.outcome == RankEnd.LOST:
+        lost = [o.rank for o in bad if o.outcome == RankEnd.LOST]
         return [
             Diagnosis(
                 cause="unreachable",
@@ -37,7 +38,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
             )
         ]
     if is_victim(cause.detail):
-        return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+        return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
     if _ZERO_BY_ZERO in cause.detail:
         return [
             Diagnosis(
@@ -49,7 +50,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 "number to the divisor",
             )
         ]
-    if cause.outcome != "hung":
+    if cause.outcome != RankEnd.HUNG:
         last = cause.detail.splitlines()[0] if cause.detail else ""
         return [
             Diagnosis(
@@ -59,7 +60,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 suggestion=f"read rank {cause.rank}'s traceback first",
             )
         ]
-    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == "finished"])]
+    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from distcheck.records import odd_ranks
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import (
     Key,
     calls_apart,
@@ -36,7 +37,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
         y = _TOP + _ROW * line_no
         drawing.text(_LABEL - 6, y + 14, f"{rank} {ended[rank]}", end="end")
         if not calls[rank]:
-            words = "left before it was asked" if ended[rank] != "finished" else "not asked"
+            words = "left before it was asked" if ended[rank] != RankEnd.FINISHED else "not asked"
             drawing.text(_LABEL, y + 14, words, kind="faint")
             rows.append([str(rank), "", "", words])
             continue
@@ -146,7 +147,9 @@ def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
     if apart is not None:
         words = apart.in_words()
         parts.append(f"{words[0].upper()}{words[1:]}.")
-    bad = [o for o in outcomes if o["outcome"] not in ("finished", "hung", "ended")]
+    bad = [
+        o for o in outcomes if o["outcome"] not in (RankEnd.FINISHED, RankEnd.HUNG, RankEnd.ENDED)
+    ]
     culprits = [
         o["rank"]
         for o in bad

@@ -1,0 +1,37 @@
+"""How a rank can end, and the order in which ends are blamed. No torch."""
+
+from enum import StrEnum
+
+# end: its place among the causes of a failed run (the least is the cause), what it means
+_TABLE = {
+    "lost": (-1, "its machine could not be reached"),
+    "killed": (0, "a signal that distcheck did not send ended it"),
+    "exited": (0, "it left before its last step, or could not be started"),
+    "raised": (0, "an exception ended it"),
+    "hung": (1, "it made no progress within the deadline"),
+    "ended": (3, "distcheck ended it, because another rank had failed"),
+    "finished": (4, "it trained all its steps"),
+}
+VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung
+
+
+class RankEnd(StrEnum):
+    """How a rank ended; its value is what reports hold."""
+
+    LOST = "lost"
+    KILLED = "killed"
+    EXITED = "exited"
+    RAISED = "raised"
+    HUNG = "hung"
+    ENDED = "ended"
+    FINISHED = "finished"
+
+    @property
+    def place(self) -> int:
+        """Its place among the causes of a failed run: of several ends the least is the cause."""
+        return _TABLE[self.value][0]
+
+    @property
+    def meaning(self) -> str:
+        """What it says of the rank, for a table."""
+        return _TABLE[self.value][1]
