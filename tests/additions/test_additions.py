@@ -1,0 +1,260 @@
+"""What docs/whats-here.md says it takes to add something is what it takes: each row is done in a
+copy, by the files that the table names and no other, and what was added is used.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STRATEGIES = "distcheck.strategies"
+QUICK = ("--world", "2", "--dtype", "float32", "--steps", "1", "--no-separate", "-q")
+
+
+@dataclass(frozen=True)
+class Added:
+    """New files, lines put in after a line that is there, a command that uses it, and what it says.
+
+    `named` are the words of the table's row by which the touched files are found there.
+    """
+
+    row: str
+    named: tuple[str, ...]
+    files: dict[str, str]
+    use: tuple[str, ...]
+    says: str
+    lines: dict[str, tuple[str, str]] = field(default_factory=dict)
+    code: int = 0
+
+
+WORKLOAD = '''
+"""One layer."""
+from math import prod
+from distcheck.workloads.mlp import MLP
+from torch import nn
+
+class Narrow(MLP):
+    def model(self, *, sample_shape, classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(prod(sample_shape), classes))
+
+workload = Narrow()
+'''
+STRATEGY = '''
+"""A mean."""
+from distcheck_strategies.allreduce import allreduce
+
+def mine(model, step):
+    allreduce(model, step)
+'''
+LAUNCHER = '''
+"""Variables of a launcher that nobody has written."""
+from distcheck.worlds.launchers.launch import Launch, number, tcp
+
+NAME = "mine"
+
+def detect(environ):
+    if "MINE_RANK" not in environ:
+        return None
+    rank = number(environ, "MINE_RANK", launcher=NAME)
+    return Launch(launcher=NAME, rank=rank, world=number(environ, "MINE_RANKS", launcher=NAME),
+                  ranks_here=(rank,), local_rank=0, local_world=1, meeting=tcp(environ),
+                  owned=False)
+'''
+COMMAND = '''
+"""`distcheck hello`."""
+import click
+from distcheck.cli.group import Command
+
+@click.command("hello", cls=Command)
+def command():
+    """Greet."""
+    click.echo("hello, ranks")
+'''
+FORMAT = '''
+"""The verdict in one word."""
+
+def render(document):
+    return document["verdict"] + "\\n"
+'''
+BACKEND = '''
+"""It needs a machine that is not here."""
+
+def missing():
+    return "backend mine needs a machine that is not here"
+'''
+CELL = '''
+
+class Warm(_Perceptron):
+    """A rate that is never 0."""
+
+    must_happen = (RateChanged(),)
+
+    def schedule(self, optimizer, step):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+'''
+DATA = '''
+"""Files that nobody has."""
+from distcheck.workloads.datasets.mnist import MNISTFiles
+
+files = MNISTFiles()
+'''
+
+ADDED = {
+    "strategy": Added(
+        row="strategy",
+        named=("strategies/", "entry-points"),
+        files={"strategies/mine.py": STRATEGY},
+        lines={
+            "pyproject.toml": (
+                'allreduce = "distcheck_strategies.allreduce:allreduce"',
+                'mine = "distcheck_strategies.mine:mine"',
+            )
+        },
+        use=("verify", "--strategy", "mine", "--workload", "mlp", *QUICK),
+        says="PASS    mine, world 2",
+    ),
+    "workload": Added(
+        row="workload",
+        named=("workloads/",),
+        files={"distcheck/workloads/narrow.py": WORKLOAD},
+        use=("verify", "--strategy", "allreduce", "--workload", "narrow", *QUICK),
+        says="PASS    allreduce, world 2: narrow float32",
+    ),
+    "cell": Added(
+        row="cell",
+        named=("workloads/cells/", "CELLS", "contract.CellName"),
+        files={},
+        lines={
+            "distcheck/workloads/cells/schedules.py": ("        return Layers(classes)", CELL),
+            "distcheck/workloads/cells/__init__.py": (
+                "CELLS: Mapping[str, Cell] = {",
+                '    "warm": Cell(place="distcheck.workloads.cells.schedules:Warm", '
+                'about="a rate that is never 0"),',
+            ),
+            "distcheck/contract.py": ("CellName = Literal[", '    "warm",'),
+        },
+        use=("verify", "--strategy", "allreduce", "--workload", "warm", *QUICK[:-4], "--steps", "3",
+             "--no-separate", "-q"),
+        says="PASS    allreduce, world 2: warm float32",
+    ),
+    "data set": Added(
+        row="data set",
+        named=("workloads/datasets/", "`__init__.py`"),
+        files={"distcheck/workloads/datasets/mine.py": DATA},
+        lines={"distcheck/workloads/datasets/__init__.py": ("FILE_DATASETS = (", "")},
+        use=("list",),
+        says="mine",
+    ),
+    "command": Added(
+        row="command",
+        named=("cli/commands/", "`__init__.py`"),
+        files={"distcheck/cli/commands/hello.py": COMMAND},
+        lines={"distcheck/cli/commands/__init__.py": ("COMMANDS = {", '    "hello": "Greet.",')},
+        use=("hello",),
+        says="hello, ranks",
+    ),
+    "launcher": Added(
+        row="launcher",
+        named=("worlds/launchers/", "`__init__.py`"),
+        files={"distcheck/worlds/launchers/mine.py": LAUNCHER},
+        lines={"distcheck/worlds/launchers/__init__.py": ("_LAUNCHERS = (", "")},
+        use=("verify", "--strategy", "allreduce"),
+        says="mine says rank 3 of 2 ranks",
+        code=3,
+    ),
+    "backend": Added(
+        row="backend",
+        named=("backends/",),
+        files={"distcheck/backends/mine.py": BACKEND},
+        use=("verify", "--strategy", "allreduce", "--backend", "mine"),
+        says="backend mine needs a machine that is not here",
+        code=3,
+    ),
+    "report format": Added(
+        row="report format",
+        named=("reports/", "files.FORMATS"),
+        files={"distcheck/reports/word.py": FORMAT},
+        lines={"distcheck/reports/files.py": ("FORMATS = {", '    "word": ("word", "A word."),')},
+        use=("verify", "--strategy", "allreduce", "--workload", "mlp", *QUICK, "--word",
+             "/dev/stderr"),
+        says="pass",
+    ),
+}  # fmt: skip
+
+
+def copied(folder: Path) -> Path:
+    """A checkout of what is imported, so that nothing of it is written here."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("distcheck", "strategies"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "distcheck_strategies").symlink_to(folder / "strategies")
+    return folder
+
+
+def add(added: Added, folder: Path) -> None:
+    """Does what the row says."""
+    for name, text in added.files.items():
+        assert not (folder / name).exists()
+        (folder / name).write_text(text.lstrip("\n"))
+    for name, (after, line) in added.lines.items():
+        text = (folder / name).read_text()
+        (found,) = [one for one in text.splitlines() if one.startswith(after)]
+        changed = f"{found}\n{line}" if line else found.replace("(", '("mine", ', 1)
+        (folder / name).write_text(text.replace(found, changed, 1))
+    install(folder)
+
+
+def install(folder: Path) -> None:
+    """What installing the copy would make known: the strategies that pyproject.toml has gained."""
+    before, after = (
+        tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][STRATEGIES]
+        for root in (ROOT, folder)
+    )
+    lines = [f"{name} = {after[name]}" for name in after.keys() - before.keys()]
+    made = folder / "added-1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1\n")
+    (made / "entry_points.txt").write_text("\n".join([f"[{STRATEGIES}]", *lines]) + "\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep) if "--strategy" in one.use and not one.code
+        else name
+        for name, one in ADDED.items()
+    ],
+)  # fmt: skip
+def test_it_takes_what_the_table_says(name: str, tmp_path: Path) -> None:
+    added = ADDED[name]
+    (folder := tmp_path / "copy").mkdir()
+    add(added, copied(folder))
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    if name == "launcher":
+        environ |= {"MINE_RANK": "3", "MINE_RANKS": "2", "MASTER_ADDR": "localhost",
+                    "MASTER_PORT": "29500"}  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "distcheck", *added.use],
+        cwd=tmp_path, env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == added.code, said
+    assert re.search(rf"(^|\W){re.escape(added.says)}(\W|$)", said), said
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_the_table_names_each_place_that_is_touched(name: str) -> None:
+    added = ADDED[name]
+    rows = (ROOT / "docs" / "whats-here.md").read_text().splitlines()
+    (row,) = [line for line in rows if line.startswith(f"| {added.row} |")]
+    assert all(word in row for word in added.named), row
+    assert len(added.files) + len(added.lines) <= len(added.named)
