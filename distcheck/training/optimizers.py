@@ -35,10 +35,18 @@ def tensors_and_numbers(
         state = optimizer.state.get(parameter, {})
         for key, value in sorted(state.items(), key=_by_key):
             if isinstance(value, torch.Tensor):
-                tensors[f"{name}/{key}"] = value
+                tensors[f"{name}/{key}"] = _count(value) if key == "step" else value
             elif (number := _as_tensor(value)) is not None:
                 numbers[f"{name}/{key}"] = number
     return tensors, numbers
+
+
+def _count(steps: torch.Tensor) -> torch.Tensor:
+    """A count of steps in the dtype that torch's plain implementations have for it: with a default
+    dtype of float64 that is float64, and float32 in the fused ones.
+    """
+    fused = steps.dtype == torch.float32 and torch.get_default_dtype() == torch.float64
+    return steps.double() if fused and steps.dim() == 0 else steps
 
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -96,6 +104,8 @@ def put_back(
         return
     if key == "step" and _counts_on_device(optimizer):
         value = value.to(parameter.device)
+    if key == "step" and value.dtype == torch.float64 and _is_fused(optimizer):
+        value = value.float()
     optimizer.state[parameter][key] = value.clone()
 
 
@@ -126,6 +136,11 @@ def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
             choice = (wanted >> (2 * place)) & 3
             if choice and flag in group:
                 group[flag] = _CHOICES[choice - 1]
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused kernel takes the steps; it takes no count in float64."""
+    return is_torchs_own(optimizer) and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:

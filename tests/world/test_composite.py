@@ -93,3 +93,20 @@ def test_code_that_synchronises_statistics_is_not_given_what_it_cannot_train() -
     assert_everything_compared(report)
     assert {case.case.workload for case in report.cases} == {"mlp"}
     assert "SyncBatchNorm" in " ".join(report.left_out.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("FusedSteps", "pass"), ("FusedAndCountedTwice", "fail")]
+)
+def test_a_fused_adamw_in_float64(name: str, verdict: str) -> None:
+    report = distcheck.verify(
+        f"tests.world.fused:{name}",
+        world=2,
+        workload="composite",
+        dtype="float64",
+        batch=32,
+        steps=2,
+    )
+    assert report.verdict == verdict
+    if verdict == "pass":
+        assert_everything_compared(report)
