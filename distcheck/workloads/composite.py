@@ -20,7 +20,8 @@ Three choices keep every tensor worth comparing:
 - Dropout would leave no whole batch to compare with: masks differ from shard to shard. In float64,
   which is there for S64, it is off.
 
-In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes show two updates.
+In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes show two updates. AdamW's
+first rate is not 0, so that S64 judges parameters that were updated after a single step.
 """
 
 from collections.abc import Iterable
@@ -241,9 +242,13 @@ class CompositeWorkload:
         return torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.9)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """From 0 up, as a warm-up does, and down to a tenth: no two steps in a row are alike."""
+        """From 0 up, as a warm-up does, and down to a tenth: no two steps in a row are alike.
+        AdamW begins with the second rate.
+        """
         for group in optimizer.param_groups:
-            group["lr"] = group.get("initial_lr", LEARNING_RATE) * RATES[step % len(RATES)]
+            rate = group.get("initial_lr", LEARNING_RATE)
+            late = rate <= LEARNING_RATE / FOR_ADAMW
+            group["lr"] = rate * RATES[(step + late) % len(RATES)]
 
 
 def _by_adamw(parameters: Iterable[Any]) -> bool:
