@@ -1,64 +1,95 @@
 """Where an object that a case names is defined, by reading source files; nothing is imported.
 
 A file of this checkout imports other modules, so `sync.py:os.system` names code that is not of this
-checkout. An object counts as defined in a file if a top-level `def`, `class` or assignment there
-makes its first name, or if the file imports that name from a file for which the same holds.
+checkout. An object counts as defined in a file if a top-level `def` or `class` there has its name
+(also below `if` or `try`), if it is an object that is made there of such a class or by such a
+function, or if the file imports its name from a file for which the same holds. Of a dotted name,
+`Sync.reduce`, the rest must be a `def` in that class's own body: `HERE.unlink` names a method of
+the library's, whatever `HERE` is.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distcheck.plan import provenance
 
-_MOST_IMPORTS = 8  # from one file to the next
+_MOST_IMPORTS = 8  # from one file or name to the next
 _SPECIAL = "__"
 
 
-def is_defined(file: Path, attribute: str, is_trusted: Callable[[Path], bool]) -> bool:
+def is_defined(
+    file: Path, attribute: str, is_trusted: Callable[[Path], bool], most: int = _MOST_IMPORTS
+) -> bool:
     """Whether `attribute` (a dotted name) is defined in `file`, or in a file that `is_trusted` and
-    from which `file` imports it.
+    from which `file` imports it; by `most` statements, one after another.
     """
     name, *rest = attribute.split(".")
     if any(part.startswith(_SPECIAL) for part in (name, *rest)):
         return False
-    for _ in range(_MOST_IMPORTS):
+    for left in range(most, 0, -1):
         try:
             body = ast.parse(file.read_bytes()).body
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return False
-        kind, found = _made_by(body, name)
-        if kind == "definition":
-            return True
-        if kind != "import":
-            return False
-        module, level, name = found
-        source = _file_of(file, module, level)
-        if source is None or not is_trusted(source):
-            return False
-        file = source
+        found = _made_by(body, name)
+        if isinstance(found, ast.ImportFrom):
+            source = _file_of(file, found.module or "", found.level)
+            if source is None or not is_trusted(source):
+                return False
+            file, name = source, _name_there(found, name)
+            continue
+        if isinstance(found, ast.Assign | ast.AnnAssign):
+            maker = _maker(found.value)
+            return bool(maker) and not rest and is_defined(file, maker, is_trusted, left - 1)
+        return _is_within(found, rest)
     return False
 
 
-def _made_by(body: list[ast.stmt], name: str) -> tuple[str, tuple[str, int, str]]:
-    """What makes a name, the last statement counting: "definition", "import" with the module, its
-    level and the name there, or "".
-    """
-    kind, found = "", ("", 0, "")
-    for node in body:
+def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
+    """The statement that makes a name, the last one counting."""
+    found = None
+    for node in _top_level(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if node.name == name:
-                kind = "definition"
+            makes = node.name == name
         elif isinstance(node, ast.Import):
-            if any((one.asname or one.name.partition(".")[0]) == name for one in node.names):
-                kind = "module"
+            makes = any((one.asname or one.name.partition(".")[0]) == name for one in node.names)
         elif isinstance(node, ast.ImportFrom):
-            for one in node.names:
-                if (one.asname or one.name) == name:
-                    kind, found = "import", (node.module or "", node.level, one.name)
-        elif name in _assigned(node):
-            kind = "definition" if _is_made_here(node) else "module"
-    return kind, found
+            makes = any((one.asname or one.name) == name for one in node.names)
+        else:
+            makes = name in _assigned(node)
+        found = node if makes else found
+    return found
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, those below `if`, `try` and `with` included."""
+    for node in body:
+        yield node
+        for part in ("body", "handlers", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+                yield from _top_level(getattr(node, part, []))
+
+
+def _name_there(node: ast.ImportFrom, name: str) -> str:
+    """What a name is called in the module that it is imported from."""
+    return next(one.name for one in node.names if (one.asname or one.name) == name)
+
+
+def _is_within(node: ast.stmt | None, rest: Sequence[str]) -> bool:
+    """Whether a definition has, in its own body, what the rest of the name says."""
+    for part in rest:
+        if not isinstance(node, ast.ClassDef):
+            return False
+        inner = [n for n in node.body if getattr(n, "name", None) == part]
+        node = inner[-1] if inner else None
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _maker(value: ast.expr | None) -> str:
+    """The name that is called to make it: `Sync` in `sync = Sync()`; empty where there is none."""
+    called = value.func if isinstance(value, ast.Call) else None
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 def _assigned(node: ast.stmt) -> set[str]:
@@ -66,12 +97,6 @@ def _assigned(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.AnnAssign):
         targets = [node.target]
     return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _is_made_here(node: ast.stmt) -> bool:
-    """Whether an assignment makes a new object, unlike `run = os.system`."""
-    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-    return not isinstance(value, ast.Name | ast.Attribute | None)
 
 
 def _file_of(file: Path, module: str, level: int) -> Path | None:

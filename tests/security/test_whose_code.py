@@ -24,8 +24,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(here)
     (here / "mine.py").write_text(
         "import os\nfrom os import system\nfrom package import near\nfrom far import off\n"
-        "run = os.system\nmade = object()\nclass Mine:\n    def sync(self): ...\n"
-        "def mean(model): ...\n"
+        "run = os.system\nclass Mine:\n    import os\n    def sync(self): ...\n"
+        "def mean(model): ...\nmade = Mine()\nnear_by = near()\nround = round()\n"
+        "from pathlib import Path, PosixPath\nHERE = Path(__file__)\nthing = object()\n"
+        "class P(PosixPath): ...\nfrom functools import partial\npart = partial(os.system)\n"
+        "from types import SimpleNamespace\nbox = SimpleNamespace(run=os.system)\n"
+        "if box:\n    def guarded(model): ...\n"
     )
     (here / "package/__init__.py").write_text("from .inner import near\nfrom os import abort\n")
     (here / "package/inner.py").write_text("async def near(model): ...\n")
@@ -47,7 +51,7 @@ def asked(**changes: Any) -> int:
 
 @pytest.mark.parametrize(
     "spec", ["mine.py:mean", "mine.py:Mine.sync", "mine.py:made", "mine.py:near", "mine:mean",
-             "package:near"],
+             "package:near", "mine.py:near_by", "mine.py:guarded"],
 )  # fmt: skip
 def test_what_this_checkout_defines_is_known(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(".")
@@ -57,8 +61,11 @@ def test_what_this_checkout_defines_is_known(spec: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "spec",
     ["mine.py:os.system", "mine.py:system", "mine.py:run", "mine.py:off", "mine.py:nothing",
-     "mine.py:Mine.__init__", "mine.py:__builtins__", "package:abort", "package:near.__globals__",
-     "distcheck.worlds.messages:os.system", "distcheck.store.run_folder:shutil.rmtree",
+     "mine.py:HERE.write_text", "mine.py:HERE.unlink", "mine.py:HERE", "mine.py:P.write_text",
+     "mine.py:part", "mine.py:box.run", "mine.py:Mine.os.system", "mine.py:thing", "mine.py:round",
+     "mine.py:made.sync", "mine.py:Mine.__init__", "mine.py:__builtins__", "package:abort",
+     "package:near.__globals__", "distcheck.worlds.messages:os.system",
+     "distcheck.store.run_folder:shutil.rmtree",
      "distcheck.reports.files:write_text", "distcheck.workloads.mlp:torch.hub.load"],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["strategy", "workload", "backend", "value"])
