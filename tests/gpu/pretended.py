@@ -8,6 +8,7 @@ NCCL, and whatever C++ decides by device (DDP's buckets, FSDP) are not shown by 
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -235,6 +236,8 @@ def _patch_cuda() -> None:
     cuda.is_initialized = lambda: True
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
+    # AdamW asks whether a graph is being captured.
+    torch.accelerator.current_stream = lambda *_: SimpleNamespace(is_capturing=lambda: False)
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
     cuda._lazy_init = lambda: None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from distcheck.errors import CannotRunError
 from distcheck.workloads.datasets import ArrayDescription, open_samples
-from distcheck.workloads.datasets.files import prepare
+from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
 
 
@@ -179,3 +180,12 @@ def test_without_torchvision_there_is_one_sentence(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(CannotRunError, match=r"pip install 'distcheck\[data\]'"):
         prepare("cifar10", str(tmp_path), download=False, fd=fd)
+
+
+def test_an_archive_is_not_unpacked_without_a_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pythons before 3.11.4 have none."""
+    monkeypatch.delattr(tarfile, "data_filter")
+    with pytest.raises(CannotRunError, match=r"unpack it, and name its folder with --data-dir"):
+        unpack(tmp_path / "data.tar.gz", tmp_path)

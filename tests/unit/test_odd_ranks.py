@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from distcheck.judge.diagnosis import outcomes
-from distcheck.records import Collective, Outcome, OutcomeName
+from distcheck.records import Collective, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import outside_the_majority, usual
 from distcheck.reports.pictures import agreement, timeline
 
@@ -25,9 +26,7 @@ def calls(*shapes: str) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def rank(
-    number: int, outcome: OutcomeName, detail: str = "", shapes: Sequence[str] = ()
-) -> Outcome:
+def rank(number: int, outcome: RankEnd, detail: str = "", shapes: Sequence[str] = ()) -> Outcome:
     return Outcome(rank=number, outcome=outcome, detail=detail, collectives=calls(*shapes))
 
 
@@ -41,9 +40,9 @@ def both(*ranks: Outcome) -> tuple[str, str]:
 
 def test_the_odd_rank_of_the_picture_is_the_diagnosis_odd_rank() -> None:
     said, shown = both(
-        rank(1, "raised", MISMATCH, ["8", "8"]),
-        rank(0, "raised", PEER, ["8", "5"]),
-        rank(2, "raised", PEER, ["8", "8"]),
+        rank(1, RankEnd.RAISED, MISMATCH, ["8", "8"]),
+        rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
+        rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     words = "t call 2, rank 0 called all_reduce of [5] and ranks 1, 2 called all_reduce of [8]"
     assert said == f"collective-mismatch: a{words}"
@@ -54,8 +53,8 @@ def test_the_odd_rank_of_the_picture_is_the_diagnosis_odd_rank() -> None:
 def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
     """gloo ends the rank that received; the picture took the first call that it met for usual."""
     ranks = [
-        rank(received, "killed", MISMATCH, ["8", "58"[received]]),
-        rank(1 - received, "raised", PEER, ["8", "85"[received]]),
+        rank(received, RankEnd.KILLED, MISMATCH, ["8", "58"[received]]),
+        rank(1 - received, RankEnd.RAISED, PEER, ["8", "85"[received]]),
     ]
     said, shown = both(*ranks)
     assert said.endswith(": a tie, which does not say which of them is wrong")
@@ -68,16 +67,16 @@ def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
 
 def test_a_rank_that_could_not_be_asked_may_be_on_either_side() -> None:
     said, shown = both(
-        rank(2, "killed", MISMATCH),
-        rank(0, "raised", PEER, ["8", "5"]),
-        rank(1, "raised", PEER, ["8", "8"]),
+        rank(2, RankEnd.KILLED, MISMATCH),
+        rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
+        rank(1, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     assert "rank 2 could not be asked: a tie" in said
     assert "rank 2 could not be asked: a tie" in shown
 
 
 def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() -> None:
-    (found,) = outcomes.explain([rank(1, "killed", MISMATCH), rank(0, "raised", PEER)])
+    (found,) = outcomes.explain([rank(1, RankEnd.KILLED, MISMATCH), rank(0, RankEnd.RAISED, PEER)])
     assert found.evidence.startswith("rank 1 received a message of another size than its own call")
     assert "which rank called something else is not known" in found.evidence
 
@@ -85,7 +84,7 @@ def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() 
 def test_a_hang_names_the_same_odd_rank() -> None:
     def hung(number: int, shape: str) -> Outcome:
         last = f"last collective: all_reduce of [{shape}], number 2, not finished at mine.py:3"
-        return rank(number, "hung", f"step 1, sync\n{last}", ["8", shape])
+        return rank(number, RankEnd.HUNG, f"step 1, sync\n{last}", ["8", shape])
 
     said, shown = both(hung(0, "8"), hung(1, "8"), hung(2, "5"))
     words = "t call 2, rank 2 called all_reduce of [5] and ranks 0, 1 called all_reduce of [8]"
@@ -94,12 +93,12 @@ def test_a_hang_names_the_same_odd_rank() -> None:
 
 
 def test_victims_are_never_the_cause() -> None:
-    left = [rank(1, "raised", PEER, ["8", "8"]), rank(0, "finished")]
+    left = [rank(1, RankEnd.RAISED, PEER, ["8", "8"]), rank(0, RankEnd.FINISHED)]
     (found,) = outcomes.explain(left)
     assert (found.cause, found.evidence) == (
         "collective-mismatch", "rank 0 finished and left, and rank 1 still waited in a collective",
     )  # fmt: skip
-    (found,) = outcomes.explain([rank(0, "raised", PEER), rank(1, "raised", PEER)])
+    (found,) = outcomes.explain([rank(0, RankEnd.RAISED, PEER), rank(1, RankEnd.RAISED, PEER)])
     assert found.evidence == (
         "ranks 0, 1 lost their peers, and no rank is known to have failed before that"
     )
@@ -108,14 +107,14 @@ def test_victims_are_never_the_cause() -> None:
 def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
     """Rank 1 was killed; rank 2, which waited for it, had come less far than rank 0."""
     said, shown = both(
-        rank(1, "killed", "step 1, sync\nkilled by SIGKILL"),
-        rank(0, "raised", PEER, ["8", "8", "8"]),
-        rank(2, "raised", PEER, ["8", "8"]),
+        rank(1, RankEnd.KILLED, "step 1, sync\nkilled by SIGKILL"),
+        rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]),
+        rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     assert re.match(r"crash: rank 1 killed", said)
     assert shown == "Rank 1 failed first; what others did not call came after it."
-    own = rank(2, "raised", "step 1, sync\nValueError", ["8", "8"])
-    said, shown = both(own, rank(0, "raised", PEER, ["8", "8", "8"]))
+    own = rank(2, RankEnd.RAISED, "step 1, sync\nValueError", ["8", "8"])
+    said, shown = both(own, rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]))
     assert said.startswith("crash: rank 2 raised")
     assert shown == "Call 3 is missing on rank 2."
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import platform
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -181,7 +182,15 @@ def _in_one_line(error: Exception) -> str:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpacks a tar archive below `root`; refuses members that would leave it."""
+    """Unpacks a tar archive below `root`; refuses members that would leave it.
+
+    Raises CannotRunError where this Python has no filter for such members.
+    """
+    if not hasattr(tarfile, "data_filter"):
+        raise CannotRunError(
+            f"{archive} cannot be unpacked safely by Python {platform.python_version()}, which "
+            "3.11.4 and later can; unpack it, and name its folder with --data-dir"
+        )
     with tarfile.open(archive) as tar:
         tar.extractall(root, filter="data")
 
