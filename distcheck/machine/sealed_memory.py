@@ -31,5 +31,5 @@ def open_memory(name: str) -> int:
 
 
 def seal_content(fd: int) -> None:
-    """From now on nobody can write into it, or change its size."""
+    """From now on no process can write into it, or change its size."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)

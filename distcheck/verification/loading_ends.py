@@ -4,11 +4,13 @@ crashes when it is imported.
 
 import re
 import signal
+from pathlib import Path
 
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.world import World
 
+_OWN = str(Path(__file__).parents[1])
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _BY_THE_KERNEL = "the kernel does that where memory is short, and so does kill -9"
 
@@ -39,5 +41,6 @@ def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
 def _where(child: Child) -> str:
     """The innermost place that it was at, as far as it could say."""
     text = child.stacks.text if child.stacks is not None else ""
-    places = _PLACE.findall(text) or _PLACE.findall(child.low_level_stacks)[:1]
-    return f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    low = [one for one in _PLACE.findall(child.low_level_stacks) if not one[0].startswith(_OWN)]
+    places = _PLACE.findall(text)[-1:] or low[:1]  # innermost last, and first
+    return f" at {places[0][0]}:{places[0][1]}" if places else ""
