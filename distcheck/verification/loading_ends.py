@@ -41,6 +41,7 @@ def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
 def _where(child: Child) -> str:
     """The innermost place that it was at, as far as it could say."""
     text = child.stacks.text if child.stacks is not None else ""
-    low = [one for one in _PLACE.findall(child.low_level_stacks) if not one[0].startswith(_OWN)]
+    crashed = child.low_level_stacks.rpartition("Current thread")[2]
+    low = [one for one in _PLACE.findall(crashed) if not one[0].startswith(_OWN)]
     places = _PLACE.findall(text)[-1:] or low[:1]  # innermost last, and first
     return f" at {places[0][0]}:{places[0][1]}" if places else ""
