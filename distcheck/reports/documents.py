@@ -7,10 +7,9 @@ contradicts itself is damaged. (A file in which everything was changed to agree 
 no reader can see; keep reports where only your runs can write.)
 """
 
-import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,16 @@ import msgspec
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import RunPlan, VerdictName, merge_verdicts
 from distcheck.records.ends import RankEnd
+from distcheck.records.expected_events import PURPOSE
+from distcheck.records.mistakes import SENSITIVITY
+from distcheck.records.searches import Explored
 from distcheck.reports.json_report import read_document
-from distcheck.reports.shape import CaseRead, DocumentRead, PlaceRead, check_shape
+from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
-_OUTCOME = "outcome"
+_OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
+_ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")  # planned for every case, besides its outcome
+_OF_RANKS_ALONE = (_OUTCOME, SENSITIVITY)  # which count no tensors
+_WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
@@ -72,6 +77,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
             yield f"case {case.id!r} {problem}"
     failed = {case.id for case in document.cases if case.verdict == "fail"}
     for one in document.explored:
+        yield from _of_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
             yield f"a search of {one.strategy!r} has the verdict {one.verdict}, its cases another"
     verdict = _verdict_of(document)
@@ -93,6 +99,18 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
         yield from _of_plan(document, document.plan)
 
 
+def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
+    """What of a search does not follow from the plan and its own numbers."""
+    searches = () if plan is None else plan.searches
+    if one.strategy not in {search.strategy for search in searches}:
+        yield f"it searched for a failure of {one.strategy!r}, which its plan does not have"
+    if one.verdict == "pass" and not 0 < one.passed <= one.cases:
+        yield (
+            f"a search of {one.strategy!r} has passed, and {one.passed} of its {one.cases} cases "
+            "have"
+        )
+
+
 def _of_case(case: CaseRead) -> Iterator[str]:
     """What of a case does not follow from the rest of it."""
     for name, text in (("replay", case.replay), ("command", case.command)):
@@ -107,22 +125,47 @@ def _of_case(case: CaseRead) -> Iterator[str]:
         yield f"has passed the check of its outcomes, which are not {case.world} finished ranks"
     if ranks_failed(case) and ended and "fail" not in ended:
         yield "has a rank that did not finish, and no failed check of it"
-    if case.verdict != "pass":
-        return
+    if case.verdict != "fail" and case.diagnosis:
+        yield f"has the cause {case.diagnosis[0].cause!r}, and did not fail"
+    if case.verdict == "pass":
+        yield from _of_pass(case, ended)
+
+
+def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
+    """What a case must have that has passed: the checks that every case has, each of which
+    compared something, and no error beyond a bound.
+    """
     if not ended:
         yield "has passed without a check of its outcomes"
-    if ended == {check.verdict for check in case.checks} and len(case.checks) == 1:
-        yield "has passed without a check of what the ranks computed"
+    there = {check.check for check in case.checks}
+    for name in _ALWAYS:
+        if name not in there:
+            yield f"has passed without the check {name!r}, which every case has"
     for check in case.checks:
         if check.first is not None or (check.worst is not None and _is_beyond(check.worst)):
             yield f"has passed the check {check.check!r}, which has an error beyond its bound"
-        if not any(msgspec.structs.astuple(check.compared)):
-            yield f"has passed the check {check.check!r}, which compared nothing"
+        if less := _compared_too_little(case, check):
+            yield f"has passed the check {check.check!r}, which compared {less}"
+
+
+def _compared_too_little(case: CaseRead, check: CheckRead) -> str:
+    """What a check that has passed did not compare, as far as that follows from its case alone."""
+    seen = check.compared
+    if not any(msgspec.structs.astuple(seen)):
+        return "nothing"
+    if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.world:
+        return f"{seen.ranks} of {case.world} ranks"
+    if check.check == _DATA and seen.steps != case.steps:
+        return f"{seen.steps} of {case.steps} steps"
+    needed = ["ranks"]
+    needed += [] if check.check in _OF_RANKS_ALONE else ["elements", "steps"]
+    needed += [] if check.check in _WITHOUT_TENSORS else ["tensors"]
+    return next((f"no {name}" for name in needed if not getattr(seen, name)), "")
 
 
 def _is_beyond(worst: PlaceRead) -> bool:
     error, bound = float(worst.error), float(worst.bound)
-    return math.isnan(error) or error > bound
+    return not 0 <= error <= bound
 
 
 def _is_command(text: str) -> bool:

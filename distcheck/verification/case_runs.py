@@ -8,6 +8,7 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.ends import RankEnd
@@ -112,13 +113,10 @@ class CaseRun:
 
 def new_trace(layout: TraceLayout) -> int:
     """Shared memory for a trace; it takes up no more than what is written to it."""
-    fd = os.memfd_create("distcheck-trace")
     try:
-        os.ftruncate(fd, layout.total_bytes)
+        return sealed_memory("distcheck-trace", layout.total_bytes)
     except OSError as error:
-        os.close(fd)
         raise CannotRunError(
             f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
             f"{error.strerror} (ulimit -f?)"
         ) from error
-    return fd

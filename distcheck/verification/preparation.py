@@ -11,6 +11,7 @@ import xxhash
 
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.errors import CannotRunError, InternalError, LeftOutError, RankLostError
+from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.records import Case
@@ -25,16 +26,24 @@ from distcheck.training.jobs import (
     InspectionJob,
 )
 from distcheck.training.traces.layout import TraceLayout
-from distcheck.verification import limits
+from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_runs import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareJob
-from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
+from distcheck.worlds.launch import (
+    error_of,
+    job_result,
+    run_job,
+    run_until_over,
+    start_job,
+    start_world,
+)
 from distcheck.worlds.local.helper_process import child_environment
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
 _DEFAULT_DATA_DIR = "data"
+_LEAST_LOADING_S = 30.0  # idle seconds: a file may wait for something when it is imported
 # Orders that are facts about a library; the others are of the strategy's own making.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
 # What a pool has confirmed: facts about its torch, in an environment. Of gloo's only: what other
@@ -57,11 +66,12 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
     if name not in FILE_DATASETS:
         yield Data()
         return
-    fd = os.memfd_create(f"distcheck-{name}")
+    fd = open_memory(f"distcheck-{name}")
     try:
         folder = data_dir or _DEFAULT_DATA_DIR
         job = PrepareJob(name=name, data_dir=folder, download=download)
         description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        seal_content(fd)
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
         for where, other in pool.share_data(name, folder, download=download).items():
             if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
@@ -80,8 +90,16 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
         cases=tuple(cases), description=data.description, has_data=data.fd is not None
     )
     fds = [data.fd] if data.fd is not None else []
-    answer = run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
-    return msgspec.msgpack.decode(answer, type=Facts)
+    payload = msgspec.msgpack.encode(job)
+    deadline_s = max(_LEAST_LOADING_S, *(case.deadline_s for case in cases))
+    world = start_job(pool, target=INSPECT, payload=payload, fds=fds, deadline_s=deadline_s)
+    run_until_over(pool, world)
+    try:
+        if reason := loading_ends.why_not_loaded(world, deadline_s=deadline_s):
+            raise reason
+        return msgspec.msgpack.decode(job_result(world), type=Facts)
+    finally:
+        world.close()
 
 
 def plan_runs(
