@@ -19,16 +19,16 @@ from distcheck.training.jobs import (
     CALIBRATE,
     INSPECT,
     Calibration,
-    CalibrationJob,
+    CalibrationRequest,
     CaseFacts,
     Facts,
-    InspectionJob,
+    InspectionRequest,
 )
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits
 from distcheck.verification.case_runs import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
-from distcheck.workloads.datasets.job import PREPARE, PrepareJob
+from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
 from distcheck.worlds.local.helper_process import child_environment
 from distcheck.worlds.pool import Pool
@@ -60,8 +60,8 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
     fd = os.memfd_create(f"distcheck-{name}")
     try:
         folder = data_dir or _DEFAULT_DATA_DIR
-        job = PrepareJob(name=name, data_dir=folder, download=download)
-        description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        job = PrepareRequest(name=name, data_dir=folder, download=download)
+        description = run_job(pool, PREPARE, job, {"data": fd})
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
         for where, other in pool.share_data(name, folder, download=download).items():
             if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
@@ -76,12 +76,8 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
     """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
-    job = InspectionJob(
-        cases=tuple(cases), description=data.description, has_data=data.fd is not None
-    )
-    fds = [data.fd] if data.fd is not None else []
-    answer = run_job(pool, INSPECT, msgspec.msgpack.encode(job), fds)
-    return msgspec.msgpack.decode(answer, type=Facts)
+    request = InspectionRequest(cases=tuple(cases), description=data.description)
+    return run_job(pool, INSPECT, request, {"data": data.fd} if data.fd is not None else {})
 
 
 def plan_runs(
@@ -238,17 +234,18 @@ def calibrate(
 ) -> Calibration:
     """Runs a calibrating world. Raises CannotRunError where not even that works."""
 
-    def payload(rendezvous: Rendezvous) -> bytes:
-        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device)
-        return msgspec.msgpack.encode(job)
+    def request(rendezvous: Rendezvous) -> CalibrationRequest:
+        return CalibrationRequest(
+            rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device
+        )
 
     ranks = start_world(
         pool,
-        target=CALIBRATE,
+        job=CALIBRATE,
         backend=backend,
         size=world,
-        payload=payload,
-        fds=[],
+        request=request,
+        fds={},
         deadline_s=deadline_s,
     )
     run_until_over(pool, ranks)
@@ -267,7 +264,7 @@ def calibrate(
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )
-        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
+        answers = [CALIBRATE.decode(r) for r in ranks.results]
     finally:
         ranks.close()
     failures = dict.fromkeys(orders, "")

@@ -23,7 +23,7 @@ from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.records import CheckResult, Outcome, VerdictName
 from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import RECORD, RecordJob
+from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits
 from distcheck.verification.case_runs import CaseRun, WorldName, is_separate, new_trace
@@ -144,25 +144,22 @@ class Session:
             surroundings = run.surroundings
         fd, again = new_trace(run.layout), asked.what != "world"
         run.keep(fd, asked.what)
-        fds = [run.shared_trace(asked.what)]
+        fds = {"trace": run.shared_trace(asked.what)}
         if self._data_fd is not None:
-            fds.append(Shared(fd=self._data_fd, kind="data"))
+            fds["data"] = Shared(fd=self._data_fd, kind="data")
         if again:
-            fds.append(run.shared_trace("world"))
+            fds["baseline"] = run.shared_trace("world")
         delays = surroundings.delays(case.world) if again else case.delays
 
-        def payload(rendezvous: Rendezvous) -> bytes:
-            job = RecordJob(
+        def request(rendezvous: Rendezvous) -> RecordRequest:
+            return RecordRequest(
                 case=case,
                 rendezvous=rendezvous,
                 layout=run.layout,
                 description=self._description,
-                has_data=self._data_fd is not None,
-                has_baseline=again,
                 delays=delays,
                 memory_seed=surroundings.memory_seed(rendezvous.rank),
             )
-            return msgspec.msgpack.encode(job)
 
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
@@ -171,10 +168,10 @@ class Session:
 
         return start_world(
             self._pool,
-            target=RECORD,
+            job=RECORD,
             backend=case.backend,
             size=case.world,
-            payload=payload,
+            request=request,
             fds=fds,
             deadline_s=_deadline_s(asked),
             on_progress=on_progress,

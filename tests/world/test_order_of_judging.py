@@ -5,16 +5,15 @@ on their order.
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 import distcheck
 from distcheck.judge.checks.merging import merge_results
+from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.records import CheckResult
 from distcheck.store import run_folder
-from distcheck.training.jobs import JUDGE, JudgeJob
 from distcheck.verification.book import run_of
 from distcheck.verification.case_runs import CaseRun
 from distcheck.worlds.launch import run_job
@@ -60,12 +59,12 @@ def judged(pool: Pool, run: CaseRun, parts: list[tuple[int, ...]]) -> list[Check
     planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
     for steps in parts:
-        job = JudgeJob(
+        request = JudgeRequest(
             case=run.case, contract=run.contract, layout=run.layout, description=b"", steps=steps,
-            planned=planned, has_data=False, has_rerun=False,
+            planned=planned,
         )  # fmt: skip
-        answer = run_job(pool, JUDGE, msgspec.msgpack.encode(job), [run.trace_fd])
-        found.append((min(steps), msgspec.msgpack.decode(answer, type=list[CheckResult])))
+        answer = run_job(pool, JUDGE, request, {"trace": run.trace_fd})
+        found.append((min(steps), answer))
     columns = zip(*[results for _, results in sorted(found)], strict=True)
     return [merge_results(column) for column in columns]
 
