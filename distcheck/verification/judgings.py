@@ -8,7 +8,7 @@ from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.records import CheckResult
-from distcheck.verification.case_runs import CaseRun, WorldName
+from distcheck.verification.in_progress import InProgress, WorldName
 from distcheck.worlds.launch import error_of, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
@@ -20,7 +20,7 @@ _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begi
 class Judging:
     """`what` is judged: the first world; the rerun, in its place; a further world's bits."""
 
-    run: CaseRun
+    run: InProgress
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     whole_run: bool
@@ -33,15 +33,15 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
     run = judging.run
     if judging.closer_look:
         return _start_closer_look(pool, run, description, data_fd)
-    other_fd = run.further_fd if judging.what == "further" else run.rerun_fd
-    has_rerun = (judging.whole_run or judging.what == "rerun") and other_fd >= 0
-    fds = {"trace": run.trace_fd}
+    other: WorldName = "further" if judging.what == "further" else "rerun"
+    has_rerun = (judging.whole_run or judging.what == "rerun") and other in run.traces
+    fds = {"trace": run.traces["world"]}
     fds |= {"data": data_fd} if data_fd is not None else {}
-    fds |= {"rerun": other_fd} if has_rerun else {}
+    fds |= {"rerun": run.traces[other]} if has_rerun else {}
     request = JudgeRequest(
         case=run.case,
-        contract=run.contract,
-        layout=run.layout,
+        contract=run.plan.contract,
+        layout=run.plan.layout,
         description=description,
         steps=judging.steps,
         planned=judging.planned,
@@ -50,23 +50,25 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
     return start_job(pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
 
 
-def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: int | None) -> World:
-    fds = {"trace": run.trace_fd} | ({"data": data_fd} if data_fd is not None else {})
+def _start_closer_look(
+    pool: Pool, run: InProgress, description: bytes, data_fd: int | None
+) -> World:
+    fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
     request = ObserveRequest(
         case=run.case,
-        contract=run.contract,
-        layout=run.layout,
+        contract=run.plan.contract,
+        layout=run.plan.layout,
         description=description,
         steps=diagnosis.steps_to_look_at(run.results),
         failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
-        draws_random_numbers=run.facts.draws_random_numbers,
-        takes_loss=run.facts.takes_loss,
+        draws_random_numbers=run.plan.facts.draws_random_numbers,
+        takes_loss=run.plan.facts.takes_loss,
         update_step=diagnosis.step_of_update(run.results),
     )
     return start_job(pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
 
 
-def what_was_seen(world: World, run: CaseRun) -> Facts:
+def what_was_seen(world: World, run: InProgress) -> Facts:
     """What a closer look has measured; why it could not, where it failed."""
     if world.succeeded:
         return OBSERVE.decode(world.results[0])

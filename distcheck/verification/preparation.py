@@ -26,7 +26,7 @@ from distcheck.training.jobs import (
 )
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import PlannedRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds.launch import error_of, run_job, run_until_over, start_world
@@ -86,7 +86,7 @@ def plan_runs(
     facts: Sequence[CaseFacts],
     data: Data,
     spare: Collection[int] = (),
-) -> tuple[list[CaseRun], dict[str, str]]:
+) -> tuple[list[PlannedRun], dict[str, str]]:
     """Layouts and planned checks of every case, and the cases that are left out, with the reason;
     calibrates what X relies on, once per world.
 
@@ -137,11 +137,12 @@ def plan_runs(
             sizes=sizes,
             calibration_failure=calibrations[key].failure(about.contract),
         )
-        run = CaseRun(case, about, about.contract, planned, layout)
-        run.notes += _notes(case, about, sizes, data)
-        runs.append(run)
+        notes = tuple(_notes(case, about, sizes, data))
+        runs.append(
+            PlannedRun(case=case, facts=about, planned=tuple(planned), layout=layout, notes=notes)
+        )
     for case, reason in left_out:
-        _note_left_out(case, reason, runs, elsewhere=case.world in spare)
+        runs = _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
 
 
@@ -162,7 +163,9 @@ def _notes(
         yield remarks.NOT_REPEATED
 
 
-def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
+def _note_left_out(
+    case: Case, reason: str, runs: Sequence[PlannedRun], *, elsewhere: bool
+) -> list[PlannedRun]:
     """Notes it on the cases of its strategy and world; where there is none, and it may be noted
     `elsewhere`, on those of other worlds.
     """
@@ -175,8 +178,8 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
             f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
             f"{reason}; give another workload, or another batch"
         )
-    for run in siblings:
-        run.notes.append(f"workload {case.workload} is left out: {reason}")
+    note = f"workload {case.workload} is left out: {reason}"
+    return [run.noting(note) if run in siblings else run for run in runs]
 
 
 def _calibrate_for(
