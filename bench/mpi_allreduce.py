@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from distcheck.worlds.jobs import LISTEN, Descriptors, Job
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.pool import Pool
@@ -24,7 +25,7 @@ SIZES = {"4 KiB": (4 << 10, 200), "1 MiB": (1 << 20, 20), "37 MiB": (37 << 20, 2
 AIM = 1.15
 
 
-def rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def rank(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Seconds per call: by size, by way, one for each round."""
     import torch
     import torch.distributed as dist
@@ -33,7 +34,7 @@ def rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     from distcheck.backends.mpi.runtime import mpi
 
     torch.set_num_threads(1)
-    join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0])
+    join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[LISTEN])
     gloo, fake = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
     module: Any = mpi()
     raw = module.COMM_WORLD.Dup()
@@ -67,11 +68,11 @@ def main() -> None:
     try:
         world = start_world(
             pool,
-            target="mpi_allreduce:rank",
+            job=Job("mpi_allreduce:rank", Rendezvous, bytes, (LISTEN,)),
             backend="mpi",
             size=WORLD,
-            payload=msgspec.msgpack.encode,
-            fds=[],
+            request=lambda rendezvous: rendezvous,
+            fds={},
             deadline_s=60,
         )
         run_until_over(pool, world)

@@ -1,29 +1,29 @@
 """Whether a backend can be probed on this machine, and if not, why."""
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from distcheck import backends
-from distcheck.backend_probe.jobs import Look, LookJob
+from distcheck.backend_probe.jobs import LOOK, Look, LookRequest
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor only
 
 
-def look(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@LOOK.does
+def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Look:
     """The job of one process. Raises UsageError for a backend that is not known."""
-    job = msgspec.msgpack.decode(payload, type=LookJob)
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)
     environment = {**seen, "device": device}
-    return msgspec.msgpack.encode(Look(device=device, missing=missing, environment=environment))
+    return Look(device=device, missing=missing, environment=environment)
 
 
-def _missing(job: LookJob, device: str) -> str:
+def _missing(job: LookRequest, device: str) -> str:
     name = job.backend
     if ":" in name:
         load_backend(name)

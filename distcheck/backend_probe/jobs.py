@@ -5,13 +5,11 @@ from typing import Any
 import msgspec
 
 from distcheck.backend_probe.records import Probe
+from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
-LOOK = "distcheck.backend_probe.availability:look"
-PROBE = "distcheck.backend_probe.rank:probe"
 
-
-class LookJob(msgspec.Struct, frozen=True, kw_only=True):
+class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `world` ranks could use a backend (a name, or where its `register` is) here."""
 
     backend: str
@@ -27,8 +25,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Any]
 
 
-class ProbeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank probes. Descriptor: the listening socket.
+class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank probes.
 
     `first` is the number of `probes[0]` in the whole sweep. Every rank says a `RankResult` per
     probe. It returns early where a fresh world has to go on. `refused` are the keys of the probes
@@ -40,3 +38,7 @@ class ProbeJob(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     probes: tuple[Probe, ...]
     refused: dict[str, str]
+
+
+LOOK = Job("distcheck.backend_probe.availability:look", LookRequest, Look)
+PROBE = Job("distcheck.backend_probe.rank:probe", ProbeRequest, type(None), (LISTEN,))

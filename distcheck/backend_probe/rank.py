@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from distcheck.backend_probe import judging
-from distcheck.backend_probe.jobs import ProbeJob
+from distcheck.backend_probe.jobs import PROBE, ProbeRequest
 from distcheck.backend_probe.plan import OPERATIONS
 from distcheck.backend_probe.records import NOT_CALLED, Probe, RankResult, Status
 from distcheck.backend_probe.scene import Buffers, Call, Layout, Scene, WrongAnswerError, lay_out
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
 
@@ -28,9 +29,9 @@ _ROWS, _COLS, _LARGE_COLS = 4, 6, 5003  # 4 x 5003 elements are more than 64 KiB
 _DETAIL_CHARACTERS = 240
 
 
-def probe(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@PROBE.does
+def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
     """The job of a rank."""
-    job = msgspec.msgpack.decode(payload, type=ProbeJob)
     warnings.simplefilter(
         "ignore"
     )  # torch renames collectives; what they do is probed all the same
@@ -39,20 +40,21 @@ def probe(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     name = load_backend(job.rendezvous.backend)
     device = devices.enter(job.device, job.rendezvous.rank)
     reporter.progress(-1, "init_process_group")
-    store = join(job.rendezvous, fds[0], registered=name)
+    store = join(job.rendezvous, fds[LISTEN], registered=name)
     own = dist.PrefixStore("probes", store)  # type: ignore[attr-defined]
     prober = _Prober(job, device, own, reporter)
     for index, one in enumerate(job.probes, job.first):
         reporter.progress(index, one.name)
         if not prober.run(index, one) and not prober.renew_groups():
             break
-    return b""
 
 
 class _Prober:
     """What a rank keeps from probe to probe."""
 
-    def __init__(self, job: ProbeJob, device: torch.device, store: Any, reporter: Reporter) -> None:
+    def __init__(
+        self, job: ProbeRequest, device: torch.device, store: Any, reporter: Reporter
+    ) -> None:
         self._rank, self._world = job.rendezvous.rank, job.rendezvous.world
         self._device = device
         self._store, self._reporter = store, reporter

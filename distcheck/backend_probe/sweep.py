@@ -6,7 +6,7 @@ from functools import partial
 
 import msgspec
 
-from distcheck.backend_probe.jobs import LOOK, PROBE, Look, LookJob, ProbeJob
+from distcheck.backend_probe.jobs import LOOK, PROBE, Look, LookRequest, ProbeRequest
 from distcheck.backend_probe.records import Cell, Probe, RankResult, VerdictName
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
@@ -23,8 +23,7 @@ OnCell = Callable[[int], None]
 
 def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Look:
     """Whether a backend can be probed here. Raises UsageError for one that is not known."""
-    job = LookJob(backend=backend, device=device, world=world)
-    return msgspec.msgpack.decode(run_job(pool, LOOK, msgspec.msgpack.encode(job), []), type=Look)
+    return run_job(pool, LOOK, LookRequest(backend=backend, device=device, world=world))
 
 
 def sweep(
@@ -76,23 +75,22 @@ class _Episode:
         """Fills `cells`; returns what went wrong where nothing was probed."""
         probes = tuple(self._probes[self._first :])
 
-        def payload(rendezvous: Rendezvous) -> bytes:
-            job = ProbeJob(
+        def request(rendezvous: Rendezvous) -> ProbeRequest:
+            return ProbeRequest(
                 rendezvous=rendezvous,
                 device=device,
                 first=self._first,
                 probes=probes,
                 refused=refused,
             )
-            return msgspec.msgpack.encode(job)
 
         ranks = start_world(
             pool,
-            target=PROBE,
+            job=PROBE,
             backend=backend,
             size=self._size,
-            payload=payload,
-            fds=[],
+            request=request,
+            fds={},
             deadline_s=deadline_s,
         )
         for rank, child in enumerate(ranks.children):

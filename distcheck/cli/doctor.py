@@ -3,10 +3,8 @@
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import click
-import msgspec
 
 from distcheck import backends
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
@@ -46,7 +44,7 @@ def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
     yield "memory", f"{available_bytes() / 2**30:.1f} GiB available"
     yield "disk", f"{free / 2**30:.1f} GiB free here"
     pool.wait_ready()
-    found: dict[str, Any] = msgspec.json.decode(run_job(pool, EXAMINE, b"", []))
+    found = run_job(pool, EXAMINE, b"")
     about = found["environment"]
     for name in ("distcheck", "torch", "python", "platform", "cpu", "cores", "threads",
                  "cpu_capability", "mkldnn", "deterministic_algorithms"):  # fmt: skip

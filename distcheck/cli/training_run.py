@@ -19,7 +19,7 @@ from distcheck.plan.cases import Request
 from distcheck.records import Case
 from distcheck.records.ends import RankEnd
 from distcheck.reports.files import check_writable, write_text
-from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainJob
+from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import preparation
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_until_over, start_world
@@ -122,26 +122,24 @@ def _train(
         if data.note:
             say(f"note: {data.note}", err=True)
 
-        def payload(rendezvous: Rendezvous) -> bytes:
-            job = TrainJob(
+        def request(rendezvous: Rendezvous) -> TrainRequest:
+            return TrainRequest(
                 case=case,
                 rendezvous=rendezvous,
                 description=data.description,
-                has_data=data.fd is not None,
                 epochs=epochs,
                 steps=steps,
                 log_every=log_every,
             )
-            return msgspec.msgpack.encode(job)
 
         table.head(facts.environment)
         world = start_world(
             pool,
-            target=TRAIN,
+            job=TRAIN,
             backend=case.backend,
             size=case.world,
-            payload=payload,
-            fds=[Shared(fd=data.fd, kind="data")] if data.fd is not None else [],
+            request=request,
+            fds={"data": Shared(fd=data.fd, kind="data")} if data.fd is not None else {},
             deadline_s=case.deadline_s,
         )
         for child in world.children:

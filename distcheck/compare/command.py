@@ -21,7 +21,7 @@ from distcheck.compare.outputs import as_report
 from distcheck.compare.records import (
     COMPARE,
     CaseComparison,
-    CompareJob,
+    CompareRequest,
     Comparison,
     TraceComparison,
 )
@@ -216,18 +216,17 @@ def _compare_traces(
             _, own = store.read_trace(pool, place, digests_suffice=True)
             fds += own
             firsts.append(own[0])
-        job = CompareJob(
+        job = CompareRequest(
             case=two.case,
             contracts=(one.facts.contract, two.facts.contract),
             training=one.facts.training,
             layouts=(one.layout, two.layout),
             tensors=one.tensors and two.tensors,
         )
-        answer = run_job(pool, COMPARE, msgspec.msgpack.encode(job), firsts)
+        return run_job(pool, COMPARE, job, dict(zip(COMPARE.descriptors, firsts, strict=True)))
     finally:
         for fd in fds:
             os.close(fd)
-    return msgspec.msgpack.decode(answer, type=TraceComparison)
 
 
 def _judge(

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distcheck.compare.records import CompareJob
+from distcheck.compare.records import CompareRequest
 from distcheck.contract import Contract
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
@@ -45,7 +45,7 @@ _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 class StepBounds:
     """The bounds of one step, the first at which `then` and `now` differ."""
 
-    def __init__(self, job: CompareJob, then: TraceReader, step: int) -> None:
+    def __init__(self, job: CompareRequest, then: TraceReader, step: int) -> None:
         self._case, self._contracts, self._step = job.case, job.contracts, step
         self._training = job.training
         self._trace = then = then.of_ranks(job.case.with_data)

@@ -5,12 +5,11 @@ import msgspec
 from distcheck.contract import Contract, Training
 from distcheck.records import Case, Change, Difference, Origin, VerdictName, merge_verdicts
 from distcheck.training.traces.layout import TraceLayout
+from distcheck.worlds.jobs import Job
 
-COMPARE = "distcheck.compare.traces:compare_job"
 
-
-class CompareJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Compare two traces of a case. Descriptors: the trace then, the trace now."""
+class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Compare two traces of a case, then and now."""
 
     case: Case
     contracts: tuple[Contract, Contract]
@@ -50,6 +49,11 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     moments: tuple[Moment, ...] = ()
     drift: tuple[float, ...] = ()
     why_not: str = ""
+
+
+COMPARE = Job(
+    "distcheck.compare.traces:compare_job", CompareRequest, TraceComparison, ("then", "now")
+)
 
 
 class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):

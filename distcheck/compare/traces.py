@@ -4,11 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import msgspec
 import torch
 
 from distcheck.compare.differing import StepBounds
-from distcheck.compare.records import CompareJob, Moment, TraceComparison
+from distcheck.compare.records import COMPARE, CompareRequest, Moment, TraceComparison
 from distcheck.judge.checks.comparison import Comparison, bitwise, by_norm, within
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.judge.checks.tally import Tally
@@ -16,6 +15,7 @@ from distcheck.machine import seeds
 from distcheck.records import Difference
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 INITIAL = "initial state"
@@ -37,19 +37,19 @@ _WORDS = {
 }
 
 
-def compare_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Answers with a TraceComparison."""
-    job = msgspec.msgpack.decode(payload, type=CompareJob)
+@COMPARE.does
+def compare_job(job: CompareRequest, fds: Descriptors, reporter: Reporter) -> TraceComparison:
+    """Compares all of both traces."""
     seeds.pin_determinism()
     then, now = (
-        TraceReader(fd, layout, tensors=job.tensors)
-        for fd, layout in zip(fds, job.layouts, strict=True)
+        TraceReader(fds[name], layout, tensors=job.tensors)
+        for name, layout in zip(COMPARE.descriptors, job.layouts, strict=True)
     )
-    return msgspec.msgpack.encode(compare_traces(job, then, now, reporter))
+    return compare_traces(job, then, now, reporter)
 
 
 def compare_traces(
-    job: CompareJob, then: TraceReader, now: TraceReader, reporter: Reporter | None = None
+    job: CompareRequest, then: TraceReader, now: TraceReader, reporter: Reporter | None = None
 ) -> TraceComparison:
     """Everything that both recorded, by digest; values are looked at where digests differ, if the
     job has tensors.
@@ -68,7 +68,7 @@ def compare_traces(
 
 
 class _Pair:
-    def __init__(self, job: CompareJob, then: TraceReader, now: TraceReader) -> None:
+    def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
         self._job, self._then, self._now = job, then, now
         self._ranks = range(then.layout.world)
         self._compared: Counter[str] = Counter()

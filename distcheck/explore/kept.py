@@ -6,75 +6,23 @@ are thrown away: their state is not trusted.
 """
 
 import os
-import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.explore.messages import PAIRS, TRACE_BYTES, Sitting, Turn
+from distcheck.explore.messages import JUDGE, PAIRS, SERVE, TRACE_BYTES, TRACES, Sitting, Turn
 from distcheck.records import Case, CaseReport, Outcome
-from distcheck.worlds import blame, messages
-from distcheck.worlds.launch import end_now, error_of, start_job, start_world
+from distcheck.worlds import blame
+from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.kept import Kept
+from distcheck.worlds.launch import error_of, start_job, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
 
-_RANK = "distcheck.explore.kept_rank:serve"
-_JUDGE = "distcheck.explore.kept_rank:judge"
 _JUDGE_DEADLINE_S = 120.0
-
-
-class _Band:
-    """Processes that stay, a channel to each, and what they have said since the last message."""
-
-    def __init__(self, pool: Pool, start: Callable[[list[int]], World], size: int) -> None:
-        self._pool = pool
-        pairs = [socket.socketpair() for _ in range(size)]
-        self._channels = [ours for ours, _ in pairs]
-        try:
-            self.world = start([theirs.fileno() for _, theirs in pairs])
-        except BaseException:
-            self._close_channels()
-            raise
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        self._said: list[deque[bytes]] = [deque() for _ in range(size)]
-        for number, child in enumerate(self.world.children):
-            child.on_said = self._said[number].append
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Sends one message to everybody; one that is gone will be noticed."""
-        data = messages.frame(message)
-        for channel in self._channels:
-            try:
-                channel.sendall(data)
-            except OSError:
-                return
-
-    def wait(self, deadline_s: float) -> bytes | None:
-        """What the first one says, when everybody has said something; None if that comes never,
-        and the band is over.
-        """
-        self.world.begin_again(deadline_s)
-        while not all(self._said):
-            if self.world.over:
-                return None
-            self._pool.pump(0.05)
-            self.world.tick()
-        first, *_ = [said.popleft() for said in self._said]  # all of them
-        return first
-
-    def close(self) -> None:
-        """Ends everybody."""
-        end_now(self._pool, self.world)
-        self._close_channels()
-
-    def _close_channels(self) -> None:
-        for channel in self._channels:
-            channel.close()
 
 
 class KeptRanks:
@@ -82,8 +30,8 @@ class KeptRanks:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._worlds: dict[int, _Band] = {}
-        self._judge: _Band | None = None
+        self._worlds: dict[int, Kept] = {}
+        self._judge: Kept | None = None
         self._waiting: deque[Case] = deque()  # with the judge, in order
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
@@ -100,7 +48,7 @@ class KeptRanks:
             failed = self._record(case, pair)
             if not failed:
                 judge = self._judge = self._judge or self._start_judge()
-                judge.tell(msgspec.structs.replace(sitting, pair=pair))
+                judge.ask(msgspec.structs.replace(sitting, pair=pair))
                 self._waiting.append(case)
             while len(self._waiting) > (0 if failed else PAIRS - 1):
                 yield self._verdict()
@@ -161,37 +109,41 @@ class KeptRanks:
         case = turn.case
         if case.world not in self._worlds:
             self._worlds[case.world] = self._start_world(case)
-        band = self._worlds[case.world]
-        band.tell(turn)
-        if band.wait(case.deadline_s) is not None:
+        kept = self._worlds[case.world]
+        kept.ask(turn)
+        if kept.wait(case.deadline_s) is not None:
             return []
-        children = band.world.children
+        children = kept.world.children
         refused = [c for c in children if c.raised and c.raised.exit_code == ExitCode.USAGE]
         error: DistcheckError | None = error_of(refused[0]) if refused else None
-        outcomes = blame.outcomes(children, hung=band.world.hung)
+        outcomes = blame.outcomes(children, hung=kept.world.hung)
         self.forget(case.world)
         if error is not None:
             raise error
         return outcomes
 
-    def _start_world(self, case: Case) -> _Band:
-        def start(channels: list[int]) -> World:
+    def _start_world(self, case: Case) -> Kept:
+        fds = {name: Shared(fd=fd) for name, fd in zip(TRACES, self._traces, strict=True)}
+
+        def start(own: Sequence[Descriptors]) -> World:
             return start_world(
                 self._pool,
-                target=_RANK,
+                job=SERVE,
                 backend="gloo",
                 size=case.world,
-                payload=msgspec.msgpack.encode,
-                fds=[Shared(fd=fd) for fd in (*self._traces, *channels)],
+                request=lambda rendezvous: rendezvous,
+                fds=fds,
+                own_fds=own,
                 deadline_s=case.deadline_s,
             )
 
-        return _Band(self._pool, start, case.world)
+        return Kept(self._pool, case.world, start)
 
-    def _start_judge(self) -> _Band:
-        def start(channels: list[int]) -> World:
-            fds = [*self._traces, *channels]
-            deadline_s = _JUDGE_DEADLINE_S
-            return start_job(self._pool, target=_JUDGE, payload=b"", fds=fds, deadline_s=deadline_s)
+    def _start_judge(self) -> Kept:
+        fds = dict(zip(TRACES, self._traces, strict=True))
 
-        return _Band(self._pool, start, 1)
+        def start(own: Sequence[Descriptors]) -> World:
+            given = {**fds, **own[0]}
+            return start_job(self._pool, JUDGE, b"", given, deadline_s=_JUDGE_DEADLINE_S)
+
+        return Kept(self._pool, 1, start)

@@ -5,15 +5,12 @@ forked anew and keep their process group. What one case leaves behind another ma
 the caller has a failure confirmed by fresh ranks.
 """
 
-import os
-import socket
-from typing import Any
-
 import msgspec
 import torch
 
-from distcheck.explore.messages import PAIRS, TRACE_BYTES, Sitting, Turn
+from distcheck.explore.messages import JUDGE, SERVE, TRACE_BYTES, TRACES, Sitting, Turn
 from distcheck.judge.job import judge_trace
+from distcheck.judge.jobs import JudgeRequest
 from distcheck.machine import devices, seeds
 from distcheck.plan import cases as plan
 from distcheck.records import Case, ModelLayout, Outcome
@@ -21,7 +18,6 @@ from distcheck.records.ends import RankEnd
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import shard_sizes
-from distcheck.training.jobs import JudgeJob
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.rank import Unwatched
@@ -29,33 +25,30 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.training.traces.writer import TraceWriter
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
 from distcheck.verification.inspection import look_at
 from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
-from distcheck.worlds import messages
+from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.kept import requests
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 
-def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """A kept rank: cases, until the front lets go. fds: listening socket, traces, channels."""
-    meeting = msgspec.msgpack.decode(payload, type=Rendezvous)
-    listen_fd, *rest = fds
-    traces, channel = rest[: 2 * PAIRS], _own(rest[2 * PAIRS :], meeting.rank)
+@SERVE.does
+def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
+    """A kept rank: cases, until the front hangs up."""
+    traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
     device = devices.enter("cpu", 0)
     late = Lateness()
     late.install()
-    join(meeting, listen_fd)
-    number = 0
-    while (turn := _next(channel, Turn)) is not None:
-        number += 1
+    join(meeting, fds[LISTEN])
+    for number, turn in enumerate(requests(fds, Turn), 1):
         reporter.progress(number, turn.case.id)
         torch.set_default_dtype(torch.float32)
         _train(turn, meeting.rank, late, traces[2 * turn.pair :], device)
         reporter.say(b"")
-    return b""
 
 
 def _train(turn: Turn, rank: int, late: Lateness, traces: list[int], device: torch.device) -> None:
@@ -110,19 +103,16 @@ def _sizes(case: Case, ingredients: Ingredients) -> list[list[int]]:
     return shard_sizes(case.steps, size=size, batch=case.batch, world=case.world)
 
 
-def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """The kept judge: case after case, until the front lets go. fds: traces, channel."""
-    *traces, channel_fd = fds
-    channel = socket.socket(fileno=channel_fd)
+@JUDGE.does
+def judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
+    """The kept judge: case after case, until the front hangs up."""
+    traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
-    number = 0
-    while (sitting := _next(channel, Sitting)) is not None:
-        number += 1
+    for number, sitting in enumerate(requests(fds, Sitting), 1):
         reporter.progress(number, sitting.case.id)
         torch.set_default_dtype(torch.float32)
         runs = 2 if sitting.case.rerun else 1
         reporter.say(_judged(sitting, traces[2 * sitting.pair :][:runs]))
-    return b""
 
 
 def _judged(sitting: Sitting, fds: list[int]) -> bytes:
@@ -134,34 +124,20 @@ def _judged(sitting: Sitting, fds: list[int]) -> bytes:
     planned = plan.plan_checks(
         case, facts, sizes=sizes, calibration_failure=sitting.calibration_failure
     )
-    run = CaseRun(case, facts, facts.contract, planned, layout)
-    run.outcomes = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(case.world)]
-    job = JudgeJob(
+    request = JudgeRequest(
         case=case,
         contract=facts.contract,
         layout=layout,
         description=b"",
         steps=tuple(range(case.steps)),
         planned=tuple((p.check, p.layer) for p in planned if p.scope != "front"),
-        has_data=False,
-        has_rerun=len(fds) > 1,
     )
     trace = TraceReader(fds[0], layout)
     rerun = TraceReader(fds[1], layout, baseline=trace) if len(fds) > 1 else None
-    run.results = judge_trace(job, ingredients, trace, rerun)
-    return msgspec.msgpack.encode(report_of(run, replay=""))
-
-
-def _next(channel: socket.socket, kind: type) -> Any:
-    """The next message of a kind, or None when the front has let go."""
-    try:
-        return messages.receive_with_fds(channel, kind)[0]
-    except EOFError:
-        return None
-
-
-def _own(channels: list[int], number: int) -> socket.socket:
-    for other, fd in enumerate(channels):
-        if other != number:
-            os.close(fd)
-    return socket.socket(fileno=channels[number])
+    outcomes = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(case.world)]
+    run = PlannedRun(case=case, facts=facts, planned=tuple(planned), layout=layout)
+    judged = JudgedRun(
+        recorded=RecordedRun(plan=run, outcomes=tuple(outcomes)),
+        results=tuple(judge_trace(request, ingredients, trace, rerun)),
+    )
+    return msgspec.msgpack.encode(report_of(judged, replay=""))

@@ -8,10 +8,14 @@ import msgspec
 
 from distcheck.contract import Contract
 from distcheck.records import Case
+from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.kept import CHANNEL
+from distcheck.worlds.rendezvous import Rendezvous
 
 # More than any explored case needs; the file is sparse, and emptied before every case.
 TRACE_BYTES = 1 << 32
 PAIRS = 2  # of traces, a first run and its rerun: one is judged while the other is recorded
+TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "rerun"))
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,3 +38,7 @@ class Sitting(msgspec.Struct, frozen=True, kw_only=True):
     contract: Contract
     calibration_failure: str
     pair: int = 0
+
+
+SERVE = Job("distcheck.explore.kept_rank:serve", Rendezvous, type(None), (LISTEN, CHANNEL, *TRACES))
+JUDGE = Job("distcheck.explore.kept_rank:judge", bytes, type(None), (CHANNEL, *TRACES))

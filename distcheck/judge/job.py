@@ -10,6 +10,7 @@ from distcheck.errors.masking import masked
 from distcheck.judge import checks
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.lattice import HeadroomError
 from distcheck.judge.oracles.references import References
@@ -18,32 +19,29 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError
 from distcheck.records import CheckResult
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.jobs import JudgeJob
 from distcheck.training.traces.reader import TraceReader
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 
-def judge(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Runs the planned checks; returns a list of CheckResult."""
-    job = msgspec.msgpack.decode(payload, type=JudgeJob)
+@JUDGE.does
+def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[CheckResult]:
+    """Runs the planned checks."""
     os.nice(5)  # the ranks of the rerun go first, and leave gaps
     seeds.pin_determinism()
     device = devices.enter(job.case.judged_on, 0)
-    remaining = list(fds)
-    trace = TraceReader(remaining.pop(0), job.layout, device=device)
-    data_fd = remaining.pop(0) if job.has_data else None
+    trace = TraceReader(fds["trace"], job.layout, device=device)
     rerun = None
-    if job.has_rerun:
-        rerun = TraceReader(remaining.pop(0), job.layout, baseline=trace, device=device)
-    ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    if "rerun" in fds:
+        rerun = TraceReader(fds["rerun"], job.layout, baseline=trace, device=device)
+    ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     judged = rerun if job.of_rerun and rerun is not None else trace
-    results = judge_trace(job, ingredients, judged, rerun, reporter)
-    return msgspec.msgpack.encode(results)
+    return judge_trace(job, ingredients, judged, rerun, reporter)
 
 
 def judge_trace(
-    job: JudgeJob,
+    job: JudgeRequest,
     ingredients: Ingredients,
     trace: TraceReader,
     rerun: TraceReader | None,

@@ -7,6 +7,7 @@ import msgspec
 
 from distcheck.errors import ExitCode
 from distcheck.records import CaseReport, Report
+from distcheck.worlds.jobs import Job
 
 Naming = Literal["right", "wrong", "unexplained", "-"]
 Verdict = Literal["caught", "missed", "passed", "false alarm", "left out", "unknown"]
@@ -36,6 +37,9 @@ class Zoo(msgspec.Struct, frozen=True, kw_only=True):
     mutants: tuple[Planted, ...]
     strategies: tuple[str, ...]
     elsewhere: tuple[tuple[str, str], ...] = ()
+
+
+LIST = Job("distcheck.selftest.zoo:list_zoo", bytes, Zoo)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

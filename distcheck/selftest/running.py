@@ -9,8 +9,8 @@ import msgspec
 from distcheck.errors import CannotRunError, DistcheckError
 from distcheck.records import Report
 from distcheck.selftest.planning import WORKLOADS, WORLDS, Plan
-from distcheck.selftest.records import Planted, Row, Zoo, judge_correct, judge_mutant
-from distcheck.selftest.zoo import LIST, PACKAGE
+from distcheck.selftest.records import LIST, Planted, Row, Zoo, judge_correct, judge_mutant
+from distcheck.selftest.zoo import PACKAGE
 from distcheck.testing.verifying import verify
 from distcheck.verification.run import shared_pool
 from distcheck.worlds.launch import run_job
@@ -23,8 +23,7 @@ def look() -> Zoo:
             f"the mutants are not installed: package {PACKAGE} is missing, which comes with "
             "distcheck; install distcheck again, from its wheel or a checkout"
         )
-    found = run_job(shared_pool(), LIST, b"", [])
-    return msgspec.msgpack.decode(found, type=Zoo)
+    return run_job(shared_pool(), LIST, b"")
 
 
 def run_plan(

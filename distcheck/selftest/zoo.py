@@ -5,18 +5,17 @@ It runs in a forked process, as everything that imports torch or code under test
 
 import importlib
 
-import msgspec
-
-from distcheck.selftest.records import Planted, Zoo
+from distcheck.selftest.records import LIST, Planted, Zoo
 from distcheck.training.loading import load_strategy, strategy_names
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 PACKAGE = "distcheck_mutants"
-LIST = "distcheck.selftest.zoo:list_zoo"  # the job's name, as in `distcheck.training.jobs`
 _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong as they like
 
 
-def list_zoo(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@LIST.does
+def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     """Every mutant, and every built-in strategy that runs on gloo and the CPU."""
     planted = [*_exact(), *_subtle()]
     here, elsewhere = [], []
@@ -30,8 +29,7 @@ def list_zoo(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             elsewhere.append((name, f"needs backend {contract.backend}"))
         else:
             here.append(name)
-    found = Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
-    return msgspec.msgpack.encode(found)
+    return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
 
 
 def _exact() -> list[Planted]:

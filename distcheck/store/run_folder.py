@@ -34,7 +34,7 @@ from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import LOAD, SAVE, CaseFacts, TraceFilesJob
+from distcheck.training.jobs import LOAD, SAVE, TRACES, CaseFacts, TraceFilesRequest
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
@@ -200,13 +200,12 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True)
-            job = TraceFilesJob(
+            job = TraceFilesRequest(
                 folder=str(folder.absolute()), layout=saved.layout, tensors=self._tensors
             )
             fds = fds if self._tensors else fds[:1]
             saved = msgspec.structs.replace(saved, tensors=self._tensors)
-            answer = run_job(pool, SAVE, msgspec.msgpack.encode(job), fds)
-            indexes = msgspec.msgpack.decode(answer, type=tuple[str, ...])
+            indexes = run_job(pool, SAVE, job, dict(zip(TRACES, fds, strict=False)))
             seal.write_about(folder, msgspec.json.encode(saved), indexes)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -330,13 +329,6 @@ def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
-def _encoded(job: TraceFilesJob, folder: Path) -> bytes:
-    try:
-        return msgspec.msgpack.encode(job)
-    except OverflowError as error:  # JSON has numbers of any size, MessagePack of 64 bits
-        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-
-
 def read_trace(
     pool: Pool, folder: Path, *, digests_suffice: bool = False
 ) -> tuple[SavedCase, list[int]]:
@@ -358,16 +350,18 @@ def read_trace(
             f"says {case.world} and {case.steps}"
         )
     fds = [os.memfd_create("distcheck-saved") for _ in indexes]
-    job = TraceFilesJob(
+    job = TraceFilesRequest(
         folder=str(folder.absolute()),
         layout=saved.layout,
         indexes=indexes,
         tensors=saved.tensors,
     )
     try:
-        run_job(pool, LOAD, _encoded(job, folder), fds)
-    except BaseException:
+        run_job(pool, LOAD, job, dict(zip(TRACES, fds, strict=True)))
+    except BaseException as error:
         for fd in fds:
             os.close(fd)
+        if isinstance(error, OverflowError):  # JSON has numbers of any size, a message of 64 bits
+            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
         raise
     return saved, fds

@@ -21,7 +21,7 @@ from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RankReport, Seen
+from distcheck.testing.messages import RUN, RankReport, Seen
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, wait
 from distcheck.worlds import turns
@@ -29,7 +29,6 @@ from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 
-_TARGET = "distcheck.testing.rank:run"
 # Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
 # with this process; the next world need not wait for that.
 _leaving: list[Pool] = []
@@ -138,11 +137,11 @@ def _run_fresh(prepared: Prepared) -> Ended:
     try:
         world = start_world(
             pool,
-            target=_TARGET,
+            job=RUN,
             backend=prepared.options.backend,
             size=prepared.options.size,
-            payload=msgspec.msgpack.encode,
-            fds=[],
+            request=lambda rendezvous: rendezvous,
+            fds={},
             deadline_s=prepared.options.deadline_s,
         )
         return wait(pool, world, listen(world, prepared.item))

@@ -10,8 +10,8 @@ import atexit
 import contextlib
 import os
 import pickle
-import socket
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,16 +22,16 @@ from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
-from distcheck.testing.kept_rank import CHANNEL
-from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport
+from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
 from distcheck.testing.waiting import listen, outputs_of, wait
-from distcheck.worlds import messages
+from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.kept import Kept
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.world import World
 
-_TARGET = "distcheck.testing.kept_rank:serve"
 _MOST_KEPT = 2  # worlds of different sizes or backends
 
 _Key = tuple[int, str, str]
@@ -90,32 +90,33 @@ class KeptWorld:
         rank.prepare(prepared)
         self._pool = Pool(ForkedHelper())
         self._pool.wait_ready()
-        pairs = [socket.socketpair() for _ in range(prepared.options.size)]
-        self._channels = [ours for ours, _ in pairs]
-        theirs = [other for _, other in pairs]
-        try:
-            self._world = start_world(
+        options = prepared.options
+        self._size = options.size
+
+        def start(own: Sequence[Descriptors]) -> World:
+            return start_world(
                 self._pool,
-                target=_TARGET,
-                backend=prepared.options.backend,
-                size=prepared.options.size,
-                payload=msgspec.msgpack.encode,
-                fds=[],
-                deadline_s=prepared.options.deadline_s,
-                own_fds=[{CHANNEL: other.fileno()} for other in theirs],
+                job=SERVE,
+                backend=options.backend,
+                size=options.size,
+                request=lambda rendezvous: rendezvous,
+                fds={},
+                deadline_s=options.deadline_s,
+                own_fds=own,
             )
+
+        try:
+            self._ranks = Kept(self._pool, options.size, start)
         except BaseException:
-            self._end_ranks()
+            self._pool.close()
             raise
         finally:
             rank.prepare(None)
-            for other in theirs:
-                other.close()
 
     @property
     def usable(self) -> bool:
         """Whether another test may run here."""
-        return not self._closed and os.getpid() == self._owner and not self._world.over
+        return not self._closed and os.getpid() == self._owner and not self._ranks.world.over
 
     def is_ready(self, deadline_s: float) -> bool:
         """Whether a test that gives its ranks so long may run here now: its collectives wait as
@@ -127,7 +128,7 @@ class KeptWorld:
             self._pool.pump(0)
         except HelperError:
             return False
-        return not any(child.gone for child in self._world.children)
+        return not any(child.gone for child in self._ranks.world.children)
 
     def run(self, prepared: Prepared, arguments: bytes) -> Ended:
         """One test, with its pickled arguments. If a rank fails, the world is over afterwards."""
@@ -137,27 +138,22 @@ class KeptWorld:
             options=msgspec.msgpack.encode(prepared.options),
             final=examples.is_final(),
         )
-        told = listen(self._world, prepared.item)
-        self._world.begin_again(prepared.options.deadline_s)
-        data = messages.frame(test)
-        for channel in self._channels:
-            try:
-                channel.sendall(data)
-            except OSError:  # a rank is gone; the world says how
-                break
-        ended = wait(self._pool, self._world, told, enough=lambda: self._all_well(told.reports))
+        told = listen(self._ranks.world, prepared.item)
+        self._ranks.world.begin_again(prepared.options.deadline_s)
+        self._ranks.ask(test)
+        ended = wait(
+            self._pool, self._ranks.world, told, enough=lambda: self._all_well(told.reports)
+        )
         if ended is None:
             self._pool.pump(0)  # what was printed before the reports were sent
             ended = Ended(
-                size=len(self._channels),
-                outcomes=[
-                    Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(len(self._channels))
-                ],
+                size=self._size,
+                outcomes=[Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(self._size)],
                 reports=told.reports,
-                outputs=outputs_of(self._world),
+                outputs=outputs_of(self._ranks.world),
                 subtests=told.subtests,
             )
-            for child in self._world.children:
+            for child in self._ranks.world.children:
                 child.forget_output()
         return ended
 
@@ -166,16 +162,12 @@ class KeptWorld:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
-        self._end_ranks()
-        self._world.close()
-
-    def _end_ranks(self) -> None:
         self._pool.close()
-        for channel in self._channels:
-            channel.close()
+        self._ranks.hang_up()
+        self._ranks.world.close()
 
     def _all_well(self, reports: dict[int, RankReport]) -> bool:
-        return len(reports) == len(self._channels) and all(
+        return len(reports) == self._size and all(
             report.end in ("passed", "skipped", "rejected") for report in reports.values()
         )
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,30 +16,26 @@ from _pytest.tmpdir import tmppath_result_key
 from distcheck.errors import CannotRunError
 from distcheck.testing import examples, fixtures, rank, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import KEPT_ELSE, KeptTest, RankReport, encoded
+from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport, encoded
 from distcheck.testing.rank import Prepared
-from distcheck.worlds import flight, messages
+from distcheck.worlds import flight
+from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.kept import requests
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous
 
-CHANNEL = "DISTCHECK_CHANNEL"  # the variable that holds the number of a kept rank's own socket
 BODY = "_distcheck_body"  # on what stands in for a hypothesis test's body while it runs
 
 
-def serve(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@SERVE.does
+def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """The job of a kept rank: tests, until the pytest process lets go."""
     first = rank.inherited()
-    rendezvous = msgspec.msgpack.decode(payload, type=Rendezvous)
-    channel = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
     items = {item.nodeid: item for item in first.item.session.items}
     session.take_over(first.item.config, reporter.say)
-    rank.enter(rendezvous, fds[0], first.options, reporter)
+    rank.enter(rendezvous, fds[LISTEN], first.options, reporter)
     before = _Before()
-    while True:
-        try:
-            test, _ = messages.receive_with_fds(channel, KeptTest)
-        except EOFError:
-            return b""
+    for test in requests(fds, KeptTest):
         before.destroy_left_groups()
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)

@@ -5,7 +5,10 @@ from typing import Any, Literal
 import msgspec
 
 from distcheck.testing.examples import Said
+from distcheck.worlds.jobs import LISTEN, Job
+from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.messages import printable
+from distcheck.worlds.rendezvous import Rendezvous
 
 End = Literal["passed", "skipped", "rejected", "xfailed", "exit", "failed"]
 
@@ -79,6 +82,10 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
     arguments: bytes
     options: bytes
     final: bool = False
+
+
+RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (LISTEN,))
+SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (LISTEN, CHANNEL))
 
 
 def encoded(message: RankReport | Subtest) -> bytes:

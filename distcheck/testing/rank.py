@@ -20,8 +20,9 @@ from distcheck.errors.shown_text import shortened
 from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import End, RankReport, Seen, encoded
+from distcheck.testing.messages import RUN, End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -67,17 +68,17 @@ def view() -> WorldView | None:
     return _view
 
 
-def run(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@RUN.does
+def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """The job of a fresh rank: one test."""
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
-    enter(msgspec.msgpack.decode(payload, type=Rendezvous), fds[0], prepared.options, reporter)
+    enter(rendezvous, fds[LISTEN], prepared.options, reporter)
     with examples.inherited():
         report, error = execute(prepared)
     reporter.say(encoded(report))
     if error is not None and report.end not in ("skipped", "rejected"):
         raise error  # a failed rank leaves at once, so that its peers notice
-    return b""
 
 
 def enter(

@@ -1,7 +1,7 @@
-"""The jobs that the front gives to forked processes, and what some of them answer.
+"""What the front asks of processes that look, calibrate, train, and move traces; what they answer.
 
-No torch here: the front writes these, the process that does the job reads them. The constants name
-the function that does each job; descriptors are passed in the order that each job names.
+No torch here: the front writes these, the process that does the job reads them. The jobs
+themselves are declared at the end.
 """
 
 from typing import Any
@@ -12,25 +12,17 @@ from distcheck.contract import Contract, Order, Training
 from distcheck.records import Case, Delay, ModelLayout
 from distcheck.records.expected_events import Happening
 from distcheck.training.traces.layout import TraceLayout
+from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
-EXAMINE = "distcheck.verification.inspection:examine"
-INSPECT = "distcheck.verification.inspection:inspect_cases"
-CALIBRATE = "distcheck.judge.oracles.calibration:calibrate_rank"
-RECORD = "distcheck.training.rank:record"
-TRAIN = "distcheck.training.rank:train"
-JUDGE = "distcheck.judge.job:judge"
-OBSERVE = "distcheck.judge.diagnosis.observation:observe_job"
-SAVE = "distcheck.training.traces.files:save_job"
-LOAD = "distcheck.training.traces.files:load_job"
+TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
-class InspectionJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases to look at. Descriptor: the data, if `has_data`."""
+class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases to look at."""
 
     cases: tuple[Case, ...]
     description: bytes
-    has_data: bool
 
 
 class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +61,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[CaseFacts, ...]
 
 
-class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is to try."""
 
     rendezvous: Rendezvous
@@ -88,36 +80,31 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return next((why for order, why in self.failures if order == contract.order), "")
 
 
-class RecordJob(msgspec.Struct, frozen=True, kw_only=True):
+class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Train `case.steps` steps and record them.
 
     `delays` are those of this world; `memory_seed` is that of what the rank allocates before it
-    loads anything (None: nothing). Descriptors: the listening socket, the trace, then the data (if
-    `has_data`), then the first run's trace (if `has_baseline`).
+    loads anything (None: nothing). A rerun is given the first run's trace as `baseline`.
     """
 
     case: Case
     rendezvous: Rendezvous
     layout: TraceLayout
     description: bytes
-    has_data: bool
-    has_baseline: bool
     delays: tuple[Delay, ...] = ()
     memory_seed: int | None = None
 
 
-class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
+class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Train for `epochs` epochs of at most `steps` steps (None: all of them), recording nothing.
 
-    An empty `case.strategy` synchronises nothing. Descriptors: the listening socket, then the
-    data (if `has_data`). Every rank says an `EpochFigures` per epoch, rank 0 a `RunningLoss`
-    every `log_every` steps.
+    An empty `case.strategy` synchronises nothing. Every rank says an `EpochFigures` per epoch,
+    rank 0 a `RunningLoss` every `log_every` steps.
     """
 
     case: Case
     rendezvous: Rendezvous
     description: bytes
-    has_data: bool
     epochs: int
     steps: int | None
     log_every: int
@@ -147,44 +134,8 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tested: int
 
 
-class JudgeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
-
-    With `of_rerun` the rerun is judged in the first run's place. Descriptors: the trace, then the
-    data (if `has_data`), then the rerun's trace (if `has_rerun`).
-    """
-
-    case: Case
-    contract: Contract
-    layout: TraceLayout
-    description: bytes
-    steps: tuple[int, ...]
-    planned: tuple[tuple[str, str], ...]
-    has_data: bool
-    has_rerun: bool
-    of_rerun: bool = False
-
-
-class ObserveJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of a failed case to look at more closely, the gradients' first; `failed` lists the
-    (check, layer) that failed. Descriptors: the trace, then the data (if `has_data`). Answered by
-    `distcheck.judge.diagnosis.facts.Facts`.
-    """
-
-    case: Case
-    contract: Contract
-    layout: TraceLayout
-    description: bytes
-    steps: tuple[int, ...]
-    failed: tuple[tuple[str, str], ...]
-    has_data: bool
-    draws_random_numbers: bool
-    takes_loss: bool = True
-    update_step: int = -1  # at which parameters failed first
-
-
-class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Move traces between shared memory and a folder. Descriptors: the traces, rerun last.
+class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Move traces between shared memory and a folder.
 
     SAVE answers with the digests of the indexes, which LOAD expects in `indexes`. Without
     `tensors`, only the indexes are moved.
@@ -194,3 +145,24 @@ class TraceFilesJob(msgspec.Struct, frozen=True, kw_only=True):
     layout: TraceLayout
     indexes: tuple[str, ...] = ()
     tensors: bool = True
+
+
+EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
+INSPECT = Job(
+    "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
+)
+CALIBRATE = Job(
+    "distcheck.judge.oracles.calibration:calibrate_rank",
+    CalibrationRequest,
+    Calibration,
+    (LISTEN,),
+)
+RECORD = Job(
+    "distcheck.training.rank:record",
+    RecordRequest,
+    type(None),
+    (LISTEN, "trace", "data", "baseline"),
+)
+TRAIN = Job("distcheck.training.rank:train", TrainRequest, type(None), (LISTEN, "data"))
+SAVE = Job("distcheck.training.traces.files:save_job", TraceFilesRequest, tuple[str, ...], TRACES)
+LOAD = Job("distcheck.training.traces.files:load_job", TraceFilesRequest, type(None), TRACES)

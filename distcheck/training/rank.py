@@ -12,24 +12,28 @@ from distcheck.machine import devices, seeds
 from distcheck.training.building import Ingredients, is_distributed, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
-from distcheck.training.jobs import EpochFigures, RecordJob, RunningLoss, TrainJob
+from distcheck.training.jobs import (
+    RECORD,
+    TRAIN,
+    EpochFigures,
+    RecordRequest,
+    RunningLoss,
+    TrainRequest,
+)
 from distcheck.training.loading import LoadedStrategy, load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.traces.writer import TraceWriter
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local import noise
 from distcheck.worlds.local.child import Reporter, keep_folder
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
 
 
-def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@RECORD.does
+def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Runs one recording rank."""
-    job = msgspec.msgpack.decode(payload, type=RecordJob)
-    remaining = list(fds)
-    listen_fd, trace_fd = remaining.pop(0), remaining.pop(0)
-    data_fd = remaining.pop(0) if job.has_data else None
-    baseline_fd = remaining.pop(0) if job.has_baseline else None
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         noise.allocate(job.memory_seed)
@@ -37,16 +41,16 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     seeds.pin_determinism()
     device = devices.enter(job.case.device, int(os.environ["LOCAL_RANK"]))
     reporter.progress(0, "rendezvous")
-    join(job.rendezvous, listen_fd)
+    join(job.rendezvous, fds[LISTEN])
     reporter.progress(0, LOADING)
-    ingredients = open_ingredients(job.case, job.description, data_fd, device)
+    ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     late = Lateness()
     if job.delays:
         late.install()
         late.begin([delay for delay in job.delays if delay.rank == rank])
     load = partial(load_strategy, job.case.strategy, job.case.adaptation)
-    writer = TraceWriter(trace_fd, job.layout, rank, baseline_fd)
+    writer = TraceWriter(fds["trace"], job.layout, rank, fds.get("baseline"))
     recorder = TraceRecorder(writer, job.layout, device)
     progress = late.watching(reporter.progress)
     loop = Loop(ingredients, load(), recorder, rank=rank, progress=progress, load_again=load)
@@ -54,18 +58,16 @@ def record(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         loop.step(step)
     reporter.progress(job.case.steps, "close")
     loop.close()
-    return str(torch.get_num_threads()).encode()
 
 
-def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@TRAIN.does
+def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Runs one rank that only trains."""
-    job = msgspec.msgpack.decode(payload, type=TrainJob)
-    data_fd = fds[1] if job.has_data else None
     case, rank = job.case, job.rendezvous.rank
     seeds.pin_determinism()
     device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
-    join(job.rendezvous, fds[0])
-    ingredients = open_ingredients(case, job.description, data_fd, device)
+    join(job.rendezvous, fds[LISTEN])
+    ingredients = open_ingredients(case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(case.dtype)
     strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
     loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
@@ -81,11 +83,10 @@ def train(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
         reporter.say(msgspec.msgpack.encode(figures))
     loop.close()
-    return b""
 
 
 def _train_epoch(
-    job: TrainJob, loop: Loop, epoch: int, per_epoch: int, reporter: Reporter
+    job: TrainRequest, loop: Loop, epoch: int, per_epoch: int, reporter: Reporter
 ) -> EpochFigures:
     rank = job.rendezvous.rank
     steps = per_epoch if job.steps is None else min(job.steps, per_epoch)

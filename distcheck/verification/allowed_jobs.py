@@ -6,6 +6,7 @@ this process was started with.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,9 +17,10 @@ from distcheck.store.trust import named
 from distcheck.training import loading
 from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of
-from distcheck.workloads.datasets.job import PREPARE, PrepareJob
+from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
+from distcheck.worlds.jobs import Job
 
-_TARGETS = (CALIBRATE, RECORD, TRAIN)  # what a front may have done here
+_TARGETS = (CALIBRATE.target, RECORD.target, TRAIN.target)  # what a front may have done here
 
 
 class _Meeting(msgspec.Struct, frozen=True):
@@ -40,17 +42,18 @@ class Allowed:
     def __init__(self, cases: Sequence[Case]) -> None:
         self._named = {one for case in cases for one in named(case)}
 
-    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[str, bytes]:
-        """The job that reads a data set: its target and payload."""
-        job = PrepareJob(name=name, data_dir=data_dir, download=download)
-        return PREPARE, msgspec.msgpack.encode(job)
+    def prepare(
+        self, name: str, data_dir: str, *, download: bool
+    ) -> tuple[Job[Any, bytes], PrepareRequest]:
+        """The job that reads a data set, and what it is asked."""
+        return PREPARE, PrepareRequest(name=name, data_dir=data_dir, download=download)
 
     def check(self, target: str, payload: bytes) -> None:
         """Raises CannotRunError for a rank's job that would run other code."""
         if target not in _TARGETS:
             raise CannotRunError(f"rank 0 asks for {target}, which is not a job of a rank")
         try:
-            if target == CALIBRATE:
+            if target == CALIBRATE.target:
                 job = msgspec.msgpack.decode(payload, type=_Calibration)
                 asked = {("backend", job.rendezvous.backend)}
             else:

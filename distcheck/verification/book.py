@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from distcheck.store import run_folder as store
 from distcheck.store.last_pass import since_last_green
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.verification import followups, verdicts
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.followups import FollowUp
 from distcheck.worlds.pool import Pool
@@ -27,7 +28,7 @@ class Book:
     def __init__(
         self,
         pool: Pool,
-        runs: Sequence[CaseRun],
+        runs: Sequence[PlannedRun],
         made: Mapping[str, Provenance],
         environment: dict[str, Any],
         keep: Store | None,
@@ -53,7 +54,7 @@ class Book:
         """The reports of this start."""
         return list(self._reports.values())
 
-    def replace(self, run: CaseRun) -> None:
+    def replace(self, run: JudgedRun) -> None:
         """Takes a case that was changed and run again, in the place of the first of its id."""
         if self._keep is not None:
             self._keep.write_case(run.case, self._made.get(run.case.id))
@@ -76,15 +77,15 @@ class Book:
         self.explored.append(explored)
         self._found += found
 
-    def enter(self, run: CaseRun) -> VerdictName:
+    def enter(self, run: JudgedRun) -> VerdictName:
         """Takes a finished case and returns its verdict; afterwards its traces may go."""
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
-        if self._keep is not None and not self._save_error and not run.not_run:
-            self._save(run, report)
+        if self._keep is not None and not self._save_error and not run.recorded.not_run:
+            self._save(run.recorded, report)
         return report.verdict
 
-    def _save(self, run: CaseRun, report: CaseReport) -> None:
+    def _save(self, run: RecordedRun, report: CaseReport) -> None:
         assert self._keep is not None
         fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
         size = sum(store.stored_bytes(fd) for fd in fds)
@@ -104,29 +105,37 @@ class Book:
         except (OSError, DistcheckError) as error:
             self._note_failure(error)
 
-    def _saved(self, run: CaseRun) -> SavedCase:
+    def _saved(self, run: RecordedRun) -> SavedCase:
         return SavedCase(
             case=run.case,
-            facts=run.facts,
-            planned=tuple(run.planned),
-            layout=run.layout,
-            outcomes=tuple(run.outcomes),
-            rerun_outcomes=tuple(run.rerun_outcomes),
+            facts=run.plan.facts,
+            planned=run.plan.planned,
+            layout=run.plan.layout,
+            outcomes=run.outcomes,
+            rerun_outcomes=run.rerun_outcomes,
             rerun_in=run.rerun_in,
             surroundings=run.surroundings,
             separation=run.separation,
-            notes=tuple(run.notes),
+            notes=run.plan.notes,
             environment=self._environment,
             digests=self._made[run.case.id].digests,
         )
 
     def report(
-        self, *, interrupted: bool = False, given_up: DistcheckError | None = None
+        self,
+        *,
+        so_far: Mapping[str, JudgedRun] = {},
+        interrupted: bool = False,
+        given_up: DistcheckError | None = None,
     ) -> Report:
-        """The report over all cases; those that never finished are unknown. `given_up` is what
-        ended the run before they did.
+        """The report over all cases; those that never finished are unknown, and `so_far` is what is
+        known of them by their ids. `given_up` is what ended the run before they did.
         """
-        cases = tuple(self._reports.get(run.case.id) or self._unfinished(run) for run in self._runs)
+        cases = tuple(
+            self._reports.get(run.case.id)
+            or self._unfinished(so_far.get(run.case.id), run, given_up)
+            for run in self._runs
+        )
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
         if self.settles and not interrupted and given_up is None:
@@ -148,8 +157,14 @@ class Book:
             report = given_up_on(report, given_up)
         return self._written(report) if self._keep and not self._save_error else report
 
-    def _unfinished(self, run: CaseRun) -> CaseReport:
-        report = verdicts.report_of(run, replay=self._replay(run.case))
+    def _unfinished(
+        self, known: JudgedRun | None, plan: PlannedRun, given_up: DistcheckError | None
+    ) -> CaseReport:
+        judged = known or JudgedRun(recorded=RecordedRun(plan=plan))
+        if given_up is not None:
+            noted = replace(judged.recorded, plan=plan.noting(str(given_up)))
+            judged = replace(judged, recorded=noted)
+        report = verdicts.report_of(judged, replay=self._replay(plan.case))
         return msgspec.structs.replace(report, unfinished=True)
 
     def _since_green(self) -> SinceGreen | None:
@@ -190,12 +205,23 @@ def given_up_on(report: Report, error: DistcheckError) -> Report:
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
-def run_of(saved: SavedCase, fds: list[int]) -> CaseRun:
+def run_of(saved: SavedCase, fds: Sequence[int]) -> RecordedRun:
     """A case that was saved, as it was when its last world had ended; `fds` are its traces."""
-    run = CaseRun(saved.case, saved.facts, saved.facts.contract, list(saved.planned), saved.layout)
-    run.trace_fd, run.rerun_fd = [*fds, -1, -1][:2]
-    run.outcomes, run.rerun_outcomes = list(saved.outcomes), list(saved.rerun_outcomes)
-    run.rerun_in, run.surroundings = saved.rerun_in, saved.surroundings
-    run.separation = saved.separation
-    run.notes = list(saved.notes)
-    return run
+    trace_fd, rerun_fd = [*fds, -1, -1][:2]
+    plan = PlannedRun(
+        case=saved.case,
+        facts=saved.facts,
+        planned=saved.planned,
+        layout=saved.layout,
+        notes=saved.notes,
+    )
+    return RecordedRun(
+        plan=plan,
+        outcomes=saved.outcomes,
+        rerun_outcomes=saved.rerun_outcomes,
+        surroundings=saved.surroundings,
+        rerun_in=saved.rerun_in,
+        separation=saved.separation,
+        trace_fd=trace_fd,
+        rerun_fd=rerun_fd,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from distcheck.errors import HelperError, RankLostError
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan
 from distcheck.verification.book import Book
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.session import Session
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,19 +27,14 @@ class GivenUpError(HelperError):
 
 
 @contextlib.contextmanager
-def reported(book: Book, runs: Sequence[CaseRun]) -> Iterator[None]:
+def reported(book: Book, session: Session) -> Iterator[None]:
     """Around the running of cases: whatever ends it takes along the report on what there is."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(book.report(interrupted=True)) from None
+        raise Interrupted(book.report(so_far=session.so_far, interrupted=True)) from None
     except (HelperError, RankLostError) as error:
-        for run in runs:
-            run.notes += [] if run.finished else [str(error)]
-        raise GivenUpError(book.report(given_up=error)) from error
-    finally:
-        for run in runs:
-            run.close()
+        raise GivenUpError(book.report(so_far=session.so_far, given_up=error)) from error
 
 
 def nothing_judged(

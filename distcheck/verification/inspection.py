@@ -26,8 +26,9 @@ from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.records import Case
 from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
-from distcheck.training.jobs import CaseFacts, Facts, InspectionJob
+from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
@@ -35,10 +36,9 @@ _SAMPLES = 8  # of which rows are counted: rows that were picked by their values
 _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other rows are others
 
 
-def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@INSPECT.does
+def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> Facts:
     """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
-    job = msgspec.msgpack.decode(payload, type=InspectionJob)
-    data_fd = fds[0] if job.has_data else None
     seeds.pin_determinism()
     _enter_world_of_one()
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
@@ -54,7 +54,7 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         acceptance.check_promise(case, strategy.contract)
         key = (case.workload, case.dtype)
         if key not in known:
-            ingredients = open_ingredients(case, job.description, data_fd)
+            ingredients = open_ingredients(case, job.description, fds.get("data"))
             seeds.pin_default_dtype(case.dtype)
             known[key] = look_at(ingredients)
             seeds.pin_default_dtype("float32")
@@ -75,8 +75,7 @@ def inspect_cases(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     first = job.cases[0]
     devices.enter(first.device, 0)
     seeds.pin_determinism()  # files of theirs have been loaded
-    found = Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
-    return msgspec.msgpack.encode(found)
+    return Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
 
 
 def _mentions_mpi(spec: str) -> bool:
@@ -165,8 +164,9 @@ def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def examine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """What `distcheck doctor` asks of a process with torch in it; JSON."""
+@EXAMINE.does
+def examine(nothing: bytes, fds: Descriptors, reporter: Reporter) -> dict[str, Any]:
+    """What `distcheck doctor` asks of a process with torch in it."""
     import torch.distributed as dist
 
     seeds.pin_determinism()
@@ -183,13 +183,12 @@ def examine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         vision = f"loads, {torchvision.__version__}"
     except Exception as error:
         vision = f"does not load: {type(error).__name__}: {error}"
-    found = {
+    return {
         "environment": environment(),
         "backends": [name for name, there in built.items() if there],
         "devices": f"cpu, {cuda}; {devices.gpu_count() or 'no'} GPU here",
         "torchvision": vision,
     }
-    return msgspec.json.encode(found)
 
 
 def _cpu_model() -> str:

@@ -20,16 +20,16 @@ from distcheck.training.jobs import (
     CALIBRATE,
     INSPECT,
     Calibration,
-    CalibrationJob,
+    CalibrationRequest,
     CaseFacts,
     Facts,
-    InspectionJob,
+    InspectionRequest,
 )
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits, loading_ends
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import PlannedRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
-from distcheck.workloads.datasets.job import PREPARE, PrepareJob
+from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds.launch import (
     error_of,
     job_result,
@@ -69,8 +69,8 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
     fd = open_memory(f"distcheck-{name}")
     try:
         folder = data_dir or _DEFAULT_DATA_DIR
-        job = PrepareJob(name=name, data_dir=folder, download=download)
-        description = run_job(pool, PREPARE, msgspec.msgpack.encode(job), [fd])
+        job = PrepareRequest(name=name, data_dir=folder, download=download)
+        description = run_job(pool, PREPARE, job, {"data": fd})
         seal_content(fd)
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
         for where, other in pool.share_data(name, folder, download=download).items():
@@ -86,18 +86,15 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
     """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
-    job = InspectionJob(
-        cases=tuple(cases), description=data.description, has_data=data.fd is not None
-    )
-    fds = [data.fd] if data.fd is not None else []
-    payload = msgspec.msgpack.encode(job)
+    request = InspectionRequest(cases=tuple(cases), description=data.description)
+    fds = {"data": data.fd} if data.fd is not None else {}
     deadline_s = max(_LEAST_LOADING_S, *(case.deadline_s for case in cases))
-    world = start_job(pool, target=INSPECT, payload=payload, fds=fds, deadline_s=deadline_s)
+    world = start_job(pool, INSPECT, request, fds, deadline_s=deadline_s)
     run_until_over(pool, world)
     try:
         if reason := loading_ends.why_not_loaded(world, deadline_s=deadline_s):
             raise reason
-        return msgspec.msgpack.decode(job_result(world), type=Facts)
+        return INSPECT.decode(job_result(world))
     finally:
         world.close()
 
@@ -108,7 +105,7 @@ def plan_runs(
     facts: Sequence[CaseFacts],
     data: Data,
     spare: Collection[int] = (),
-) -> tuple[list[CaseRun], dict[str, str]]:
+) -> tuple[list[PlannedRun], dict[str, str]]:
     """Layouts and planned checks of every case, and the cases that are left out, with the reason;
     calibrates what X relies on, once per world.
 
@@ -159,11 +156,12 @@ def plan_runs(
             sizes=sizes,
             calibration_failure=calibrations[key].failure(about.contract),
         )
-        run = CaseRun(case, about, about.contract, planned, layout)
-        run.notes += _notes(case, about, sizes, data)
-        runs.append(run)
+        notes = tuple(_notes(case, about, sizes, data))
+        runs.append(
+            PlannedRun(case=case, facts=about, planned=tuple(planned), layout=layout, notes=notes)
+        )
     for case, reason in left_out:
-        _note_left_out(case, reason, runs, elsewhere=case.world in spare)
+        runs = _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
 
 
@@ -184,7 +182,9 @@ def _notes(
         yield remarks.NOT_REPEATED
 
 
-def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
+def _note_left_out(
+    case: Case, reason: str, runs: Sequence[PlannedRun], *, elsewhere: bool
+) -> list[PlannedRun]:
     """Notes it on the cases of its strategy and world; where there is none, and it may be noted
     `elsewhere`, on those of other worlds.
     """
@@ -197,8 +197,8 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
             f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
             f"{reason}; give another workload, or another batch"
         )
-    for run in siblings:
-        run.notes.append(f"workload {case.workload} is left out: {reason}")
+    note = f"workload {case.workload} is left out: {reason}"
+    return [run.noting(note) if run in siblings else run for run in runs]
 
 
 def _calibrate_for(
@@ -256,17 +256,18 @@ def calibrate(
 ) -> Calibration:
     """Runs a calibrating world. Raises CannotRunError where not even that works."""
 
-    def payload(rendezvous: Rendezvous) -> bytes:
-        job = CalibrationJob(rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device)
-        return msgspec.msgpack.encode(job)
+    def request(rendezvous: Rendezvous) -> CalibrationRequest:
+        return CalibrationRequest(
+            rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device
+        )
 
     ranks = start_world(
         pool,
-        target=CALIBRATE,
+        job=CALIBRATE,
         backend=backend,
         size=world,
-        payload=payload,
-        fds=[],
+        request=request,
+        fds={},
         deadline_s=deadline_s,
     )
     run_until_over(pool, ranks)
@@ -285,7 +286,7 @@ def calibrate(
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )
-        answers = [msgspec.msgpack.decode(r, type=Calibration) for r in ranks.results]
+        answers = [CALIBRATE.decode(r) for r in ranks.results]
     finally:
         ranks.close()
     failures = dict.fromkeys(orders, "")

@@ -44,7 +44,7 @@ from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 from distcheck.verification import followups, limits, preparation, verdicts
 from distcheck.verification.book import Book, given_up_on, run_of
-from distcheck.verification.case_runs import CaseRun, is_separate
+from distcheck.verification.case_runs import JudgedRun, is_separate
 from distcheck.verification.contents import not_shown
 from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
@@ -182,14 +182,17 @@ def _run_cases(
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned([run.case for run in runs], before=len(earlier))
-        for run in runs:
-            before = made.get(run.case.id)
-            run.notes += [] if before is None else _since(before, here[run.case.id], run.case)
+        runs = [
+            run.noting(*_since(made[run.case.id], here[run.case.id], run.case))
+            if run.case.id in made
+            else run
+            for run in runs
+        ]
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        with reported(book, runs):
+        with reported(book, session):
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
@@ -232,7 +235,7 @@ def _follow_up(
         except LeftOutError:
             continue  # nothing of it could be judged
 
-        def enter(run: CaseRun, each: FollowUp = each) -> VerdictName:
+        def enter(run: JudgedRun, each: FollowUp = each) -> VerdictName:
             report = verdicts.report_of(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
@@ -240,10 +243,7 @@ def _follow_up(
             return report.verdict
 
         listener.progress(each.case, "once more, after a failure")
-        try:
-            session.run([run], on_finished=enter)
-        finally:
-            run.close()
+        session.run([run], on_finished=enter)
     book.take_in(done)
 
 
@@ -267,18 +267,14 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
         listener.planned([store.read_about(place).case for place in folders])
         for place in folders:
             saved, fds = store.read_trace(pool, place)
-            run = run_of(saved, fds)
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
 
-            def enter(run: CaseRun, elsewhere: str = elsewhere) -> VerdictName:
+            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> VerdictName:
                 replay = f"distcheck recheck {shlex.quote(str(folder))}"
                 reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
                 return reports[-1].verdict
 
-            try:
-                session.rejudge(run, on_finished=enter)
-            finally:
-                run.close()
+            session.rejudge(run_of(saved, fds), on_finished=enter)
     shown = not_shown([report.contents for report in reports if report.contents])
     return Report(
         environment=here,

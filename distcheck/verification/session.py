@@ -10,25 +10,23 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
-
 from distcheck.errors import CannotRunError
 from distcheck.judge import diagnosis
-from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
 from distcheck.records import CheckResult, Outcome, VerdictName
-from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import RECORD, RecordJob
+from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits
-from distcheck.verification.case_runs import CaseRun, WorldName, is_separate, new_trace
+from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun, is_separate
+from distcheck.verification.in_progress import InProgress, WorldName, new_trace
 from distcheck.verification.judgings import Judging, start_judging, what_was_judged, what_was_seen
-from distcheck.verification.process_state import state_lines
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import blame
 from distcheck.worlds.launch import end_now, refusal_of, start_world
@@ -44,7 +42,8 @@ _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-OnFinished = Callable[[CaseRun], VerdictName]  # takes a case that is done, and says what it is
+# Takes a case that is done, and says what it is; afterwards its traces are closed.
+OnFinished = Callable[[JudgedRun], VerdictName]
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
 
@@ -54,7 +53,7 @@ class _Asked:
     surroundings; those of the rerun are decided when it starts.
     """
 
-    run: CaseRun
+    run: InProgress
     what: WorldName
     surroundings: Surroundings = TOGETHER
 
@@ -78,27 +77,36 @@ class Session:
         self._judges: list[tuple[World, Judging]] = []
         self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
+        self._runs: Sequence[InProgress] = ()
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
-    def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
+    def run(self, plans: Sequence[PlannedRun], *, on_finished: OnFinished) -> None:
         """Blocks until every case is finished; ends everything it started if interrupted."""
         self._on_finished = on_finished
+        runs = [InProgress(plan) for plan in plans]
         for run in runs:
             run.worlds_left = 2 if run.case.rerun else 1
             self._worlds.append(_Asked(run, "world"))
         self._until_finished(runs)
 
-    def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
-        """Judges a case whose traces are there already; starts no rank."""
+    def rejudge(self, recorded: RecordedRun, *, on_finished: OnFinished) -> None:
+        """Judges a case whose traces are there already, and closes them; starts no rank."""
         self._on_finished = on_finished
         self._judges_only = True
-        self._plan_step_judges(run)
-        self._judge_whole_run_if_due(run)
-        self._until_finished([run])
+        with closing(InProgress.after(recorded)) as run:
+            self._plan_step_judges(run)
+            self._judge_whole_run_if_due(run)
+            self._until_finished([run])
 
-    def _until_finished(self, runs: Sequence[CaseRun]) -> None:
+    @property
+    def so_far(self) -> dict[str, JudgedRun]:
+        """What is known of the cases of the last `run` that are not finished, by their ids."""
+        return {run.case.id: run.judged() for run in self._runs if not run.finished}
+
+    def _until_finished(self, runs: Sequence[InProgress]) -> None:
+        self._runs = runs
         try:
             while not all(run.finished for run in runs):
                 self._start_what_fits()
@@ -108,6 +116,9 @@ class Session:
         except BaseException:
             self._end_everything()
             raise
+        finally:
+            for run in runs:
+                run.close()
 
     def _start_what_fits(self) -> None:
         if self._world is None and len(self._judgings) < self._most_judges:
@@ -134,7 +145,9 @@ class Session:
             return True
         if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
-        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
+        needed = limits.reference_bytes(
+            judging.run.case, judging.run.plan.facts, judging.run.plan.layout
+        )
         return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
 
     def _start_ranks(self, asked: _Asked) -> World:
@@ -142,27 +155,24 @@ class Session:
         if asked.what == "rerun":
             run.decide_surroundings(self._pool.why_no_interpreters())
             surroundings = run.surroundings
-        fd, again = new_trace(run.layout), asked.what != "world"
+        fd, again = new_trace(run.plan.layout), asked.what != "world"
         run.keep(fd, asked.what)
-        fds = [run.shared_trace(asked.what)]
+        fds = {"trace": run.shared_trace(asked.what)}
         if self._data_fd is not None:
-            fds.append(Shared(fd=self._data_fd, kind="data"))
+            fds["data"] = Shared(fd=self._data_fd, kind="data")
         if again:
-            fds.append(run.shared_trace("world"))
+            fds["baseline"] = run.shared_trace("world")
         delays = surroundings.delays(case.world) if again else case.delays
 
-        def payload(rendezvous: Rendezvous) -> bytes:
-            job = RecordJob(
+        def request(rendezvous: Rendezvous) -> RecordRequest:
+            return RecordRequest(
                 case=case,
                 rendezvous=rendezvous,
-                layout=run.layout,
+                layout=run.plan.layout,
                 description=self._description,
-                has_data=self._data_fd is not None,
-                has_baseline=again,
                 delays=delays,
                 memory_seed=surroundings.memory_seed(rendezvous.rank),
             )
-            return msgspec.msgpack.encode(job)
 
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
@@ -171,10 +181,10 @@ class Session:
 
         return start_world(
             self._pool,
-            target=RECORD,
+            job=RECORD,
             backend=case.backend,
             size=case.world,
-            payload=payload,
+            request=request,
             fds=fds,
             deadline_s=_deadline_s(asked),
             on_progress=on_progress,
@@ -208,22 +218,24 @@ class Session:
             self._further_world_over(run, succeeded=world.succeeded)
             return
         if asked.what == "rerun":
-            run.rerun_outcomes = outcomes
+            run.rerun_outcomes = tuple(outcomes)
         else:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
         if world.hung:
             self._leave_out_others(run)
         self._judge_whole_run_if_due(run)
 
-    def _first_world_over(self, run: CaseRun, outcomes: list[Outcome], *, succeeded: bool) -> None:
-        run.outcomes = outcomes
+    def _first_world_over(
+        self, run: InProgress, outcomes: list[Outcome], *, succeeded: bool
+    ) -> None:
+        run.outcomes = tuple(outcomes)
         self._plan_step_judges(run)
         if not succeeded:
             run.worlds_left = 0
         elif run.case.rerun:
             self._worlds.appendleft(_Asked(run, "rerun"))
 
-    def _leave_out_others(self, hung: CaseRun) -> None:
+    def _leave_out_others(self, hung: InProgress) -> None:
         """Ends the strategy's other cases of this world, each of which would cost a deadline."""
         case = hung.case
         for asked in list(self._worlds):
@@ -236,10 +248,12 @@ class Session:
             self._listener.progress(run.case, "not run, after a hang")
             self._finish(run)
 
-    def _plan_step_judges(self, run: CaseRun) -> None:
-        with mmap.mmap(run.trace_fd, run.layout.index_bytes, prot=mmap.PROT_READ) as index:
-            written = steps_written(index, run.layout)
-        planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+    def _plan_step_judges(self, run: InProgress) -> None:
+        with mmap.mmap(
+            run.traces["world"], run.plan.layout.index_bytes, prot=mmap.PROT_READ
+        ) as index:
+            written = steps_written(index, run.plan.layout)
+        planned = [(p.check, p.layer) for p in run.plan.planned if p.scope == "step"]
         groups = [planned]
         if run.timings_s.get("world", 0.0) > _LONG_WORLD_S:
             # The two references, of like cost, apart; the longer part (it also runs the batch
@@ -251,14 +265,14 @@ class Session:
                 self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
-    def _shares(self, run: CaseRun, steps: int) -> list[tuple[int, ...]]:
+    def _shares(self, run: InProgress, steps: int) -> list[tuple[int, ...]]:
         """Steps per judge. The lattice trains on from its own beginning, and what must happen in a
         run may take several steps, so these are not shared. A short world is judged beside its
         rerun, in time, by fewer: to start one takes the cores from those ranks.
         """
         if steps == 0:
             return []
-        if "lattice" in run.case.layers or run.facts.must_happen:
+        if "lattice" in run.case.layers or run.plan.facts.must_happen:
             return [tuple(range(steps))]
         judges = min(steps, self._most_judges)
         if "world" in run.timings_s:
@@ -267,10 +281,10 @@ class Session:
         bounds = [steps * k // judges for k in range(judges + 1)]
         return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
-    def _judge_whole_run_if_due(self, run: CaseRun) -> None:
+    def _judge_whole_run_if_due(self, run: InProgress) -> None:
         if run.worlds_left:
             return
-        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
+        planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "run")
         self._judgings.append(Judging(run, (), planned, whole_run=True))
         run.judges_left += 1
 
@@ -304,7 +318,7 @@ class Session:
             assert run.taking_apart is not None
             run.taking_apart.note(any(result.verdict == "fail" for result in results))
 
-    def _go_on(self, run: CaseRun) -> None:
+    def _go_on(self, run: InProgress) -> None:
         """The next thing to do with a case that waits for nothing, or its end."""
         if run.judges_left or run.worlds_left:
             return
@@ -313,12 +327,12 @@ class Session:
         run.finished = True
         self._finish(run)
 
-    def _finish(self, run: CaseRun) -> None:
-        verdict = self._on_finished(run)
+    def _finish(self, run: InProgress) -> None:
+        verdict = self._on_finished(run.judged())
         run.close()
         self._listener.finished(run.case, verdict)
 
-    def _takes_apart(self, run: CaseRun) -> bool:
+    def _takes_apart(self, run: InProgress) -> bool:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
         only if that was in separate interpreters, and differed.
         """
@@ -333,23 +347,16 @@ class Session:
         assert apart.conclusion is not None
         found = apart.conclusion
         if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
-            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+            planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
             judging = Judging(run, steps, planned, whole_run=False, what="rerun")
             self._judgings.append(judging)
             run.judges_left += 1
             return True
-        run.separation = self._completed(run, found)
+        run.conclude(found)
         return False
 
-    @staticmethod
-    def _completed(run: CaseRun, found: Separation) -> Separation:
-        finished = all(outcome.outcome == RankEnd.FINISHED for outcome in run.rerun_outcomes)
-        passed = bool(run.of_rerun) and all(r.verdict == "pass" for r in run.of_rerun or ())
-        lines = state_lines(run.facts.strategy_file, run.facts.strategy_line, found)
-        return msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
-
-    def _further_world_over(self, run: CaseRun, *, succeeded: bool) -> None:
+    def _further_world_over(self, run: InProgress, *, succeeded: bool) -> None:
         assert run.taking_apart is not None
         if not succeeded:
             run.taking_apart.note(True)
@@ -359,7 +366,7 @@ class Session:
         self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
         run.judges_left += 1
 
-    def _looks_closer(self, run: CaseRun) -> bool:
+    def _looks_closer(self, run: InProgress) -> bool:
         """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False

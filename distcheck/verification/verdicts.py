@@ -21,7 +21,7 @@ from distcheck.records.layers import BITWISE, IN_FLOAT64, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
 from distcheck.verification import contents
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import JudgedRun, RecordedRun
 from distcheck.workloads.cells import CELLS
 
 # Settings and versions that the bits of a float computation depend on.
@@ -31,33 +31,36 @@ _BIT_SETTINGS = (
 )  # fmt: skip
 
 
-def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
+def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     """The report of a case that is finished, or that was interrupted; `elsewhere` is what
     `recorded_elsewhere` says of its traces.
     """
+    run, plan = judged.recorded, judged.recorded.plan
     outcomes = _decisive(run)
-    results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
+    results = _mark_consequences(_allow_for(elsewhere, _results(judged, outcomes)))
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
-        rounded_to=rounded_to(run.seen)
-        if run.seen and failed == {("gradients", IN_FLOAT64)}
+        rounded_to=rounded_to(judged.seen)
+        if judged.seen and failed == {("gradients", IN_FLOAT64)}
         else "",
         case=run.case,
-        strategy_file=run.facts.strategy_file,
-        strategy_line=run.facts.strategy_line,
+        strategy_file=plan.facts.strategy_file,
+        strategy_line=plan.facts.strategy_line,
         verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
         diagnosis=tuple(
-            diagnosis.diagnose(outcomes, results, run.seen, run.separation, accept=run.case.accept)
+            diagnosis.diagnose(
+                outcomes, results, judged.seen, run.separation, accept=run.case.accept
+            )
         ),
-        timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
+        timings_s={name: round(spent, 3) for name, spent in judged.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
-        contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
+        contents=contents.contents_of(run.case, plan.facts, results, surroundings=run.surroundings),
         notes=(
-            *run.notes,
+            *plan.notes,
             *filter(None, [elsewhere]),
             *_about_cell(run.case, results),
         ),
@@ -114,7 +117,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
     ]
 
 
-def _decisive(run: CaseRun) -> list[Outcome]:
+def _decisive(run: RecordedRun) -> Sequence[Outcome]:
     """The outcomes of the run that failed, the first of the two if none did."""
     if any(o.outcome != RankEnd.FINISHED for o in run.rerun_outcomes):
         where = (
@@ -129,12 +132,13 @@ def _decisive(run: CaseRun) -> list[Outcome]:
     return run.outcomes
 
 
-def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
+def _results(judged: JudgedRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
+    run = judged.recorded
     parts: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
-    for result in run.results:
+    for result in judged.results:
         parts[result.check, result.layer].append(result)
     results: list[CheckResult] = []
-    for planned in run.planned:
+    for planned in run.plan.planned:
         if planned.scope == "front":
             if planned.check == SENSITIVITY:
                 why = run.not_run or _why_not_judged(outcomes)
@@ -165,7 +169,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
     return results
 
 
-def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
+def _of_rerun(run: RecordedRun, result: CheckResult) -> CheckResult:
     """Where the rerun was, and whether what it did differently is right as well."""
     note = run.rerun_in
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":

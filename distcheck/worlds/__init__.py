@@ -5,6 +5,9 @@ forks.py        what makes many forks cheap
 child.py        what a forked process does before and after its job
 scratch.py      folders that go even where the process that made them is killed
 messages.py     what the three kinds of process say to each other
+framing.py      how it travels
+jobs.py         what a process can be asked to do: the type of a job, and no job
+kept.py         processes that stay from request to request
 pool.py         the front's side of the helper: start, kill, pump events
 helper_watch.py noticing a helper that was stopped
 interpreters.py further helpers, for ranks that are to share no process state

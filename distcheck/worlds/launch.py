@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from distcheck.errors import (
     CannotRunError,
@@ -13,6 +14,7 @@ from distcheck.errors import (
 )
 from distcheck.errors.defects import place_of
 from distcheck.worlds import messages
+from distcheck.worlds.jobs import LISTEN, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.local_share import LocalShare
 from distcheck.worlds.messages import LOADING
@@ -32,24 +34,24 @@ OnProgress = Callable[[int, messages.Progress], None]
 def start_world(
     pool: Pool,
     *,
-    target: str,
+    job: Job[Asked, Any],
     backend: str,
     size: int,
-    payload: Callable[[Rendezvous], bytes],
-    fds: Sequence[Shared],
+    request: Callable[[Rendezvous], Asked],
+    fds: Mapping[str, Shared],
     deadline_s: float,
     on_progress: OnProgress | None = None,
-    own_fds: Sequence[Mapping[str, int]] = (),
+    own_fds: Sequence[Descriptors] = (),
     surroundings: Surroundings = TOGETHER,
 ) -> World:
-    """Starts `size` ranks that will meet; each gets the listening socket before `fds`, and those
-    of its own, by the names of the environment variables that will hold their numbers.
+    """Starts `size` ranks that will meet; each is asked what `request` makes of its rendezvous,
+    and gets the listening socket, `fds`, and those of its own.
 
     Of `surroundings`, the interpreters, the machines and the order of the environment are seen to
     here; the rest is for the job.
     """
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
-    job = MPIJob(size) if backend == "mpi" else None
+    mpi = MPIJob(size) if backend == "mpi" else None
     try:
         with listening(pool.address) as server:
             host, port = server.getsockname()[:2]
@@ -64,30 +66,38 @@ def start_world(
                     deadline_s=deadline_s,
                 )
                 start = RankStart(
-                    payload=payload(meeting),
+                    payload=job.encode(request(meeting)),
                     environment=environment_of(meeting, nodes=surroundings.nodes_of(size)),
-                    named_fds=own_fds[rank] if own_fds else {},
+                    fds=own_fds[rank] if own_fds else {},
                     interpreter=surroundings.interpreter_of(rank),
                     order_seed=surroundings.order_seed(rank),
                 )
-                starts.append(start if job is None else job.enlist(rank, start))
-            given = [Shared(fd=server.fileno()), *fds]
-            shares = pool.start_ranks(target, starts, given, together=job is not None)
+                starts.append(start if mpi is None else mpi.enlist(rank, start))
+            given = {LISTEN: Shared(fd=server.fileno()), **fds}
+            for start in starts:
+                job.accept({**given, **start.fds})
+            shares = pool.start_ranks(job.target, starts, given, together=mpi is not None)
     except BaseException:
-        if job is not None:
-            job.close()
+        if mpi is not None:
+            mpi.close()
         raise
-    if job is not None:
-        job.let_go_of_connections()
-    return World(shares, deadline_s=deadline_s, on_progress=on_progress, job=job)
+    if mpi is not None:
+        mpi.let_go_of_connections()
+    return World(shares, deadline_s=deadline_s, on_progress=on_progress, job=mpi)
 
 
 def start_job(
-    pool: Pool, *, target: str, payload: bytes, fds: list[int], deadline_s: float
+    pool: Pool,
+    job: Job[Asked, Any],
+    request: Asked,
+    fds: Descriptors | None = None,
+    *,
+    deadline_s: float,
 ) -> World:
     """Starts one process here that meets no other."""
-    start = RankStart(payload=payload, environment={})
-    share = LocalShare(pool, target=target, starts={0: start}, fds=fds)
+    start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
+    job.accept(start.fds)
+    share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
     return World([share], deadline_s=deadline_s)
 
 
@@ -118,18 +128,20 @@ def end_now(pool: Pool, *worlds: World) -> None:
         world.close()
 
 
-def run_job(pool: Pool, target: str, payload: bytes, fds: list[int]) -> bytes:
+def run_job(
+    pool: Pool, job: Job[Asked, Answer], request: Asked, fds: Descriptors | None = None
+) -> Answer:
     """Runs a lone job to its end; see `job_result` for what it raises."""
-    world = start_job(pool, target=target, payload=payload, fds=fds, deadline_s=_JOB_DEADLINE_S)
+    world = start_job(pool, job, request, fds, deadline_s=_JOB_DEADLINE_S)
     run_until_over(pool, world)
     try:
-        return job_result(world)
+        return job.decode(job_result(world))
     finally:
         world.close()
 
 
 def job_result(world: World) -> bytes:
-    """The result of a lone job that is over.
+    """The result of a lone job that is over, as it came.
 
     Raises what the job raised for a person (`DistcheckError`), and CannotRunError where it
     ended in any other way.

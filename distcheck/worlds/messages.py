@@ -1,33 +1,26 @@
-"""What front, helper and children say to each other: msgpack in frames of known length.
+"""What front, helper and children say to each other; `framing.py` says how it travels.
 
 front -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front    Ready, Spawned, Exited
 child -> front     Progress, Said, Done, Raised, Stacks, over a pipe of the child's own
 """
 
-import os
-import socket
-import struct
 import time
-from typing import Any
 
 import msgspec
 
 from distcheck.records import Collective
 
-_LENGTH = struct.Struct("<I")
 LOADING = "load"  # the phase in which a rank imports strategy and workload
-_MOST_FDS = 32
-_MOST_BYTES = 1 << 28  # of a message; what claims to be longer is none
 
 
 class Spawn(msgspec.Struct, tag=True):
     """Fork a child that calls `target` ("module:function") with `payload`.
 
     The message carries file descriptors: events, output, stacks, release, dump, then the job's
-    own, then those whose numbers go into the variables `fd_names`. `path`, `cwd` and `env` are the
-    front's. `imports` are distcheck's own modules that other children needed: the helper imports
-    them first, once for all.
+    own, which are called `given`, then those whose numbers go into the variables `fd_names`.
+    `path`, `cwd` and `env` are the front's. `imports` are distcheck's own modules that other
+    children needed: the helper imports them first, once for all.
     """
 
     key: int
@@ -36,6 +29,7 @@ class Spawn(msgspec.Struct, tag=True):
     cwd: str
     path: list[str]
     env: dict[str, str]
+    given: list[str] = []
     fd_names: list[str] = []
     imports: list[str] = []
 
@@ -119,8 +113,6 @@ Request = Spawn | Signal
 Notice = Ready | Spawned | Exited
 Event = Progress | Said | Done | Raised | Stacks
 
-_encode = msgspec.msgpack.Encoder().encode
-
 
 def garbled() -> Raised:
     """What stands for the end of a child that can no longer be understood."""
@@ -142,69 +134,3 @@ def text_of(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Text without lone surrogates, which can be sent and written nowhere."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """A message with its length in front."""
-    body = _encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts a stream of bytes into messages of the union `kind`."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(kind).decode
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes. Raises msgspec.DecodeError for anything else."""
-        self._buffer += data
-        messages = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > _MOST_BYTES:
-                raise msgspec.DecodeError(f"a message of {length} bytes")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            try:
-                messages.append(self._decode(bytes(self._buffer[_LENGTH.size : end])))
-            except (UnicodeDecodeError, RecursionError) as error:
-                raise msgspec.DecodeError(str(error)) from error
-            del self._buffer[:end]
-        return messages
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Writes everything to a blocking descriptor."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def send_with_fds(connection: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
-    """Sends one message; the descriptors travel with its first byte."""
-    data = frame(message)
-    sent = socket.send_fds(connection, [data[:1]], fds)
-    connection.sendall(data[sent:])
-
-
-def receive_with_fds(connection: socket.socket, kind: Any) -> tuple[Any, list[int]]:
-    """Receives one whole message and its descriptors. Raises EOFError at the end."""
-    first, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
-    header = first + _exactly(connection, _LENGTH.size - 1) if first else b""
-    if not header:
-        raise EOFError
-    (length,) = _LENGTH.unpack(header)
-    return msgspec.msgpack.decode(_exactly(connection, length), type=kind), fds
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(count - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)

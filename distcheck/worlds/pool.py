@@ -18,6 +18,8 @@ import msgspec
 
 from distcheck.errors import CannotRunError, HelperError
 from distcheck.worlds import interrupts, messages
+from distcheck.worlds.framing import Frames, Line
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.helper_process import (
     CleanHelper,
@@ -28,7 +30,7 @@ from distcheck.worlds.local.helper_process import (
 )
 from distcheck.worlds.local.helper_watch import HelperWatch
 from distcheck.worlds.local.local_share import LocalShare
-from distcheck.worlds.shares import RankStart, Readable, Share, Shared
+from distcheck.worlds.shares import RankStart, Readable, Share, Shared, descriptors_of
 
 if TYPE_CHECKING:
     from distcheck.worlds.local.interpreters import Interpreters
@@ -60,7 +62,7 @@ class Pool:
         self._selector = selector or selectors.DefaultSelector()
         self._interpreters: Interpreters | None = None
         self._connection: socket.socket | None = None
-        self._notices = messages.Frames(messages.Notice)
+        self._line: Line | None = None
         self._ready: messages.Ready | None = None
         self._watch = HelperWatch(self._helper)
 
@@ -85,7 +87,7 @@ class Pool:
         self._opened = True
         theirs.close()
         ours.setblocking(False)
-        self._connection = ours
+        self._connection, self._line = ours, Line(ours, messages.Notice)
         self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
 
     def wait_ready(self) -> str:
@@ -176,7 +178,7 @@ class Pool:
         self,
         target: str,
         starts: Sequence[RankStart],
-        fds: Sequence[Shared],
+        fds: Mapping[str, Shared],
         *,
         together: bool = False,
     ) -> list[Share]:
@@ -184,14 +186,14 @@ class Pool:
         `together`, where they are part of a job that was started here.
         """
         own = dict(enumerate(starts))
-        return [LocalShare(self, target=target, starts=own, fds=[given.fd for given in fds])]
+        return [LocalShare(self, target=target, starts=own, fds=descriptors_of(fds))]
 
     def start(
         self,
         target: str,
         payload: bytes,
         *,
-        fds: list[int],
+        fds: Descriptors,
         release_fd: int,
         dump_fd: int,
         env: Mapping[str, str],
@@ -214,7 +216,7 @@ class Pool:
         self._next_key += 1
         self._children[child.key] = child
         events, output = child.open_pipes()
-        frames = messages.Frames(messages.Event)
+        frames = Frames(messages.Event)
         self._selector.register(
             child._events_fd, selectors.EVENT_READ, lambda: self._on_events(child, frames)
         )
@@ -228,15 +230,17 @@ class Pool:
             cwd=folder,
             path=path,
             env=in_order({**child_environment(), **self._helper.variables(), **env}, order_seed),
+            given=list(fds),
             fd_names=list(named_fds or {}),
             imports=list(self._imports),
         )
         assert self._connection is not None
+        assert self._line is not None
         try:
             self._connection.settimeout(_PATIENCE_S)
-            given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds]
+            given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds.values()]
             given += (named_fds or {}).values()
-            messages.send_with_fds(self._connection, spawn, given)
+            self._line.send(spawn, given)
         except TimeoutError:
             self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
         except (BrokenPipeError, ConnectionError):
@@ -249,11 +253,11 @@ class Pool:
 
     def signal(self, child: Child, number: int) -> None:
         """Sends a signal to a child, if it is still there."""
-        if child.gone or self._connection is None:
+        if child.gone or self._connection is None or self._line is None:
             return
         try:
             self._connection.settimeout(_PATIENCE_S)
-            self._connection.sendall(messages.frame(messages.Signal(child.key, number)))
+            self._line.send(messages.Signal(child.key, number))
         except TimeoutError:
             self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")
         except (BrokenPipeError, ConnectionError):
@@ -314,16 +318,13 @@ class Pool:
             self._selector.close()
 
     def _on_notices(self) -> None:
-        assert self._connection is not None
+        assert self._line is not None
         try:
-            data = self._connection.recv(65536)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
+            notices = self._line.receive()
+        except (EOFError, ConnectionError):
             self._helper_died()
-        for notice in self._notices.feed(data):
+            return
+        for notice in notices:
             self._take_notice(notice)
 
     def _take_notice(self, notice: messages.Notice) -> None:
@@ -344,7 +345,7 @@ class Pool:
         child.exit_code, child.exit_signal = notice.code, notice.signal
         child.gone = True
 
-    def _on_events(self, child: Child, frames: messages.Frames) -> None:
+    def _on_events(self, child: Child, frames: Frames) -> None:
         for data in self._read(child, "_events_fd"):
             try:
                 events = frames.feed(data)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.children import Child
 
 Region = tuple[int, int]  # offset and length, in bytes
@@ -37,9 +38,15 @@ class Shared:
     regions: Callable[[int], Sequence[Region]] = field(default=lambda rank: ())
 
 
+def descriptors_of(fds: Mapping[str, Shared]) -> dict[str, int]:
+    """Those of this machine, by name."""
+    return {name: given.fd for name, given in fds.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What one rank is started with; variables named in `named_fds` hold descriptors' numbers.
+    """What one rank is started with: `fds` are of this rank alone, by the job's names, and the
+    variables that `named_fds` names will hold descriptors' numbers.
 
     `interpreter` is the number of the further interpreter that it is forked from (None: the
     helper), `order_seed` that of the order of its environment variables (None: as they come).
@@ -47,6 +54,7 @@ class RankStart:
 
     payload: bytes
     environment: Mapping[str, str]
+    fds: Descriptors = field(default_factory=dict)
     named_fds: Mapping[str, int] = field(default_factory=dict)
     interpreter: int | None = None
     order_seed: int | None = None

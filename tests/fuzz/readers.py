@@ -22,7 +22,7 @@ from distcheck import cli
 from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.records import Cell, Probe, Sweep
 from distcheck.compare import command as comparing
-from distcheck.compare.records import CompareJob
+from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.plan.cases import check_case
@@ -33,6 +33,7 @@ from distcheck.store.last_pass import since_last_green
 from distcheck.training.traces import files
 from distcheck.training.traces.reader import TraceReader
 from distcheck.verification import run as verification
+from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
 from tests.sealing import keep_digests, seal_again
@@ -320,7 +321,7 @@ def _compare(then: Path, now: Path, name: str) -> int:
             first.append(own[0])
         if name not in runs[1].cases:
             return int(ExitCode.UNKNOWN)
-        job = CompareJob(
+        job = CompareRequest(
             case=saved[1].case,
             contracts=(saved[0].facts.contract, saved[1].facts.contract),
             training=saved[0].facts.training,
@@ -340,10 +341,10 @@ def _compare(then: Path, now: Path, name: str) -> int:
             os.close(fd)
 
 
-def load_here(pool: object, target: str, payload: bytes, fds: list[int]) -> bytes:
+def load_here(pool: object, job: Job[Any, None], request: Any, fds: Descriptors) -> None:
     """In place of `run_job`: the job that loads traces, in this process."""
-    assert target.endswith("load_job")
-    return files.load_job(payload, fds, Quiet())  # type: ignore[arg-type]
+    assert job.target.endswith("load_job")
+    files.load_job(job.encode(request), fds, Quiet())  # type: ignore[arg-type]
 
 
 _NO_POOL: Any = None

@@ -18,6 +18,7 @@ from distcheck.errors import CannotRunError
 from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
 from distcheck.verification.allowed_jobs import Allowed
+from distcheck.worlds.framing import frame
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 
@@ -76,12 +77,6 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "a guess": lambda s: s.sendall(b"x" * secret.ANSWER_BYTES + frame(COMING)),
     "the challenge again": lambda s: s.sendall(s.recv(44)[12:] * 2 + frame(COMING)),
 }
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    from distcheck.worlds import messages
-
-    return messages.frame(message)
 
 
 @pytest.mark.parametrize("does", STRANGERS.values(), ids=STRANGERS)
@@ -248,8 +243,8 @@ def record(**changes: Any) -> bytes:
     ids=str,
 )
 def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:
-    Allowed([MINE]).check(RECORD, record(**changes))
-    Allowed([MINE]).check(CALIBRATE, msgspec.msgpack.encode(CALIBRATES))
+    Allowed([MINE]).check(RECORD.target, record(**changes))
+    Allowed([MINE]).check(CALIBRATE.target, msgspec.msgpack.encode(CALIBRATES))
 
 
 @pytest.mark.parametrize(
@@ -265,13 +260,13 @@ def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_a_host_refuses_code_that_it_was_not_started_with(changes: dict[str, Any]) -> None:
     with pytest.raises(CannotRunError, match="this process was started for other code"):
-        Allowed([MINE]).check(RECORD, record(**changes))
+        Allowed([MINE]).check(RECORD.target, record(**changes))
 
 
 def test_a_host_refuses_a_job_that_makes_no_sense() -> None:
     for payload in (b"", b"\xc1", msgspec.msgpack.encode({"case": 1})):
         with pytest.raises(CannotRunError, match="makes no sense"):
-            Allowed([MINE]).check(RECORD, payload)
+            Allowed([MINE]).check(RECORD.target, payload)
 
 
 @pytest.fixture

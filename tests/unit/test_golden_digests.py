@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distcheck.compare.command import _judge
-from distcheck.compare.records import CompareJob, TraceComparison
+from distcheck.compare.records import CompareRequest, TraceComparison
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
 from distcheck.records import Case, ModelLayout, TensorSpec
@@ -59,7 +59,7 @@ def record() -> Iterator[Callable[..., int]]:
 
 
 def found_in(then: int, now: int, *, tensors: bool, **asked: Any) -> TraceComparison:
-    job = CompareJob(
+    job = CompareRequest(
         case=Case(
             id="a", strategy="ddp", world=2, workload="mlp", steps=2,
             dtype=asked.pop("dtype", "float32"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from distcheck.worlds import messages
+from distcheck.worlds.framing import frame
 from distcheck.worlds.pool import Pool
 
 
@@ -25,7 +26,7 @@ class Helper:
     def start(self, control: socket.socket, *, ours: socket.socket) -> None:
         self._control = control.dup()
         if self._ready:
-            control.sendall(messages.frame(messages.Ready("2.15")))
+            control.sendall(frame(messages.Ready("2.15")))
 
     @property
     def running(self) -> bool:
@@ -99,7 +100,7 @@ class Further(Helper):
         if self.ends:
             self._control.shutdown(socket.SHUT_RDWR)
         else:
-            control.sendall(messages.frame(messages.Ready("2.15", self.error)))
+            control.sendall(frame(messages.Ready("2.15", self.error)))
 
     def last_words(self) -> str:
         return "MemoryError"

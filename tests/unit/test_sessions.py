@@ -1,21 +1,24 @@
 """How work is shared between judges, and what a pool need not confirm again."""
 
 import os
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import msgspec
 import pytest
 
 from distcheck.contract import BackendAllReduce
-from distcheck.records import Case, Delay
+from distcheck.records import Case, CheckResult, Delay, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.training.jobs import Calibration
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import preparation
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import PlannedRun, RecordedRun
+from distcheck.verification.in_progress import InProgress
 from distcheck.verification.run import Silent
 from distcheck.verification.session import Session, _Asked, _deadline_s
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.surroundings import TOGETHER
+from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
 
 
@@ -37,7 +40,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     case = next(c for c in cases(worlds=[world], steps=12) if "lattice" not in c.layers)
     layout = TraceLayout(world=world, steps=12, max_shard=64, model=MODEL)
-    run = CaseRun(case, facts_of(ORDERED), ORDERED, [], layout)
+    run = InProgress(planned(case, layout))
     if seconds is not None:
         run.timings_s["world"] = seconds
     shares = Session(Pool(), Silent(), description=b"", data_fd=None)._shares(run, 12)
@@ -125,7 +128,33 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
         assert _deadline_s(_Asked(run, "rerun")) == 30.0
 
 
-def case_run(**change: Any) -> CaseRun:
+def planned(case: Case, layout: TraceLayout) -> PlannedRun:
+    return PlannedRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
+
+
+def case_run(**change: Any) -> InProgress:
     case = msgspec.structs.replace(cases()[0], rerun=True, **change)
     layout = TraceLayout(world=4, steps=3, max_shard=64, model=MODEL)
-    return CaseRun(case, facts_of(ORDERED), ORDERED, [], layout)
+    return InProgress(planned(case, layout))
+
+
+def test_what_is_handed_on_is_frozen_and_goes_back_as_it_was() -> None:
+    ends = (Outcome(rank=0, outcome=RankEnd.FINISHED),)
+    recorded = RecordedRun(
+        plan=case_run().plan.noting("left out"), outcomes=ends, rerun_outcomes=ends,
+        surroundings=separate(0, delayed=True), rerun_in="there", not_run="not at all",
+        trace_fd=os.open(os.devnull, os.O_RDONLY),
+    )  # fmt: skip
+    run = InProgress.after(recorded)
+    run.timings_s["world"] = 1.0
+    judged = run.judged()
+    assert judged.recorded == recorded
+    run.timings_s["world"] = 2.0
+    run.results.append(CheckResult(check="loss", layer="-", verdict="fail"))
+    assert (judged.timings_s, judged.results) == ({"world": 1.0}, ())
+    for state, name in ((judged, "results"), (recorded, "outcomes"), (recorded.plan, "notes")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(state, name, ())
+    run.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(recorded.trace_fd)

@@ -1,6 +1,5 @@
 """From what ranks and judges left behind to a verdict; no process is started."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,9 +18,11 @@ from distcheck.records import (
     Outcome,
 )
 from distcheck.training.jobs import CaseFacts
+from distcheck.training.traces.layout import TraceLayout
+from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
 from distcheck.verification.verdicts import recorded_elsewhere, report_of
 from distcheck.workloads.cells import CELLS
-from distcheck.worlds.surroundings import TOGETHER, separate
+from distcheck.worlds.surroundings import separate
 
 FACTS = CaseFacts(
     contract=Contract(), strategy_file="s.py", strategy_line=3,
@@ -54,16 +55,21 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
     about = {"workload": "mlp", "accept": None, "steps": 3}
     about |= {name: given.pop(name) for name in about if name in given}
     case = Case(id="one", strategy="s", world=2, **about)
-    ran = {
-        "case": case, "facts": FACTS,
-        "planned": planned, "results": results, "outcomes": FINISHED, "rerun_outcomes": [],
-        "surroundings": TOGETHER, "rerun_in": "", "separation": None,
-        "seen": None, "timings_s": {"judging": 1.23456}, "notes": ["a note"],
-        "not_run": "",
-    }  # fmt: skip
     elsewhere = given.pop("elsewhere", "")
-    made = SimpleNamespace(**{**ran, **given})
-    return report_of(made, replay="distcheck replay one", elsewhere=elsewhere)  # type: ignore[arg-type]
+    seen = given.pop("seen", None)
+    layout = TraceLayout(world=2, steps=case.steps, max_shard=1, model=FACTS.model)
+    plan = PlannedRun(
+        case=case, facts=given.pop("facts", FACTS), planned=tuple(planned), layout=layout,
+        notes=("a note",),
+    )  # fmt: skip
+    ends = {
+        name: tuple(given.pop(name)) for name in ("outcomes", "rerun_outcomes") if name in given
+    }
+    recorded = RecordedRun(plan=plan, **{"outcomes": tuple(FINISHED), **ends, **given})
+    made = JudgedRun(
+        recorded=recorded, results=tuple(results), seen=seen, timings_s={"judging": 1.23456}
+    )
+    return report_of(made, replay="distcheck replay one", elsewhere=elsewhere)
 
 
 def checks(report: CaseReport) -> dict[str, tuple[str, str]]:

@@ -15,24 +15,25 @@ import torch
 import torch.distributed as dist
 
 from distcheck.worlds import scratch
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 
-class Job(msgspec.Struct):
+class Asked(msgspec.Struct):
     """Where to meet, and anything the job wants to know."""
 
     rendezvous: Rendezvous
     about: dict
 
 
-def _join(payload: bytes, fds: list[int]) -> tuple[int, dict]:
-    job = msgspec.msgpack.decode(payload, type=Job)
-    join(job.rendezvous, fds[0])
+def _join(payload: bytes, fds: Descriptors) -> tuple[int, dict]:
+    job = msgspec.msgpack.decode(payload, type=Asked)
+    join(job.rendezvous, fds[LISTEN])
     return job.rendezvous.rank, job.about
 
 
-def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def everything_fine(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, _ = _join(payload, fds)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
@@ -47,7 +48,7 @@ def everything_fine(payload: bytes, fds: list[int], reporter: Reporter) -> bytes
     return msgspec.msgpack.encode(facts)
 
 
-def imports(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def imports(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Which of the modules it inherited; then it imports them all."""
     names = msgspec.msgpack.decode(payload, type=list[str])
     there = [name for name in names if name in sys.modules]
@@ -56,7 +57,7 @@ def imports(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(there)
 
 
-def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def raises(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     reporter.progress(1, "sync")
     store = dist.distributed_c10d._get_default_store()
@@ -68,7 +69,7 @@ def raises(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def raises_late(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def raises_late(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     end = time.monotonic() + 1.5
     while rank != about["culprit"] and time.monotonic() < end:
@@ -76,7 +77,7 @@ def raises_late(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     raise ValueError(f"rank {rank}'s own error")
 
 
-def exits(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def exits(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     if rank == about["culprit"]:
         os._exit(about["code"])
@@ -84,7 +85,7 @@ def exits(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def killed(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def killed(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     if rank == about["culprit"]:
         if about["signal"] == signal.SIGSEGV:
@@ -94,7 +95,7 @@ def killed(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def hangs(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def hangs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, about = _join(payload, fds)
     reporter.progress(2, "sync")
     if rank == about["culprit"]:
@@ -103,7 +104,7 @@ def hangs(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def holds_the_lock(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def holds_the_lock(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Rank 1 stays in C with the interpreter's lock, so that none of its Python can run."""
     rank, _ = _join(payload, fds)
     reporter.progress(2, "sync")
@@ -115,7 +116,7 @@ def holds_the_lock(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def wakes_when_shaken(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def wakes_when_shaken(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Rank 1 holds the lock as above, in a call that the signal it is asked with cuts short."""
     rank, _ = _join(payload, fds)
     reporter.progress(2, "sync")
@@ -124,7 +125,7 @@ def wakes_when_shaken(payload: bytes, fds: list[int], reporter: Reporter) -> byt
     return b""
 
 
-def works_hard(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def works_hard(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Busy for longer than the deadline, without a sign of progress once it has begun."""
     _join(payload, fds)
     reporter.progress(1, "works")
@@ -134,7 +135,7 @@ def works_hard(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def leaves_a_grandchild(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def leaves_a_grandchild(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Starts a process in a session of its own, which no process group reaches."""
     rank, _ = _join(payload, fds)
     if rank == 1:
@@ -146,7 +147,7 @@ def leaves_a_grandchild(payload: bytes, fds: list[int], reporter: Reporter) -> b
     return b""
 
 
-def leaves_a_chain(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def leaves_a_chain(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Processes within processes: each becomes an orphan when the one above it is ended."""
     rank, about = _join(payload, fds)
     if rank == 1:
@@ -158,7 +159,7 @@ def leaves_a_chain(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def leaves_early(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def leaves_early(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Rank 1 returns as if all were well, and is gone when the front has heard of that; rank 0
     is done when the front has noticed.
     """
@@ -177,7 +178,7 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-def chatters(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def chatters(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, _ = _join(payload, fds)
     for line in range(50_000):
         print("rank", rank, "line", line)
@@ -186,7 +187,7 @@ def chatters(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return b""
 
 
-def sleeps_with_folders(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def sleeps_with_folders(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     with scratch.folder() as one, scratch.folder(Path(os.fsdecode(payload)), ".mine-") as two:
         for made in (one, two):
             (made / "within").mkdir()
@@ -194,7 +195,7 @@ def sleeps_with_folders(payload: bytes, fds: list[int], reporter: Reporter) -> b
         return sleeps_alone(payload, fds, reporter)
 
 
-def sleeps_alone(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def sleeps_alone(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     reporter.progress(0, "asleep")
     time.sleep(1000)
     return b""

@@ -2,15 +2,19 @@
 
 from typing import Any
 
-import msgspec
-
 from distcheck.records import Outcome
 from distcheck.worlds import blame
+from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
-from tests.world.jobs import Job
+from tests.world.jobs import Asked
+
+
+def lone(name: str) -> Job[bytes, bytes]:
+    """A job of one process, by its name."""
+    return Job(f"tests.world.jobs:{name}", bytes, bytes)
 
 
 def start(
@@ -22,16 +26,16 @@ def start(
     deadline_s: float = 20.0,
     **about: Any,
 ) -> World:
-    def payload(rendezvous: Rendezvous) -> bytes:
-        return msgspec.msgpack.encode(Job(rendezvous, about))
+    def request(rendezvous: Rendezvous) -> Asked:
+        return Asked(rendezvous, about)
 
     return start_world(
         pool,
-        target=job if ":" in job else f"tests.world.jobs:{job}",
+        job=Job(job if ":" in job else f"tests.world.jobs:{job}", Asked, bytes, (LISTEN,)),
         backend=backend,
         size=world,
-        payload=payload,
-        fds=[],
+        request=request,
+        fds={},
         deadline_s=deadline_s,
     )
 

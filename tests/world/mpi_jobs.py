@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
 from tests.world.jobs import Job
@@ -101,13 +102,13 @@ class Ledger:
         self.compared.append(what)
 
 
-def enter(payload: bytes, fds: list[int]) -> tuple[int, int]:
+def enter(payload: bytes, fds: Descriptors) -> tuple[int, int]:
     job = msgspec.msgpack.decode(payload, type=Job)
-    join(job.rendezvous, fds[0])
+    join(job.rendezvous, fds[LISTEN])
     return job.rendezvous.rank, job.rendezvous.world
 
 
-def reductions(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def reductions(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, world = enter(payload, fds)
     ledger = Ledger()
     for dtype, name in reducible():
@@ -136,7 +137,7 @@ def reductions(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(ledger.compared)
 
 
-def moves(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def moves(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, world = enter(payload, fds)
     ledger = Ledger()
     ranks = range(world)
@@ -197,7 +198,7 @@ def moves(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(ledger.compared)
 
 
-def layouts(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def layouts(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """Tensors whose memory is not their elements in order, and those that cannot be written."""
     rank, world = enter(payload, fds)
     ledger = Ledger()
@@ -251,7 +252,7 @@ def layouts(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(ledger.compared)
 
 
-def asynchronous(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def asynchronous(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, world = enter(payload, fds)
     ledger = Ledger()
     sizes = (5, 100_003, 3)
@@ -312,7 +313,7 @@ def asynchronous(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(ledger.compared)
 
 
-def groups(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def groups(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, world = enter(payload, fds)
     assert world == 3
     ledger = Ledger()
@@ -360,7 +361,7 @@ class Sums(nn.Module):
         return torch.stack([(layer * x).sum() for layer in self.layers]).sum()
 
 
-def ddp(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def ddp(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     rank, world = enter(payload, fds)
     ledger = Ledger()
     for views in (False, True):
@@ -375,7 +376,7 @@ def ddp(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
     return msgspec.msgpack.encode(ledger.compared)
 
 
-def times_out(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+def times_out(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """A collective that one rank never enters ends with the group's timeout, if nobody is there
     to see the hang before.
     """

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +14,11 @@ from distcheck.errors import ExitCode, InternalError, UsageError
 from distcheck.errors.defects import is_defect, place_of, save_traceback
 from distcheck.judge import checks, job
 from distcheck.judge.checks.merging import merge_results
+from distcheck.judge.jobs import JUDGE, OBSERVE
 from distcheck.reports.documents import check_document
-from distcheck.training.jobs import INSPECT, JUDGE, OBSERVE
+from distcheck.training.jobs import INSPECT
 from distcheck.workloads.datasets.job import PREPARE
+from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 from tests.documents import document, passing
@@ -24,20 +27,20 @@ PACKAGE = Path(job.__file__).parents[1]
 OWN = f'Traceback (most recent call last):\n  File "{PACKAGE}/judge/job.py", line 61, in judge\n'
 
 
-@pytest.mark.parametrize("target", [INSPECT, JUDGE, OBSERVE, PREPARE, COMPARE])
-def test_a_job_that_fails_in_distcheck_itself(pool: Pool, target: str) -> None:
+@pytest.mark.parametrize("job", [INSPECT, JUDGE, OBSERVE, PREPARE, COMPARE])
+def test_a_job_that_fails_in_distcheck_itself(pool: Pool, job: Job[Any, Any]) -> None:
     with pytest.raises(InternalError, match=r"\(at distcheck/\w+/.*\.py:\d+ in \w+\)") as caught:
-        run_job(pool, target, b"\xc1 is no message", [])
+        run_job(pool, Job(job.target, bytes, bytes), b"\xc1 is no message")
     assert 'File "' in caught.value.traceback
     assert caught.value.exit_code == ExitCode.INTERNAL == 70
 
 
 def test_a_job_that_fails_in_the_code_of_others(pool: Pool) -> None:
     with pytest.raises(UsageError, match="ZeroDivisionError"):
-        run_job(pool, f"{__name__}:divides", b"", [])
+        run_job(pool, Job(f"{__name__}:divides", bytes, bytes), b"")
 
 
-def divides(payload: bytes, fds: list[int], reporter: object) -> bytes:
+def divides(payload: bytes, fds: Descriptors, reporter: object) -> bytes:
     return bytes(1 // len(payload))
 
 

@@ -19,6 +19,7 @@ from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from tests.world import warm
 from tests.world.command import COMMAND, QUICK, complaints, hear_interrupts
+from tests.world.launching import lone
 
 ENDS = """
 import os, shutil, signal, subprocess, time
@@ -222,7 +223,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
 def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed() -> None:
     pool = Pool(ForkedHelper())
     pool.wait_ready()
-    job = start_job(pool, target="tests.world.jobs:sleeps_alone", payload=b"", fds=[], deadline_s=9)
+    job = start_job(pool, lone("sleeps_alone"), b"", deadline_s=9)
     helper = psutil.Process(pool._helper.pid)
     helper.suspend()
     with pytest.raises(HelperError, match="state T"):

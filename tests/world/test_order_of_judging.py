@@ -2,21 +2,21 @@
 on their order.
 """
 
+import os
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 import distcheck
 from distcheck.judge.checks.merging import merge_results
+from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.records import CheckResult
 from distcheck.store import run_folder
-from distcheck.training.jobs import JUDGE, JudgeJob
 from distcheck.verification.book import run_of
-from distcheck.verification.case_runs import CaseRun
+from distcheck.verification.case_runs import RecordedRun
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 from tests.world.test_kinks import AtAKink
@@ -55,17 +55,17 @@ class SeesOthersAtFirst(AtAKink):
             return super().forward(flat - 0.001 * flat.mean(0) if first else flat)
 
 
-def judged(pool: Pool, run: CaseRun, parts: list[tuple[int, ...]]) -> list[CheckResult]:
+def judged(pool: Pool, run: RecordedRun, parts: list[tuple[int, ...]]) -> list[CheckResult]:
     """Each part by a judge of its own; the results merged in the order of the steps."""
-    planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+    planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
     for steps in parts:
-        job = JudgeJob(
-            case=run.case, contract=run.contract, layout=run.layout, description=b"", steps=steps,
-            planned=planned, has_data=False, has_rerun=False,
+        request = JudgeRequest(
+            case=run.case, contract=run.plan.contract, layout=run.plan.layout, description=b"",
+            steps=steps, planned=planned,
         )  # fmt: skip
-        answer = run_job(pool, JUDGE, msgspec.msgpack.encode(job), [run.trace_fd])
-        found.append((min(steps), msgspec.msgpack.decode(answer, type=list[CheckResult])))
+        answer = run_job(pool, JUDGE, request, {"trace": run.trace_fd})
+        found.append((min(steps), answer))
     columns = zip(*[results for _, results in sorted(found)], strict=True)
     return [merge_results(column) for column in columns]
 
@@ -102,5 +102,6 @@ def test_order_and_split_change_nothing(
         [(5, 3), (0, 1, 2, 4)],
     ):
         assert judged(pool, run, parts) == expected, parts
-    run.close()
+    for fd in fds:
+        os.close(fd)
     assert any(result.compared.elements for result in expected)

@@ -24,7 +24,7 @@ from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 from tests.world.command import hear_interrupts
-from tests.world.launching import hang, run, start
+from tests.world.launching import hang, lone, run, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,9 +48,8 @@ def test_what_children_needed_of_distcheck_is_inherited_and_nothing_of_anybody_e
     inherited = []
     try:
         for _ in range(2):
-            job = "tests.world.jobs:imports"
             payload = msgspec.msgpack.encode(names)
-            world = start_job(pool, target=job, payload=payload, fds=[], deadline_s=120.0)
+            world = start_job(pool, lone("imports"), payload, deadline_s=120.0)
             while not world.over:
                 pool.pump(0.5)
                 world.tick()
@@ -289,9 +288,9 @@ def test_everything_dies_with_the_front(number: signal.Signals, tmp_path: Path) 
         "from distcheck.worlds.pool import Pool\n"
         "from distcheck.worlds.launch import start_job\n"
         "pool = Pool()\n"
-        "jobs = [start_job(pool, target='tests.world.jobs:sleeps_with_folders',"
-        f" payload={other!r}, fds=[],"
-        " deadline_s=60) for _ in range(3)]\n"
+        "from tests.world.launching import lone\n"
+        f"jobs = [start_job(pool, lone('sleeps_with_folders'), {other!r}, deadline_s=60)"
+        " for _ in range(3)]\n"
         "while not all(j.children[0].progress for j in jobs): pool.pump(0.1)\n"
         "print('asleep', flush=True)\n"
         "while True: pool.pump(1)\n"
@@ -322,7 +321,7 @@ def test_a_pool_says_when_its_helper_is_gone(tmp_path: Path) -> None:
     own = Pool()
     own.wait_ready()
     (helper,) = set(psutil.Process().children()) - set(before)
-    job = start_job(own, target="tests.world.jobs:sleeps_alone", payload=b"", fds=[], deadline_s=60)
+    job = start_job(own, lone("sleeps_alone"), b"", deadline_s=60)
     helper.kill()
     helper.wait()
     assert not own.usable

@@ -30,6 +30,7 @@ from distcheck.judge.diagnosis.updates import (
     measured_update,
     scaled_projection,
 )
+from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import order_exact
 from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.references import References
@@ -39,9 +40,9 @@ from distcheck.machine.numerics import NotBoundedError, real_parts
 from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.jobs import ObserveJob
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 _MOST_EARLIER = 4  # steps; a gradient that is staler has no name
@@ -52,22 +53,20 @@ _ORDERS: tuple[Order, ...] = (
 _SCALES: tuple[Scale, ...] = ("divide-after", "divide-before", "multiply-before")
 
 
-def observe_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@OBSERVE.does
+def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Facts:
     """Measures; returns a Facts. What cannot be measured is said in `trouble`."""
-    job = msgspec.msgpack.decode(payload, type=ObserveJob)
     os.nice(5)
     seeds.pin_determinism()
     device = devices.enter(job.case.judged_on, 0)
-    trace = TraceReader(fds[0], job.layout, device=device)
-    ingredients = open_ingredients(
-        job.case, job.description, fds[1] if job.has_data else None, device
-    )
+    trace = TraceReader(fds["trace"], job.layout, device=device)
+    ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     reporter.progress(job.steps[0] if job.steps else 0, "a closer look")
-    return msgspec.msgpack.encode(observe(job, ingredients, trace))
+    return observe(job, ingredients, trace)
 
 
-def observe(job: ObserveJob, ingredients: Ingredients, trace: TraceReader) -> Facts:
+def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
     """What is to be known of the job's steps."""
     look = _Look(job, ingredients, trace.of_ranks(job.case.with_data))
     facts = Facts(
@@ -91,7 +90,7 @@ def observe(job: ObserveJob, ingredients: Ingredients, trace: TraceReader) -> Fa
 
 
 class _Look:
-    def __init__(self, job: ObserveJob, ingredients: Ingredients, trace: TraceReader) -> None:
+    def __init__(self, job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> None:
         self._job, self._trace = job, trace
         self._references = References(ingredients, job.contract, trace)
         self._ingredients = ingredients
@@ -312,7 +311,7 @@ def _begins_alike(trace: TraceReader) -> bool:
     )
 
 
-def _same_randomness(job: ObserveJob, trace: TraceReader) -> tuple[tuple[int, ...], ...]:
+def _same_randomness(job: ObserveRequest, trace: TraceReader) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that began a forward pass from one random-number state."""
     for step in range(trace.steps_written()):
         groups: dict[bytes, list[int]] = defaultdict(list)

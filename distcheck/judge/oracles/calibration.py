@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +19,8 @@ from distcheck import backends
 from distcheck.contract import BackendReduce, Contract, DDPBuckets, Order
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.machine import devices, seeds
-from distcheck.training.jobs import Calibration, CalibrationJob
+from distcheck.training.jobs import CALIBRATE, Calibration, CalibrationRequest
+from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
@@ -29,18 +29,18 @@ _DRAWN = 10_007
 _STEPS = 3  # DDP rebuilds its buckets after the first, or after the second
 
 
-def calibrate_rank(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """The job of one calibrating rank; fds: the listening socket."""
-    job = msgspec.msgpack.decode(payload, type=CalibrationJob)
+@CALIBRATE.does
+def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter) -> Calibration:
+    """The job of one calibrating rank."""
     seeds.pin_determinism()
     # Whatever is made below is made on the rank's device.
     torch.set_default_device(devices.enter(job.device, int(os.environ["LOCAL_RANK"])))
-    join(job.rendezvous, fds[0])
+    join(job.rendezvous, fds[LISTEN])
     reporter.progress(0, "calibrate")
-    return msgspec.msgpack.encode(Calibration(failures=tuple(_try_orders(job))))
+    return Calibration(failures=tuple(_try_orders(job)))
 
 
-def _try_orders(job: CalibrationJob) -> Iterator[tuple[Order, str]]:
+def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
     """Every rank tries the same in the same order; what rank 0 finds wrong only it can tell."""
     backend = job.rendezvous.backend
     reduce_sum, all_reduce_sum = backends.reduce_sum(backend), backends.all_reduce_sum(backend)
@@ -69,7 +69,7 @@ def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     return whole[:elements]
 
 
-def _cases(job: CalibrationJob) -> list[tuple[torch.dtype, int]]:
+def _cases(job: CalibrationRequest) -> list[tuple[torch.dtype, int]]:
     """Small sizes in every dtype, and one that no ring cuts into the least number of segments."""
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in job.dtypes]
     large = (2 * job.rendezvous.world + 1 << 20) // dtypes[0].itemsize + 1
@@ -77,7 +77,7 @@ def _cases(job: CalibrationJob) -> list[tuple[torch.dtype, int]]:
 
 
 def _try_sums(
-    job: CalibrationJob,
+    job: CalibrationRequest,
     name: str,
     collective: Callable[[torch.Tensor], object],
     known: Callable[[list[torch.Tensor]], torch.Tensor] | None,
@@ -106,7 +106,7 @@ def _model(dtype: torch.dtype) -> nn.Module:
     return layers.to(dtype)
 
 
-def _try_ddp(job: CalibrationJob, order: DDPBuckets) -> str:
+def _try_ddp(job: CalibrationRequest, order: DDPBuckets) -> str:
     failures = [_try_ddp_in(getattr(torch, name), job.rendezvous, order) for name in job.dtypes]
     return next(filter(None, failures), "")
 

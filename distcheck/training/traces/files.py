@@ -15,7 +15,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import safetensors
 import torch
 import xxhash
@@ -24,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.records import TensorSpec
-from distcheck.training.jobs import TraceFilesJob
+from distcheck.training.jobs import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import ENTRY, Kind, Source, State, TraceLayout
 from distcheck.training.traces.reader import TraceReader
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 _IN_PAIRS = (torch.complex32, torch.complex128)
@@ -38,14 +38,14 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Writes the traces behind `fds` to folders run-1, run-2; answers with the digest of each
+@SAVE.does
+def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
+    """Writes the traces to folders run-1, run-2 (the rerun's); answers with the digest of each
     index. Raises CannotRunError.
     """
-    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
     indexes = []
     try:
-        for number, fd in enumerate(fds, 1):
+        for number, fd in _numbered(fds):
             folder = Path(job.folder, f"run-{number}")
             folder.mkdir(parents=True)
             reporter.progress(number, "save")
@@ -55,20 +55,24 @@ def save_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
         raise CannotRunError(full if full in str(error) else str(error)) from error
     except OSError as error:
         raise CannotRunError(error.strerror or str(error)) from error
-    return msgspec.msgpack.encode(indexes)
+    return tuple(indexes)
 
 
-def load_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
-    """Fills the traces behind `fds` from folders run-1, run-2. Raises UsageError."""
-    job = msgspec.msgpack.decode(payload, type=TraceFilesJob)
-    for number, (fd, digest) in enumerate(zip(fds, job.indexes, strict=True), 1):
+@LOAD.does
+def load_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> None:
+    """Fills the traces from folders run-1, run-2. Raises UsageError."""
+    for (number, fd), digest in zip(_numbered(fds), job.indexes, strict=True):
         folder = Path(job.folder, f"run-{number}")
         reporter.progress(number, "load")
         try:
             _load(folder, job.layout, fd, digest, tensors=job.tensors)
         except _DAMAGE as error:
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-    return b""
+
+
+def _numbered(fds: Descriptors) -> list[tuple[int, int]]:
+    """The traces that are there, each with the number of its folder."""
+    return [(number, fds[name]) for number, name in enumerate(TRACES, 1) if name in fds]
 
 
 def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -> str:

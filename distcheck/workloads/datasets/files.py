@@ -16,8 +16,9 @@ import torch
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.workloads.datasets import ArrayDescription, dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
-from distcheck.workloads.datasets.job import PrepareJob
+from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import scratch
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
 MOST_BYTES = 1 << 30  # of an archive, unpacked: five times what the published ones take
@@ -65,11 +66,11 @@ class FileDataset(Protocol):
         ...
 
 
-def prepare_job(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+@PREPARE.does
+def prepare_job(job: PrepareRequest, fds: Descriptors, reporter: Reporter) -> bytes:
     """The job of the one process that reads (or fetches) files; returns their description."""
-    job = msgspec.msgpack.decode(payload, type=PrepareJob)
     reporter.progress(0, f"read {job.name}")
-    return prepare(job.name, job.data_dir, download=job.download, fd=fds[0])
+    return prepare(job.name, job.data_dir, download=job.download, fd=fds["data"])
 
 
 def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:

@@ -2,12 +2,16 @@
 
 import msgspec
 
-PREPARE = "distcheck.workloads.datasets.files:prepare_job"
+from distcheck.worlds.jobs import Job
 
 
-class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Read a data set into the descriptor that comes along."""
 
     name: str
     data_dir: str
     download: bool
+
+
+# Answered by the description that `open_samples` takes, which travels on as it is.
+PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, bytes, ("data",))

@@ -22,6 +22,8 @@ from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
 from distcheck.worlds import flight, linux, messages
+from distcheck.worlds.framing import frame, write_all
+from distcheck.worlds.jobs import Descriptors
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -50,7 +52,7 @@ class Reporter:
         if not self._lock.acquire(timeout=patience_s):
             return
         try:
-            messages.write_all(self._fd, messages.frame(event))
+            write_all(self._fd, frame(event))
         except BrokenPipeError:
             _leave(1)
         finally:
@@ -65,7 +67,7 @@ class Reporter:
         self.send(messages.Said(payload))
 
 
-Target = Callable[[bytes, list[int], Reporter], bytes]
+Target = Callable[[bytes, Descriptors, Reporter], bytes]
 
 
 def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
@@ -80,7 +82,8 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         _tell_before_exit(reporter)
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
-        own = fds[FIRST_OF_JOB : len(fds) - len(request.fd_names)]
+        end = FIRST_OF_JOB + len(request.given)
+        own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
         result = target(request.payload, own, reporter)
         _flush()
         reporter.send(messages.Done(result, _imported_since(inherited)))
@@ -150,7 +153,7 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
     faulthandler.register(signal.SIGUSR1, fds[STACKS], all_threads=True)
     os.environ.clear()
     os.environ.update(request.env)
-    named = fds[len(fds) - len(request.fd_names) :]
+    named = fds[FIRST_OF_JOB + len(request.given) :]
     os.environ.update({n: str(fd) for n, fd in zip(request.fd_names, named, strict=True)})
     try:
         os.chdir(request.cwd)
@@ -224,15 +227,15 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
     os.read(dump_fd, 1)
     own = threading.get_ident()
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, current in sys._current_frames().items():
         if ident != own:
-            parts.append(_shown_of(frame))
+            parts.append(_shown_of(current))
     reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
 
 
-def _shown_of(frame: FrameType) -> str:
+def _shown_of(current: FrameType) -> str:
     """A stack less distcheck's plumbing, and less torch's where there is other code."""
-    shown = [f for f in _since_fork(traceback.extract_stack(frame)) if not _is_own(f.filename)]
+    shown = [f for f in _since_fork(traceback.extract_stack(current)) if not _is_own(f.filename)]
     theirs = [f for f in shown if "/torch/" not in f.filename]
     return "".join(traceback.format_list(theirs or shown))
 

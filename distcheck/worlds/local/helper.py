@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import linux, messages, scratch
+from distcheck.worlds.framing import Line
 from distcheck.worlds.local import child, noise
 from distcheck.worlds.local.forks import ManyForks
 
@@ -41,7 +42,7 @@ class Helper:
     def __init__(
         self, connection: socket.socket, front_pid: int, forks: ManyForks | None = None
     ) -> None:
-        self._connection = connection
+        self._line = Line(connection, messages.Request)
         self._forks = forks
         self._children: dict[int, int] = {}  # pid -> key
         self._tried: set[str] = set()  # modules of distcheck
@@ -49,7 +50,7 @@ class Helper:
         self._selector = selectors.DefaultSelector()
         self._front = os.pidfd_open(front_pid)
         self._selector.register(self._front, selectors.EVENT_READ)
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(self._line, selectors.EVENT_READ)
         self._wakeup = self._wake_on_child_exit()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
 
@@ -64,7 +65,7 @@ class Helper:
                     with contextlib.suppress(BlockingIOError):
                         self._wakeup.recv(4096)
                     self._reap()
-                if self._connection in ready:
+                if self._line in ready:
                     self._serve()
         except (EOFError, ConnectionError):
             return
@@ -74,7 +75,7 @@ class Helper:
 
     def say(self, notice: messages.Notice) -> None:
         """Tells the front."""
-        self._connection.sendall(messages.frame(notice))
+        self._line.send(notice)
 
     def _wake_on_child_exit(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -86,7 +87,7 @@ class Helper:
         return ours
 
     def _serve(self) -> None:
-        request, fds = messages.receive_with_fds(self._connection, messages.Request)
+        request, fds = self._line.next()
         if isinstance(request, messages.Signal):
             for pid, key in self._children.items():
                 if key == request.key:  # not reaped yet, so the pid is still its own
@@ -126,7 +127,7 @@ class Helper:
         try:
             signal.set_wakeup_fd(-1)
             self._selector.close()
-            self._connection.close()
+            self._line.close()
             self._wakeup.close()
             self._wakeup_writer.close()
             os.close(self._front)

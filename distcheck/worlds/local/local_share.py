@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.shares import RankStart, Share
 
@@ -21,7 +22,7 @@ class LocalShare(Share):
         *,
         target: str,
         starts: Mapping[int, RankStart],
-        fds: Sequence[int],
+        fds: Descriptors,
         new_child: Callable[[int], Child] | None = None,
     ) -> None:
         self._places = {rank: pool.place_of(one.interpreter) for rank, one in starts.items()}
@@ -34,7 +35,7 @@ class LocalShare(Share):
                 self.children[rank] = self._places[rank].start(
                     target,
                     start.payload,
-                    fds=list(fds),
+                    fds={**fds, **start.fds},
                     release_fd=release_fd,
                     dump_fd=dump_fd,
                     env=start.environment,

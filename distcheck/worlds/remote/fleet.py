@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-import msgspec
 import psutil
 
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
@@ -25,7 +24,7 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote import meeting, secret, wire
 from distcheck.worlds.remote.greetings import Greetings
 from distcheck.worlds.remote.links import Link
-from distcheck.worlds.shares import RankStart, Share, Shared
+from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.stalls import Looks
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 
@@ -97,7 +96,7 @@ class Fleet(Pool):
         self,
         target: str,
         starts: Sequence[RankStart],
-        fds: Sequence[Shared],
+        fds: Mapping[str, Shared],
         *,
         together: bool = False,
     ) -> list[Share]:
@@ -121,9 +120,7 @@ class Fleet(Pool):
             rank: placed(starts[rank], index, self._launch, self.address)
             for index, rank in enumerate(ranks)
         }
-        shares: list[Share] = [
-            LocalShare(self, target=target, starts=own, fds=[given.fd for given in fds])
-        ]
+        shares: list[Share] = [LocalShare(self, target=target, starts=own, fds=descriptors_of(fds))]
         for link in self._links:
             theirs = {rank: starts[rank] for rank in link.ranks}
             shares.append(link.start(self._worlds, target, theirs, fds))
@@ -330,7 +327,7 @@ def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> Ra
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if interface and name not in os.environ:
             environment[name] = interface
-    return RankStart(payload=start.payload, environment=environment)
+    return RankStart(payload=start.payload, environment=environment, fds=start.fds)
 
 
 def interface_of(address: str) -> str:
@@ -346,7 +343,7 @@ def ask_store(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> s
     from distcheck.worlds.launch import run_job
 
     host, port = meeting.address_of(launch.meeting)
-    job = meeting.StoreJob(
+    request = meeting.StoreRequest(
         host=host,
         port=port,
         key=f"distcheck/{launch.run}/{launch.restarts}/{launch.world}/front",
@@ -355,8 +352,7 @@ def ask_store(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> s
         size=launch.world,
         deadline_s=deadline_s,
     )
-    answer = run_job(pool, meeting.THROUGH_STORE, msgspec.msgpack.encode(job), [])
-    word = msgspec.msgpack.decode(answer, type=meeting.Word)
+    word = run_job(pool, meeting.THROUGH_STORE, request)
     if word.first_size != launch.world:
         raise MembershipError(
             f"{launch.launcher} began this run with {word.first_size} ranks and has started it "

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, RankLostError
 from distcheck.machine.sealed_memory import open_memory, seal_content, sealed_memory
 from distcheck.worlds import messages
+from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, start_job
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.local.children import Child
@@ -75,8 +76,8 @@ class HostedJobs(Protocol):
     def check(self, target: str, payload: bytes) -> None:
         """Raises CannotRunError for a job that a rank here must not do."""
 
-    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[str, bytes]:
-        """The job that reads a data set: its target and payload."""
+    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[Job[Any, bytes], Any]:
+        """The job that reads a data set, and what it is asked."""
 
 
 class Host:
@@ -239,16 +240,9 @@ class Host:
             os.close(self._data_fd)
         self._data_fd = open_memory("distcheck-data")
         assert self._jobs is not None
-        target, payload = self._jobs.prepare(
-            message.name, message.data_dir, download=message.download
-        )
-        self._preparing = start_job(
-            self._pool,
-            target=target,
-            payload=payload,
-            fds=[self._data_fd],
-            deadline_s=_READ_DEADLINE_S,
-        )
+        job, request = self._jobs.prepare(message.name, message.data_dir, download=message.download)
+        fds = dict.fromkeys(job.descriptors, self._data_fd)
+        self._preparing = start_job(self._pool, job, request, fds, deadline_s=_READ_DEADLINE_S)
 
     def _tick_preparing(self) -> None:
         """Reading files takes its time, in which signs of life must go on."""
@@ -297,7 +291,7 @@ class Host:
         )
 
     @contextlib.contextmanager
-    def _given(self, given: tuple[wire.Given, ...]) -> Iterator[list[int]]:
+    def _given(self, given: tuple[wire.Given, ...]) -> Iterator[dict[str, int]]:
         """Descriptors that stand for the front's. Traces of worlds past are freed, unless this
         one is a rerun that compares with the last.
         """
@@ -306,12 +300,12 @@ class Host:
             os.close(self._traces.pop(key))
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            fds = []
+            fds = {}
             for one in given:
                 if one.kind == "trace" and one.key not in self._traces:
                     self._traces[one.key] = sealed_memory("distcheck-trace", one.size)
                 known = {"trace": self._traces.get(one.key, -1), "data": self._data_fd}
-                fds.append(known.get(one.kind, nothing))
+                fds[one.name] = known.get(one.kind, nothing)
             yield fds
         finally:
             os.close(nothing)

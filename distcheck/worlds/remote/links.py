@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -123,10 +123,10 @@ class Link:
         world: int,
         target: str,
         starts: dict[int, RankStart],
-        fds: Sequence[Shared],
+        fds: Mapping[str, Shared],
     ) -> "RemoteShare":
         """Starts some ranks of a world there."""
-        trace = next((given for given in fds if given.kind == "trace"), None)
+        trace = next((given for given in fds.values() if given.kind == "trace"), None)
         regions = {rank: tuple(trace.regions(rank)) if trace else () for rank in starts}
         share = RemoteShare(self, world, -1 if trace is None else trace.fd, regions)
         self._shares[world] = share
@@ -134,7 +134,7 @@ class Link:
             wire.RankOrder(rank, start.payload, dict(start.environment), regions[rank])
             for rank, start in starts.items()
         )
-        given = tuple(wire.Given(one.kind, one.key, one.size) for one in fds)
+        given = tuple(wire.Given(name, one.kind, one.key, one.size) for name, one in fds.items())
         self.send(wire.StartRanks(world, target, orders, given))
         if self.lost:
             share.lose()

@@ -18,17 +18,17 @@ import msgspec
 import psutil
 
 from distcheck.errors import CannotRunError
+from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.remote import secret
 
-THROUGH_STORE = "distcheck.worlds.remote.meeting:through_store"
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1
 
 Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
 
 
-class StoreJob(msgspec.Struct, frozen=True, kw_only=True):
+class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Leave rank 0's address under `key` in the TCPStore at host:port, or, where `value` is empty,
     wait for it. `size_key` holds the number of ranks of the run's first start.
     """
@@ -49,11 +49,14 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     first_size: int
 
 
-def through_store(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
+THROUGH_STORE = Job("distcheck.worlds.remote.meeting:through_store", StoreRequest, Word)
+
+
+@THROUGH_STORE.does
+def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Word:
     """A job: one word through the store of the launcher's, which only torch can speak to."""
     import torch.distributed as dist
 
-    job = msgspec.msgpack.decode(payload, type=StoreJob)
     timeout = timedelta(seconds=job.deadline_s)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -69,7 +72,7 @@ def through_store(payload: bytes, fds: list[int], reporter: Reporter) -> bytes:
             f"the launcher's store at {job.host}:{job.port} did not answer within "
             f"{job.deadline_s:g} s: {last}"
         ) from None
-    return msgspec.msgpack.encode(Word(value=value.decode(), first_size=int(first)))
+    return Word(value=value.decode(), first_size=int(first))
 
 
 def address_of(meeting: str) -> tuple[str, int]:

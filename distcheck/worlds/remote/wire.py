@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from distcheck.worlds import messages
+from distcheck.worlds.framing import Line
 
-PROTOCOL = 3  # counts up with every change of a message below
+PROTOCOL = 4  # counts up with every change of a message below
 SIGN_EVERY_S = 0.25
-_RECEIVE_BYTES = 1 << 20
 
 
 class Coming(msgspec.Struct, tag=True):
@@ -107,6 +107,7 @@ class Prepare(msgspec.Struct, tag=True):
 class Given(msgspec.Struct, frozen=True):
     """What a rank is given in place of a descriptor of the front's; see `shares.Shared`."""
 
+    name: str
     kind: str
     key: str
     size: int
@@ -171,12 +172,13 @@ FromHost = Coming | Hello | Started | Came | Printed | Written | Gone | Signs | 
 FromFront = Prepare | StartRanks | SignalRank | AskRanks | ReleaseRanks | CloseRanks | Beat | Over
 
 
-class Wire:
-    """One end of a connection. Sends block, for at most `patience_s`."""
+class Wire(Line):
+    """One end of a connection between machines. Sends block, for at most `patience_s`."""
+
+    receive_bytes = 1 << 20
 
     def __init__(self, connection: socket.socket, kind: Any, *, patience_s: float) -> None:
-        self._connection = connection
-        self._frames = messages.Frames(kind)
+        super().__init__(connection, kind)
         connection.settimeout(patience_s)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -184,10 +186,6 @@ class Wire:
     def be_patient(self, patience_s: float) -> None:
         """Changes how long a send, or an arrival of which nothing is there, may take."""
         self._connection.settimeout(patience_s)
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._connection.fileno()
 
     @property
     def own_address(self) -> str:
@@ -203,21 +201,3 @@ class Wire:
             return ""
         address = str(self._connection.getpeername()[0])
         return "" if address in ("127.0.0.1", "::1", self.own_address) else address
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError where the other end cannot be reached."""
-        self._connection.sendall(messages.frame(message))
-
-    def receive(self) -> list[Any]:
-        """What has arrived, at least a byte of which is there. Raises EOFError at the end."""
-        try:
-            data = self._connection.recv(_RECEIVE_BYTES)
-        except TimeoutError:
-            return []
-        if not data:
-            raise EOFError
-        return self._frames.feed(data)
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self._connection.close()

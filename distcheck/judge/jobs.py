@@ -1,0 +1,48 @@
+"""What the front asks of processes that judge a case, or look closer at one. No torch."""
+
+import msgspec
+
+from distcheck.contract import Contract
+from distcheck.judge.diagnosis.facts import Facts
+from distcheck.records import Case, CheckResult
+from distcheck.training.traces.layout import TraceLayout
+from distcheck.worlds.jobs import Job
+
+
+class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
+
+    With `of_rerun` the rerun is judged in the first run's place.
+    """
+
+    case: Case
+    contract: Contract
+    layout: TraceLayout
+    description: bytes
+    steps: tuple[int, ...]
+    planned: tuple[tuple[str, str], ...]
+    of_rerun: bool = False
+
+
+class ObserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of a failed case to look at more closely, the gradients' first; `failed` lists the
+    (check, layer) that failed.
+    """
+
+    case: Case
+    contract: Contract
+    layout: TraceLayout
+    description: bytes
+    steps: tuple[int, ...]
+    failed: tuple[tuple[str, str], ...]
+    draws_random_numbers: bool
+    takes_loss: bool = True
+    update_step: int = -1  # at which parameters failed first
+
+
+JUDGE = Job(
+    "distcheck.judge.job:judge", JudgeRequest, list[CheckResult], ("trace", "data", "rerun")
+)
+OBSERVE = Job(
+    "distcheck.judge.diagnosis.observation:observe_job", ObserveRequest, Facts, ("trace", "data")
+)

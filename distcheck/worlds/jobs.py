@@ -1,0 +1,69 @@
+"""What a forked process can be asked to do: jobs, each of which is declared once, by its room.
+
+The front holds the declaration, which imports nothing heavy, and the process that does the job
+imports the function that it names. This module knows what a job is, and no job.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from distcheck.worlds.local.child import Reporter
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+Descriptors = Mapping[str, int]  # a job's own, by name; only those that were given
+LISTEN = "listen"  # the listening socket, which every rank of a world is given
+
+
+@dataclass(frozen=True)
+class Job(Generic[Asked, Answer]):
+    """A job: the function that does it ("module:name"), what it is asked and answers, and the names
+    of the descriptors that it may be given. `bytes` and None travel as they are.
+    """
+
+    target: str
+    request: type[Asked]
+    result: type[Answer]
+    descriptors: tuple[str, ...] = ()
+
+    def does(
+        self, function: Callable[[Asked, Descriptors, "Reporter"], Answer]
+    ) -> Callable[[bytes, Descriptors, "Reporter"], bytes]:
+        """Declares the function that does the job, as a decorator. Raises TypeError for another
+        than `target` names.
+        """
+        if (name := f"{function.__module__}:{function.__qualname__}") != self.target:
+            raise TypeError(f"{name} does a job whose target is {self.target}")
+
+        @functools.wraps(function)
+        def run(payload: bytes, fds: Descriptors, reporter: "Reporter") -> bytes:
+            return _encoded(function(_decoded(payload, self.request), fds, reporter))
+
+        return run
+
+    def encode(self, request: Asked) -> bytes:
+        """A request, as it travels."""
+        assert isinstance(request, self.request), f"{self.target} is asked a {self.request}"
+        return _encoded(request)
+
+    def decode(self, answer: bytes) -> Answer:
+        """An answer that came. Raises msgspec.MsgspecError for anything else."""
+        return _decoded(answer, self.result)
+
+    def accept(self, given: Mapping[str, object]) -> None:
+        """Raises TypeError for descriptors that the job does not know."""
+        if unknown := given.keys() - {*self.descriptors}:
+            raise TypeError(f"{self.target} takes no descriptor {', '.join(sorted(unknown))}")
+
+
+def _encoded(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+
+
+def _decoded(data: bytes, kind: type[Answer]) -> Answer:
+    return data if kind is bytes else msgspec.msgpack.decode(data, type=kind)  # type: ignore[return-value]
