@@ -114,7 +114,7 @@ def test_sizes_are_chosen_at_collection(run: Run, tmp_path: Path) -> None:
     assert f"\n{several}world(3): leave one" in ran.stdout
     assert f"\n{several}world(8, seed=1): leave one" in ran.stdout
     assert "\ntest_it: a test in a world is a plain function, or a method of" in ran.stdout
-    assert "pytest_plugin.py" not in ran.stdout
+    assert "testing/plugin.py" not in ran.stdout
     assert "During handling" not in ran.stdout
 
 
