@@ -71,7 +71,7 @@ def ranks_failed(case: CaseRead) -> bool:
 def _contradictions(document: DocumentRead) -> Iterator[str]:
     for name, times in Counter(case.id for case in document.cases).items():
         if times > 1:
-            yield f"it holds case {name!r} {times} times"
+            yield f"case {name!r} is in it {times} times"
     for case in document.cases:
         for problem in _of_case(case):
             yield f"case {case.id!r} {problem}"
@@ -79,10 +79,13 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     for one in document.explored:
         yield from _of_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
-            yield f"a search of {one.strategy!r} has the verdict {one.verdict}, its cases another"
+            yield (
+                f"the search of {one.strategy!r} has the verdict {one.verdict}, but its cases "
+                "have another"
+            )
     verdict = _verdict_of(document)
     if document.verdict != verdict:
-        yield f"its verdict is {document.verdict}, and its cases give {verdict}"
+        yield f"the report has the verdict {document.verdict}, but its cases give {verdict}"
     code = code_of(document)
     allowed = {code, ExitCode.INTERRUPTED}
     if code in (
@@ -94,7 +97,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     if code == ExitCode.UNKNOWN:  # a process with ranks was lost before a case was judged
         allowed.add(ExitCode.RANK_FAILED)
     if document.exit_code not in allowed:
-        yield f"its exit code is {document.exit_code}, and its cases give {int(code)}"
+        yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
     if document.plan is not None:
         yield from _of_plan(document, document.plan)
 
@@ -115,18 +118,18 @@ def _of_case(case: CaseRead) -> Iterator[str]:
     """What of a case does not follow from the rest of it."""
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
-            yield f"has a {name} that is not one command of distcheck"
+            yield f"has a {name} that is not one distcheck command"
     verdict = merge_verdicts([check.verdict for check in case.checks])
     if case.verdict != verdict:
-        yield f"has the verdict {case.verdict}, and its checks give {verdict}"
+        yield f"has the verdict {case.verdict}, but its checks give {verdict}"
     ended = {check.verdict for check in case.checks if check.check == _OUTCOME}
     ranks = sorted(outcome.rank for outcome in case.outcomes)
     if "pass" in ended and (ranks_failed(case) or ranks != list(range(case.world))):
-        yield f"has passed the check of its outcomes, which are not {case.world} finished ranks"
+        yield f"passed its outcome check, although not all {case.world} ranks finished"
     if ranks_failed(case) and ended and "fail" not in ended:
-        yield "has a rank that did not finish, and no failed check of it"
+        yield "has a rank that did not finish, but no failed check of it"
     if case.verdict != "fail" and case.diagnosis:
-        yield f"has the cause {case.diagnosis[0].cause!r}, and did not fail"
+        yield f"has the cause {case.diagnosis[0].cause!r}, although it did not fail"
     if case.verdict == "pass":
         yield from _of_pass(case, ended)
 
@@ -136,16 +139,16 @@ def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
     compared something, and no error beyond a bound.
     """
     if not ended:
-        yield "has passed without a check of its outcomes"
+        yield "passed without an outcome check"
     there = {check.check for check in case.checks}
     for name in _ALWAYS:
         if name not in there:
-            yield f"has passed without the check {name!r}, which every case has"
+            yield f"passed without the check {name!r}, which every case has"
     for check in case.checks:
         if check.first is not None or (check.worst is not None and _is_beyond(check.worst)):
-            yield f"has passed the check {check.check!r}, which has an error beyond its bound"
+            yield f"passed the check {check.check!r}, although an error is beyond its bound"
         if less := _compared_too_little(case, check):
-            yield f"has passed the check {check.check!r}, which compared {less}"
+            yield f"passed the check {check.check!r}, although it compared {less}"
 
 
 def _compared_too_little(case: CaseRead, check: CheckRead) -> str:
@@ -180,24 +183,24 @@ def _is_command(text: str) -> bool:
 def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
-        yield "its plan holds a case twice"
+        yield "the plan holds a case twice"
     for case in document.cases:
         cell = planned.get(case.id)
         for name in () if cell is None else _OF_A_CELL:
             if getattr(case, name) != getattr(cell, name):
                 yield (
-                    f"case {case.id!r} has the {name} {getattr(case, name)!r}, and "
+                    f"case {case.id!r} has the {name} {getattr(case, name)!r}, but "
                     f"{getattr(cell, name)!r} in the plan"
                 )
     if plan.shard > plan.shards:
-        yield f"it is part {plan.shard} of {plan.shards}"
+        yield f"the report is part {plan.shard} of {plan.shards}"
     for name in [*(case.id for case in document.cases), *document.left_out]:
         cell = planned.get(name)
         if plan.shard and cell is not None and cell.shard != plan.shard:
-            yield f"it is part {plan.shard}, and speaks of case {name!r} of part {cell.shard}"
+            yield f"the report is part {plan.shard}, but has case {name!r} of part {cell.shard}"
     known = {case.id for case in document.cases}
     for name in document.left_out:
         if name in known:
-            yield f"case {name!r} is there, and is said to be left out"
+            yield f"case {name!r} is in the report, but is also listed as left out"
         elif name not in planned:
-            yield f"case {name!r} is said to be left out, and the plan does not have it"
+            yield f"case {name!r} is listed as left out, but is not in the plan"

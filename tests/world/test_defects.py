@@ -117,5 +117,5 @@ def test_a_report_with_such_a_check_has_that_exit_code_and_no_other() -> None:
     assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
     assert found["cases"][0]["checks"][1]["defect"] == OWN
     check_document(found, "r.json")
-    with pytest.raises(UsageError, match="its exit code is 5, and its cases give 70"):
+    with pytest.raises(UsageError, match="has the exit code 5, but its cases give 70"):
         check_document({**found, "exit_code": 5}, "r.json")

@@ -22,7 +22,9 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "strategies",
     multiple=True,
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to judge; may be given several times. [default: the matrix of pyproject.toml]",
+    help=(
+        "The strategy to judge; may be given several times. [default: the matrix of pyproject.toml]"
+    ),
     **completion.STRATEGIES,
 )
 @click.option(
@@ -39,20 +41,20 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="What to train; may be given several times. [default: lattice, cnn and composite]",
+    help="The workload to train; may be given several times. [default: lattice, cnn and composite]",
     **completion.WORKLOADS,
 )
 @click.option(
     "--thorough",
     is_flag=True,
-    help="The cells as well (tied weights, frozen layers, odd sizes, resume, ...), worlds 2 to 6 "
-    "unless --world is given, and a search for a minute. The cost is printed first.",
+    help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in worlds 2 "
+    "to 6, or those of --world, and search for a minute. The cost is printed first.",
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="CELL",
-    help="Leave a cell out; may be given several times.",
+    help="Leave out a cell; may be given several times.",
     **completion.CELLS,
 )
 @click.option(
@@ -60,7 +62,7 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     default=60.0,
     show_default=True,
     metavar="S",
-    help="With --thorough: seconds to search for a failure of each strategy; 0: no search.",
+    help="With --thorough: the seconds to search for a failure of each strategy; 0: no search.",
 )
 @click.option(
     "--steps",
@@ -78,8 +80,8 @@ from distcheck.reports.files import errors_told, output_options, taken_from
 @click.option(
     "--separate/--no-separate",
     default=True,
-    help="Whether the rerun is in separate interpreters, as on several machines; without, a run "
-    "is some 2 s quicker. [default: --separate]",
+    help="Rerun in separate interpreters, as on several machines. Without them a run is about 2 "
+    "s faster. [default: --separate]",
 )
 @matrix_options
 @output_options
@@ -90,7 +92,7 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     help="Keep cases, traces and report in a new folder, for distcheck recheck.",
 )
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
-@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @case_options
 @adapter_options
@@ -119,7 +121,7 @@ def command(
     from distcheck.errors import UsageError
 
     if digests and save is None:
-        raise UsageError("--digests is an option of distcheck record: distcheck record DIR ...")
+        raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
     if launch is not None and not launch.is_front:
