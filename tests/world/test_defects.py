@@ -13,6 +13,7 @@ from distcheck.compare.records import COMPARE
 from distcheck.errors import ExitCode, InternalError, UsageError
 from distcheck.errors.defects import is_defect, place_of, save_traceback
 from distcheck.judge import checks, job
+from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
 from distcheck.reports.documents import check_document
@@ -96,12 +97,13 @@ def test_a_check_that_fails_in_distcheck_itself_is_unknown_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call with arguments that the function does not take fails in judge/job.py."""
-    monkeypatch.setattr(checks, "load", lambda name: SimpleNamespace(compare=lambda: None))
-    trace = SimpleNamespace(of_ranks=lambda ranks: None)
-    about = SimpleNamespace(case=SimpleNamespace(with_data=(0,)))
+    broken = SimpleNamespace(compare=lambda: None, OVER_STEPS=True)
+    monkeypatch.setattr(checks, "load", lambda name: broken)
     monkeypatch.setattr(job, "References", lambda *given: None)
+    seen = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(job, "_evidence", lambda *given: seen)
     asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), contract=None)
-    (result,) = job.judge_trace(asked, about, trace, None)  # type: ignore[arg-type]
+    (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
     assert result.reason.startswith("the check itself failed: TypeError")
 
