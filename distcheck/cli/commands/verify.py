@@ -12,6 +12,7 @@ from distcheck.cli.options import (
     given_options,
     machine_options,
     matrix_options,
+    setting_options,
 )
 from distcheck.reports.files import errors_told, output_options, taken_from
 
@@ -43,12 +44,6 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     **completion.WORKLOADS,
 )
 @click.option(
-    "--thorough",
-    is_flag=True,
-    help="The cells as well (tied weights, frozen layers, odd sizes, resume, ...), worlds 2 to 6 "
-    "unless --world is given, and a search for a minute. The cost is printed first.",
-)
-@click.option(
     "--without",
     multiple=True,
     metavar="CELL",
@@ -56,31 +51,12 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     **completion.CELLS,
 )
 @click.option(
-    "--explore-s",
-    default=60.0,
-    show_default=True,
-    metavar="S",
-    help="With --thorough: seconds to search for a failure of each strategy; 0: no search.",
-)
-@click.option(
-    "--steps",
-    type=int,
-    metavar="N",
-    help="Steps to record; fewer than 3 miss bugs that begin late. "
-    "[default: each workload's own number]",
-)
-@click.option(
     "--dtype",
     metavar="NAME",
     help="float32, float64, bfloat16 or float16. [default: float32, and float64 where quick]",
     **completion.DTYPES,
 )
-@click.option(
-    "--separate/--no-separate",
-    default=True,
-    help="Whether the rerun is in separate interpreters, as on several machines; without, a run "
-    "is some 2 s quicker. [default: --separate]",
-)
+@setting_options
 @matrix_options
 @output_options
 @click.option(
