@@ -8,10 +8,11 @@ import msgspec
 
 from distcheck.backend_probe.jobs import LOOK, PROBE, Look, LookRequest, ProbeRequest
 from distcheck.backend_probe.records import Cell, Probe, RankResult, VerdictName
+from distcheck.backends import backend_names
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame
-from distcheck.worlds.launch import run_job, run_until_over, start_world
+from distcheck.worlds.launch import internal_error, run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
@@ -99,7 +100,10 @@ class _Episode:
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
         outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
         finished, hung = ranks.succeeded, ranks.hung
+        raised = None if finished else blame.own_defect(ranks.children, hung=hung)
         ranks.close()
+        if raised is not None and backend in backend_names():
+            raise internal_error(raised)
         if finished:
             return ""
         return self._end(begun, outcomes, hung=hung)

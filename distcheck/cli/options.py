@@ -1,11 +1,12 @@
 """Options that several commands share. Imports nothing heavy: `--help` reads them."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from distcheck.cli import completion
+from distcheck.plan.settings import DEFAULTS, SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,6 +46,25 @@ def case_options(command: F) -> F:
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
+    return command
+
+
+def setting_options(command: F) -> F:
+    """The settings of a verification, as `plan/settings.py` declares them."""
+    for name, setting in reversed(list(SETTINGS.items())):
+        flag, default = f"--{name.replace('_', '-')}", DEFAULTS[name]
+        if default is True:
+            flag += f"/--no-{name.replace('_', '-')}"
+        said = setting.default or (flag.partition("/")[0] if default is True else "")
+        command = click.option(
+            flag,
+            is_flag=isinstance(default, bool),
+            default=default,
+            type=get_args(setting.kind)[0] if get_args(setting.kind) else setting.kind,
+            metavar=setting.metavar,
+            show_default=not said and default not in (None, False),
+            help=f"{setting.help} [default: {said}]" if said else setting.help,
+        )(command)
     return command
 
 

@@ -20,7 +20,7 @@ from distcheck.records import Case
 from distcheck.records.ends import RankEnd
 from distcheck.reports.files import check_writable, write_text
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
-from distcheck.verification import preparation
+from distcheck.verification import own_defects, preparation
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.launchers.launch import Launch
@@ -155,7 +155,10 @@ def _train(
             for outcome in blame.outcomes(world.children, hung=world.hung)
             if outcome.outcome != RankEnd.FINISHED
         ]
+        defect = own_defects.in_rank(case, world.children, hung=world.hung) if failed else None
         world.close()
+        if defect is not None:
+            raise defect
     if failed:
         return [], f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}"
     return table.rows, ""

@@ -24,6 +24,13 @@ _LIBRARIES = (
     "jinja2", "markupsafe", "hypothesis", "mpi4py",
 )  # fmt: skip
 _MACHINE = (OSError, MemoryError, RecursionError)
+# What programs get wrong. Libraries tell of peers, devices and networks by RuntimeError, and by
+# classes of their own.
+_OF_PROGRAMS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError,
+    StopIteration, TypeError, ValueError,
+)  # fmt: skip
+_OF_MESSAGES = ("DecodeError", "ValidationError")  # msgspec's
 _MOST_CHARACTERS = 100_000
 
 
@@ -37,6 +44,14 @@ def is_defect(kind: str, traceback: str) -> bool:
     files = [file for file, _, _ in _FRAME.findall(traceback)]
     own = [file for file in files if _is_below(file, _OWN)]
     return bool(own) and all(file in own or _is_library(file) for file in files)
+
+
+def is_of_a_program(kind: str) -> bool:
+    """Whether a class of exceptions is one that a program's own mistakes raise, and never a lost
+    peer, a device or a network.
+    """
+    found = getattr(builtins, kind, None)
+    return kind in _OF_MESSAGES or (isinstance(found, type) and issubclass(found, _OF_PROGRAMS))
 
 
 def place_of(traceback: str) -> str:

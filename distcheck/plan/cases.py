@@ -15,6 +15,7 @@ from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.coverage import Coverage, PlannedCheck
+from distcheck.plan.settings import Settings
 from distcheck.plan.single_ranks import check_delays, check_without_data
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
@@ -38,7 +39,7 @@ _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(Settings, frozen=True, kw_only=True):
     """What `distcheck verify` was asked for; the options' own names."""
 
     strategies: tuple[str, ...]
@@ -48,7 +49,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str | None = None
     download: bool = False
     batch: int = 256
-    steps: int | None = None  # the workload's own number
     seed: int = 0
     dtype: str | None = None
     backend: str = "gloo"
@@ -58,12 +58,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     loss: str = "mean"
     accept: str | None = None
     ranks_here: int | None = None  # of a launcher's world, on this machine
-    thorough: bool = False
     without: tuple[str, ...] = ()  # cells
     cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
-    explore_s: float = 60.0  # of a search, with `thorough`; 0: none
     delays: tuple[Delay, ...] = ()
-    separate: bool = True
 
 
 def check_request(request: Request) -> None:

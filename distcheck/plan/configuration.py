@@ -27,6 +27,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean, nearest
 from distcheck.plan.cases import DTYPES, check_workload
 from distcheck.plan.owners import is_ones_own
+from distcheck.plan.settings import SETTINGS
 from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
 from distcheck.training.adapters import form_names
@@ -42,7 +43,6 @@ Seeds = Annotated[list[Annotated[int, Meta(ge=0, le=2**63 - 1)]], Meta(min_lengt
 Count = Annotated[int, Meta(ge=1)]
 Ranks = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0)]
-SecondsOrNone = Annotated[float, Meta(ge=0)]
 
 # What each key takes, for the sentence that says so.
 TAKES = {
@@ -54,7 +54,6 @@ TAKES = {
     "dtypes": 'names of dtypes, as in ["float32"]',
     "seeds": "whole numbers from 0, as in [0, 1]",
     "batch": "a number of samples per step over all ranks, at least 1",
-    "steps": "a number of steps, at least 1",
     "deadline_s": "idle seconds after which a world has hung, more than 0",
     "data": "the name of a data set",
     "data_dir": "a folder",
@@ -67,24 +66,22 @@ TAKES = {
     "without_data": "numbers of ranks, from 0, as in [0]",
     "loss": "mean, mean/world or sum/global",
     "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
-    "thorough": "true or false",
     "without": "names of cells that --thorough would run",
-    "explore_s": "seconds to search with --thorough, from 0 (no search)",
-    "separate": "true or false",
+    **{name: setting.takes for name, setting in SETTINGS.items()},
 }
 # Keys, by the parameter that the option of the same purpose has in `distcheck.cli.commands.verify`.
 PARAMETERS = {
     "strategies": "strategies", "worlds": "worlds", "workloads": "workloads", "dtypes": "dtype",
-    "backends": "backend", "seeds": "seed", "batch": "batch", "steps": "steps",
+    "backends": "backend", "seeds": "seed", "batch": "batch",
     "deadline_s": "deadline_s", "data": "data", "data_dir": "data_dir", "device": "device",
     "as": "form", "arg": "arguments", "set": "variables", "finish": "finish", "reset": "reset",
-    "without_data": "without_data", "loss": "loss", "accept": "accept", "thorough": "thorough",
-    "without": "without", "explore_s": "explore_s", "separate": "separate",
+    "without_data": "without_data", "loss": "loss", "accept": "accept",
+    "without": "without", **{name: name for name in SETTINGS},
 }  # fmt: skip
 
 
-class OfStrategy(msgspec.Struct, forbid_unknown_fields=True, rename={"form": "as"}, kw_only=True):
-    """The keys that may hold for one strategy alone."""
+class _OfStrategy(msgspec.Struct, rename={"form": "as"}, kw_only=True):
+    """The keys that may hold for one strategy alone, beside the settings."""
 
     worlds: Counts | UnsetType = UNSET
     workloads: Words | UnsetType = UNSET
@@ -92,7 +89,6 @@ class OfStrategy(msgspec.Struct, forbid_unknown_fields=True, rename={"form": "as
     dtypes: Words | UnsetType = UNSET
     seeds: Seeds | UnsetType = UNSET
     batch: Count | UnsetType = UNSET
-    steps: Count | UnsetType = UNSET
     deadline_s: Seconds | UnsetType = UNSET
     form: str | UnsetType = UNSET
     arg: dict[str, Any] | UnsetType = UNSET
@@ -102,20 +98,33 @@ class OfStrategy(msgspec.Struct, forbid_unknown_fields=True, rename={"form": "as
     without_data: Ranks | UnsetType = UNSET
     loss: str | UnsetType = UNSET
     accept: str | UnsetType = UNSET
-    thorough: bool | UnsetType = UNSET
     without: Words | UnsetType = UNSET
-    explore_s: SecondsOrNone | UnsetType = UNSET
-    separate: bool | UnsetType = UNSET
 
 
-class OfAll(OfStrategy, forbid_unknown_fields=True, rename={"form": "as"}, kw_only=True):
-    """The keys of the section itself."""
+class _OfAll(_OfStrategy, rename={"form": "as"}, kw_only=True):
+    """The keys of the section itself, beside the settings."""
 
     strategies: Words | UnsetType = UNSET
     strategy: dict[str, Any] | UnsetType = UNSET
     data: str | UnsetType = UNSET
     data_dir: str | UnsetType = UNSET
     device: str | UnsetType = UNSET
+
+
+def _with_settings(name: str, keys: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Keys, with those of the settings; each may be left out, and no other is taken."""
+    return msgspec.defstruct(
+        name,
+        [(one, setting.kind | UnsetType, UNSET) for one, setting in SETTINGS.items()],
+        bases=(keys,),
+        forbid_unknown_fields=True,
+        rename={"form": "as"},
+        kw_only=True,
+    )
+
+
+OfStrategy = _with_settings("OfStrategy", _OfStrategy)
+OfAll = _with_settings("OfAll", _OfAll)
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +221,7 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
     )
 
 
-def _check_kinds(path: Path, place: str, table: Any, kind: type[OfStrategy]) -> None:
+def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct]) -> None:
     """Raises UsageError: which key is wrong, what it was, and what it takes."""
     try:
         msgspec.convert(table, kind)

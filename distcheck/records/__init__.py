@@ -183,8 +183,14 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks_failed(self) -> bool:
-        """Whether a rank crashed, hung or was lost."""
-        return any(outcome.outcome != RankEnd.FINISHED for outcome in self.outcomes)
+        """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
+        own = any(result.check == "outcome" and result.defect for result in self.checks)
+        return not own and any(o.outcome != RankEnd.FINISHED for o in self.outcomes)
+
+    @property
+    def ranks_finished(self) -> bool:
+        """Whether there were ranks, and all of them finished."""
+        return bool(self.outcomes) and all(o.outcome == RankEnd.FINISHED for o in self.outcomes)
 
 
 class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):

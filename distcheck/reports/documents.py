@@ -64,8 +64,9 @@ def _verdict_of(document: DocumentRead) -> VerdictName:
 
 
 def ranks_failed(case: CaseRead) -> bool:
-    """Whether a rank crashed, hung or was lost."""
-    return any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
+    """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
+    own = any(check.check == _OUTCOME and check.defect for check in case.checks)
+    return not own and any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
 
 
 def _contradictions(document: DocumentRead) -> Iterator[str]:
@@ -124,7 +125,8 @@ def _of_case(case: CaseRead) -> Iterator[str]:
         yield f"has the verdict {case.verdict}, but its checks give {verdict}"
     ended = {check.verdict for check in case.checks if check.check == _OUTCOME}
     ranks = sorted(outcome.rank for outcome in case.outcomes)
-    if "pass" in ended and (ranks_failed(case) or ranks != list(range(case.world))):
+    finished = all(outcome.outcome == RankEnd.FINISHED for outcome in case.outcomes)
+    if "pass" in ended and not (finished and ranks == list(range(case.world))):
         yield f"passed its outcome check, although not all {case.world} ranks finished"
     if ranks_failed(case) and ended and "fail" not in ended:
         yield "has a rank that did not finish, but no failed check of it"

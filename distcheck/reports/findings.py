@@ -41,8 +41,11 @@ def names_of(cases: Sequence[Entry]) -> list[str]:
 
 
 def ranks_failed(case: Entry) -> bool:
-    """Whether a rank crashed, hung or was lost: exit code 4, not 1."""
-    return any(outcome["outcome"] != RankEnd.FINISHED for outcome in case["outcomes"])
+    """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own: exit code
+    4, not 1.
+    """
+    own = any(check["check"] == "outcome" and check.get("defect") for check in case["checks"])
+    return not own and any(o["outcome"] != RankEnd.FINISHED for o in case["outcomes"])
 
 
 def finding_of(case: Entry) -> Finding:
@@ -51,7 +54,9 @@ def finding_of(case: Entry) -> Finding:
               if o["outcome"] != RankEnd.FINISHED]  # fmt: skip
     check = _earliest(case)
     first = "" if check is None else f"{_label(check)}: {check['reason'] or check['verdict']}"
-    headline = failed[0][0] if failed else first or "; ".join(case["notes"]) or case["verdict"]
+    headline = (
+        failed[0][0] if ranks_failed(case) else first or "; ".join(case["notes"]) or case["verdict"]
+    )
     return Finding(
         headline=" ".join(headline.split()),
         first=first,

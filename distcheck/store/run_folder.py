@@ -60,6 +60,7 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     rerun_in: str = ""
     surroundings: Surroundings = TOGETHER  # of the rerun
     separation: Separation | None = None
+    defect: tuple[str, str] = ("", "")  # of distcheck's own that ended a rank, its traceback
     notes: tuple[str, ...]
     environment: dict[str, Any]
     digests: dict[str, str] = {}

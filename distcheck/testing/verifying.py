@@ -1,5 +1,6 @@
 """`distcheck.verify(...)`: a verification from a test, a script or a notebook."""
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
 from distcheck.explore.beside import explore_beside
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.cases import Request
+from distcheck.plan.settings import SETTINGS, with_settings
 from distcheck.records import Report
 from distcheck.store.run_folder import Store
 from distcheck.training.adapters.asked import adaptation_of
@@ -22,6 +25,7 @@ from distcheck.workloads.datasets import SYNTHETIC
 _DELAY = ("rank", "collective", "ms")
 
 
+@with_settings
 def verify(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
     *,
@@ -48,6 +52,7 @@ def verify(
     delays: Sequence[tuple[int, int, int]] = (),
     separate: bool = True,
     save: str | os.PathLike[str] | None = None,
+    **settings: Any,
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
 
@@ -65,10 +70,15 @@ def verify(
                 collective of every step, or before backward (0)
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
+    settings    further ones, by the names that their options have
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
     fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
     sense, CannotRunError for what this machine cannot run.
     """
+    if unknown := settings.keys() - SETTINGS.keys():
+        name = min(unknown)
+        meant = did_you_mean(name, inspect.signature(verify).parameters)
+        raise TypeError(f"verify() got an unexpected keyword argument {name!r}{meant}")
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
     asked = {
         "strategies": names_of(strategy),
@@ -89,6 +99,7 @@ def verify(
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
         "separate": separate,
+        **settings,
     }
     keep = None if save is None else Store.at(Path(save))
     return _verify(_request(asked, world_given=world is not None), keep)

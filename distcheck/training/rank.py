@@ -66,7 +66,9 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     case, rank = job.case, job.rendezvous.rank
     seeds.pin_determinism()
     device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
+    reporter.progress(0, "rendezvous")
     join(job.rendezvous, fds[LISTEN])
+    reporter.progress(0, LOADING)
     ingredients = open_ingredients(case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(case.dtype)
     strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()

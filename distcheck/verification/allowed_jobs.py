@@ -62,14 +62,15 @@ class Allowed:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CannotRunError(f"rank 0 asks for a job that makes no sense: {error}") from None
         for what, spec in sorted(asked - self._named):
-            if not _is_built_in(what, spec):
+            if not is_built_in(what, spec):
                 raise CannotRunError(
                     f"rank 0 asks for {what} {spec}, and this process was started for other code; "
                     "start every process with the same options"
                 )
 
 
-def _is_built_in(what: str, spec: str) -> bool:
+def is_built_in(what: str, spec: str) -> bool:
+    """Whether a case's workload or backend is distcheck's own; nothing else of it is."""
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
         return place in loading.workload_names() or spec != place_of(spec)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from distcheck.errors import DistcheckError
+from distcheck.errors import DistcheckError, InternalError
 from distcheck.errors.masking import masker
 from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
@@ -116,6 +116,7 @@ class Book:
             rerun_in=run.rerun_in,
             surroundings=run.surroundings,
             separation=run.separation,
+            defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
             notes=run.plan.notes,
             environment=self._environment,
             digests=self._made[run.case.id].digests,
@@ -222,6 +223,7 @@ def run_of(saved: SavedCase, fds: Sequence[int]) -> RecordedRun:
         surroundings=saved.surroundings,
         rerun_in=saved.rerun_in,
         separation=saved.separation,
+        defect=InternalError(*saved.defect) if saved.defect[0] else None,
         trace_fd=trace_fd,
         rerun_fd=rerun_fd,
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from distcheck.contract import Contract
+from distcheck.errors import InternalError
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.coverage import PlannedCheck
@@ -50,7 +51,8 @@ class RecordedRun:
 
     `surroundings` are those of the rerun; `rerun_in` says the same, or why they are not what was
     asked for. `separation` is what further worlds have shown of a rerun that differed. `not_run`
-    says why no rank was started. Its traces are open as long as the one who hands it out says.
+    says why no rank was started, `defect` which one of distcheck's own ended a rank. Its traces
+    are open as long as the one who hands it out says.
     """
 
     plan: PlannedRun
@@ -60,6 +62,7 @@ class RecordedRun:
     rerun_in: str = ""
     separation: Separation | None = None
     not_run: str = ""
+    defect: InternalError | None = None
     trace_fd: int = -1
     rerun_fd: int = -1
 

@@ -41,7 +41,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 
     def replaces(self, done: CaseReport) -> bool:
         """Whether its report takes the place of the first one."""
-        return self.kind == "no scalar" and bool(done.outcomes) and not done.ranks_failed
+        return self.kind == "no scalar" and done.ranks_finished
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
@@ -61,7 +61,7 @@ def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
 def _without_scalar(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
     """Ranks crashed on a workload that has such a parameter, and on another one they did not."""
     alike = _siblings(report, reports)
-    finished = any(r.outcomes and not r.ranks_failed for r in alike)
+    finished = any(r.ranks_finished for r in alike)
     without = _NO_SCALAR.get(report.case.workload)
     if without is None or not _crashed(report) or not finished:
         return None
@@ -140,7 +140,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         same = [r for r in alike if _base(r.case) == _base(report.case)]
         # A crash that the same workload does not have in float32 comes of the dtype, also where
         # gradients are wrong.
-        ran = bool(same) and all(r.outcomes and not r.ranks_failed for r in same)
+        ran = bool(same) and all(r.ranks_finished for r in same)
         passed = ran and all(r.verdict == "pass" for r in alike)
         if why and (passed or (ran and report.ranks_failed)):
             out[report.case.id] = _float64_note(report, why, passed=passed)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from distcheck.errors import CannotRunError
+from distcheck.errors import CannotRunError, InternalError
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.sealed_memory import sealed_memory
@@ -40,6 +40,7 @@ class InProgress:
     seen: Facts | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
     not_run: str = ""
+    defect: InternalError | None = None
     judges_left: int = 0
     worlds_left: int = 0
     finished: bool = False
@@ -57,6 +58,7 @@ class InProgress:
             rerun_in=recorded.rerun_in,
             separation=recorded.separation,
             not_run=recorded.not_run,
+            defect=recorded.defect,
         )
 
     @property
@@ -74,6 +76,7 @@ class InProgress:
             rerun_in=self.rerun_in,
             separation=self.separation,
             not_run=self.not_run,
+            defect=self.defect,
             trace_fd=self.traces.get("world", -1),
             rerun_fd=self.traces.get("rerun", -1),
         )

@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 import xxhash
 
+from distcheck.backends import backend_names
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
-from distcheck.errors import CannotRunError, InternalError, LeftOutError, RankLostError
+from distcheck.errors import CannotRunError, LeftOutError, RankLostError
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
@@ -30,8 +31,10 @@ from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_runs import PlannedRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
+from distcheck.worlds import blame
 from distcheck.worlds.launch import (
     error_of,
+    internal_error,
     job_result,
     run_job,
     run_until_over,
@@ -278,11 +281,10 @@ def calibrate(
                 raise RankLostError(lost[0])
             why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
             if not ranks.hung:
-                unfinished = [c for c in ranks.children if c.done is None]
-                error = error_of((unfinished or ranks.children)[0])
-                if isinstance(error, InternalError):
-                    raise error
-                why = str(error)
+                raised = blame.own_defect(ranks.children, hung=False)
+                if raised is not None and backend in backend_names():
+                    raise internal_error(raised)
+                why = str(error_of(blame.first_cause(ranks.children, hung=False)))
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )

@@ -24,7 +24,7 @@ from distcheck.records import CheckResult, Outcome, VerdictName
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
-from distcheck.verification import limits
+from distcheck.verification import limits, own_defects
 from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun, is_separate
 from distcheck.verification.in_progress import InProgress, WorldName, new_trace
 from distcheck.verification.judgings import Judging, start_judging, what_was_judged, what_was_seen
@@ -215,6 +215,8 @@ class Session:
         refused = refusal_of(world)
         if refused is not None:  # what cannot be adapted may show only when it is called
             raise refused
+        if asked.what != "further" and run.defect is None:
+            run.defect = own_defects.in_rank(run.case, world.children, hung=world.hung)
         if asked.what == "further":
             self._further_world_over(run, succeeded=world.succeeded)
             return

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from distcheck.errors import InternalError
 from distcheck.judge import acceptance, diagnosis, sensitivity
 from distcheck.judge.checks.merging import (
     earliest_failure,
@@ -52,7 +53,11 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
         checks=tuple(results),
         diagnosis=tuple(
             diagnosis.diagnose(
-                outcomes, results, judged.seen, run.separation, accept=run.case.accept
+                () if run.defect else outcomes,
+                results,
+                judged.seen,
+                run.separation,
+                accept=run.case.accept,
             )
         ),
         timings_s={name: round(spent, 3) for name, spent in judged.timings_s.items()},
@@ -145,7 +150,9 @@ def _results(judged: JudgedRun, outcomes: Sequence[Outcome]) -> list[CheckResult
                 shown = sensitivity.judge(run.case, results, if_none=why)
                 results.append(hold_against(shown, planned.required))
             else:
-                results.append(_with_note(_outcome_check(planned, outcomes), run.not_run))
+                results.append(
+                    _with_note(_outcome_check(planned, outcomes, run.defect), run.not_run)
+                )
             continue
         found = parts.get((planned.check, planned.layer))
         if found:
@@ -215,7 +222,9 @@ def _may_follow(result: CheckResult, cause: CheckResult) -> bool:
     return result.first.step > cause.first.step or (same_lattice and result.check != cause.check)
 
 
-def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckResult:
+def _outcome_check(
+    planned: PlannedCheck, outcomes: Sequence[Outcome], defect: InternalError | None
+) -> CheckResult:
     failed = [o for o in outcomes if o.outcome != RankEnd.FINISHED]
     result = CheckResult(
         check=planned.check,
@@ -224,6 +233,14 @@ def _outcome_check(planned: PlannedCheck, outcomes: Sequence[Outcome]) -> CheckR
         compared=Compared(ranks=len(outcomes)),
         reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
     )
+    if defect is not None:  # which says nothing of the strategy
+        result = msgspec.structs.replace(
+            result,
+            verdict="unknown",
+            reason=f"internal error in rank {failed[0].rank}: {defect}; this is a defect of "
+            "distcheck, and the case was not judged",
+            defect=defect.traceback,
+        )
     return hold_against(result, planned.required)
 
 

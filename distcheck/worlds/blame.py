@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from itertools import takewhile
 
+from distcheck.errors.defects import is_of_a_program, place_of
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
 from distcheck.records.ends import VICTIM, RankEnd
@@ -27,6 +28,7 @@ _COLLECTIVES_ERRORS = {
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
 _STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
+_OWN_CODE = "distcheck fell over what the code under test left behind, or over itself"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
 # Below it, in faulthandler's order, is the life of the process that forked this one.
@@ -48,8 +50,34 @@ def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
     ranks that raised on their own account the earliest comes first, and among ranks that hung
     those that are in no collective.
     """
+    return [outcome for outcome, _ in _in_order(children, hung=hung)]
+
+
+def first_cause(children: Sequence[Child], *, hung: bool) -> Child:
+    """The rank whose end is the original cause, of those that did not finish."""
+    return _in_order(children, hung=hung)[0][1]
+
+
+def own_defect(children: Sequence[Child], *, hung: bool) -> messages.Raised | None:
+    """What ended a world, if only code of distcheck and its libraries is in the traceback, and it
+    is neither a lost peer nor trouble of the machine. It is a defect of distcheck where no code of
+    others had run in that rank, which may have left behind what distcheck fell over.
+    """
+    child = first_cause(children, hung=hung)
+    ended = _outcome(child, 0, hung=hung).outcome
+    return child.raised if ended == RankEnd.RAISED and _in_own_code(child) else None
+
+
+def _in_own_code(child: Child) -> bool:
+    raised = child.raised
+    if raised is None or not raised.defect or is_victim(child):
+        return False
+    return is_of_a_program(raised.kind)
+
+
+def _in_order(children: Sequence[Child], *, hung: bool) -> list[tuple[Outcome, Child]]:
     judged = [(_outcome(child, rank, hung=hung), child) for rank, child in enumerate(children)]
-    return [outcome for outcome, _ in sorted(judged, key=lambda pair: _order(*pair))]
+    return sorted(judged, key=lambda pair: _order(*pair))
 
 
 def is_victim(child: Child) -> bool:
@@ -106,6 +134,8 @@ def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
     if child.raised is not None and not outlived and not (hung and child.woken):
         collective = f"\nlast collective: {child.raised.collective}"
         text = child.raised.traceback + (collective if child.raised.collective else "")
+        if _in_own_code(child):
+            text += f"\nraised in {place_of(child.raised.defect)}: {_OWN_CODE}"
         victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
         return RankEnd.RAISED, f"{where}{victim}\n{text}{_output(child)}"
     if finished(child, hung=hung):

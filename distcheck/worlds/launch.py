@@ -166,11 +166,16 @@ def error_of(child: Child) -> DistcheckError:
     if raised.exit_code is not None:
         return CannotRunError(raised.message)
     if raised.defect:
-        where = place_of(raised.defect)
-        return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
+        return internal_error(raised)
     lines = [line.strip() for line in raised.traceback.splitlines() if line.strip()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
     return UsageError(f"{raised.kind}: {raised.message} ({where})" if where else raised.message)
+
+
+def internal_error(raised: messages.Raised) -> InternalError:
+    """The error that a defect of distcheck's own stands for."""
+    where = place_of(raised.defect)
+    return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
 
 
 def refusal_of(world: World) -> DistcheckError | None:

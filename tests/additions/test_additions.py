@@ -300,6 +300,72 @@ def test_it_takes_what_the_table_says(name: str, tmp_path: Path) -> None:
     assert re.search(rf"(^|\W){re.escape(added.says)}(\W|$)", said), said
 
 
+SETTING = """
+    most_cases: Annotated[
+        int | None,
+        Setting(kind=Annotated[int, Meta(ge=1)], takes="a number of cases", help="No more cases."),
+    ] = None
+"""
+# File: what stands there, and what it becomes.
+OPTION = {
+    "distcheck/plan/settings.py": (
+        '    """What can be set, with what it is if it is not."""\n',
+        f'    """What can be set, with what it is if it is not."""\n{SETTING}',
+    ),
+    "distcheck/plan/cases.py": (
+        "    return name_apart(cases)\n",
+        "    return name_apart(cases)[: request.most_cases]\n",
+    ),
+}
+# The matrix on the command line and in a file; in Python, with no rank started.
+USES_OPTION = """
+import json, pathlib, sys
+import distcheck
+from distcheck.cli import main
+from distcheck.testing import verifying
+
+CASES = ["--strategy", "allreduce", "--world", "2"]
+
+def planned(*words):
+    sys.argv = ["distcheck", "plan", *words, "--json", "plan.json"]
+    try:
+        main()
+    except SystemExit as left:
+        assert not left.code, left.code
+    return len(json.loads(pathlib.Path("plan.json").read_text())["cases"])
+
+def verified(**settings):
+    verifying.verify_cases = lambda cases, **rest: cases
+    return len(distcheck.verify("allreduce", world=2, **settings))
+
+pathlib.Path("two.toml").write_text('strategies = ["allreduce"]\\nworlds = [2]\\nmost_cases = 2\\n')
+pathlib.Path("bad.toml").write_text('strategies = ["allreduce"]\\nmost_cases = 0\\n')
+print("found", planned(*CASES) > 2, planned(*CASES, "--most-cases", "1"),
+      planned("--config", "two.toml"), planned("--config", "two.toml", "--most-cases", "1"),
+      verified() > 2, verified(most_cases=1))
+planned("--config", "bad.toml")
+"""
+
+
+def test_an_option_takes_its_declaration_and_the_place_that_reads_it(tmp_path: Path) -> None:
+    copied(folder := tmp_path / "copy")
+    for name, (before, after) in OPTION.items():
+        text = (folder / name).read_text()
+        assert text.count(before) == 1, name
+        (folder / name).write_text(text.replace(before, after))
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", USES_OPTION],
+        cwd=tmp_path, env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "found True 1 2 1 True 1\n" in ran.stdout, ran.stderr
+    assert "bad.toml: most_cases is 0; most_cases takes a number of cases" in ran.stderr
+    rows = (ROOT / "docs" / "whats-here.md").read_text().splitlines()
+    (row,) = [line for line in rows if line.startswith("| option of `verify` |")]
+    assert "plan/settings.py" in row
+    assert len(OPTION) == 2
+
+
 @pytest.mark.parametrize("name", ADDED)
 def test_the_table_names_each_place_that_is_touched(name: str) -> None:
     added = ADDED[name]

@@ -1,8 +1,10 @@
 """One set of settings: options of `verify`, keys of the configuration, the signature of
-`distcheck.verify` and the fields of a request have the same names and defaults.
+`distcheck.verify`, the fields of a request and those of a case have the same names and defaults; so
+have the promises of `@strategy` and the fields of a contract.
 """
 
 import inspect
+import re
 from typing import Any
 
 import click
@@ -11,8 +13,11 @@ import pytest
 
 import distcheck
 from distcheck.cli.commands.verify import command
+from distcheck.contract import Contract
 from distcheck.plan.cases import Request
 from distcheck.plan.configuration import PARAMETERS, TAKES, OfAll
+from distcheck.plan.settings import SETTINGS
+from distcheck.records import Case
 
 # Where a name differs, by the name of the option's parameter.
 IN_PYTHON = {"strategies": "strategy", "worlds": "world", "workloads": "workload"}
@@ -75,3 +80,41 @@ def test_defaults_are_the_same_everywhere(name: str) -> None:
     python = PYTHON.get(IN_PYTHON.get(name, name))
     if python is not None:
         assert python.default == expected
+
+
+def test_what_is_declared_once_is_everywhere() -> None:
+    for name, setting in SETTINGS.items():
+        assert FIELDS[name].default == PYTHON[name].default == default_of(name)
+        assert TAKES[name] == setting.takes
+        assert PARAMETERS[name] == name
+        assert setting.help in (OPTIONS[name].help or "")
+
+
+def test_python_refuses_what_is_no_setting() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'step' \(did you mean steps"):
+        distcheck.verify("allreduce", step=3)
+
+
+# Of a case alone: a request has several, or it follows from them.
+OF_A_CASE = {
+    "id", "strategy", "world", "workload", "steps", "dtype", "layers", "rerun", "initial",
+    "reference_device", "left_out",
+}  # fmt: skip
+
+
+def test_a_case_has_the_defaults_of_a_request() -> None:
+    fields = {field.name: field.default for field in msgspec.structs.fields(Case)}
+    shared = fields.keys() - OF_A_CASE
+    assert shared <= FIELDS.keys(), "what a case says, a request can ask for"
+    assert {n: fields[n] for n in shared} == {n: FIELDS[n].default for n in shared}
+
+
+def test_promises_are_the_fields_of_a_contract() -> None:
+    fields = {field.name: field.default for field in msgspec.structs.fields(Contract)}
+    promises = inspect.signature(distcheck.strategy).parameters
+    assert {name: promise.default for name, promise in promises.items()} == fields
+    described = re.findall(r"^ {4}(\w+)  ", Contract.__doc__ or "", re.MULTILINE)
+    assert sorted(described) == sorted(fields), "a line for each in the docstring"
+    with pytest.raises(ValueError, match="@strategy") as refused:
+        distcheck.strategy(micro_batches=0)
+    assert all(name in str(refused.value) for name in fields)

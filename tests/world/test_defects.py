@@ -1,5 +1,6 @@
 """Defects of distcheck itself: exit code 70 and a saved traceback, and never a usage error."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,18 @@ from distcheck.judge import checks, job
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
+from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
+from distcheck.records.layers import IN_FLOAT64
 from distcheck.reports.documents import check_document
+from distcheck.reports.findings import finding_of, ranks_failed
 from distcheck.training.jobs import INSPECT
+from distcheck.verification.followups import leave_out
 from distcheck.workloads.datasets.job import PREPARE
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
+from tests.additions.test_additions import copied
 from tests.documents import document, passing
 
 PACKAGE = Path(job.__file__).parents[1]
@@ -121,3 +128,70 @@ def test_a_report_with_such_a_check_has_that_exit_code_and_no_other() -> None:
     check_document(found, "r.json")
     with pytest.raises(UsageError, match="has the exit code 5, but its cases give 70"):
         check_document({**found, "exit_code": 5}, "r.json")
+
+
+def test_a_defect_in_a_rank_is_no_failure_of_the_case() -> None:
+    whole = passing(world=2)
+    broken = msgspec.structs.replace(
+        whole.checks[0], verdict="unknown", defect=OWN, reason="internal error in rank 0"
+    )
+    ends = (Outcome(rank=0, outcome=RankEnd.RAISED), Outcome(rank=1, outcome=RankEnd.ENDED))
+    rest = [msgspec.structs.replace(one, verdict="unknown") for one in whole.checks[1:]]
+    case = msgspec.structs.replace(whole, verdict="unknown", checks=(broken, *rest), outcomes=ends)
+    assert (case.ranks_failed, case.ranks_finished) == (False, False)
+    found = document(case)
+    assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
+    check_document(found, "r.json")
+    assert not ranks_failed(found["cases"][0])
+    assert finding_of(found["cases"][0]).headline == "outcome: internal error in rank 0"
+    companion = msgspec.structs.replace(
+        case, case=msgspec.structs.replace(case.case, dtype="float64", layers=(IN_FLOAT64,))
+    )
+    of_float32 = msgspec.structs.replace(
+        whole, case=msgspec.structs.replace(whole.case, id="other", dtype="float32")
+    )
+    kept, out = leave_out([of_float32, companion])
+    assert (len(kept), out) == (2, {}), "it does not say that the code computes in float32 alone"
+
+
+PLANTED = '''
+import distcheck
+from distcheck.records import Report
+
+USER = """
+def sync(model, step):
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+from torch import distributed
+"""
+open("mine.py", "w").write(USER)
+quick = dict(world=2, workload="mlp", dtype="float32", steps=1, separate=False)
+for case in distcheck.verify(["allreduce", "mine.py:sync"], **quick).cases:
+    outcome = case.checks[0]
+    print([outcome.verdict, "planted" in outcome.defect, [d.cause for d in case.diagnosis],
+           int(Report(environment={}, cases=(case,)).exit_code)])
+    print(outcome.reason if outcome.defect else case.outcomes[0].detail)
+'''
+
+
+def test_a_defect_that_is_planted_in_a_rank(tmp_path: Path) -> None:
+    """With built-in code alone it is one; beside code of another's it is not known whose it is."""
+    copied(copy := tmp_path / "copy")
+    recorder = copy / "distcheck" / "training" / "recorder.py"
+    before, where, after = recorder.read_text().rpartition("parameters = dict(trainable(model))")
+    recorder.write_text(f"{before}{where}['planted']{after}")
+    assert where
+    ran = subprocess.run(
+        [sys.executable, "-c", PLANTED],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    ours, reason, theirs, *detail = ran.stdout.splitlines()
+    assert ours == "['unknown', True, [], 70]", ran.stderr
+    assert reason.startswith("internal error in rank ")
+    assert "KeyError: 'planted' (at distcheck/training/recorder.py:" in reason
+    assert theirs == "['fail', False, ['crash'], 4]"
+    assert any(line.startswith("raised in distcheck/training/recorder.py:") for line in detail)

@@ -12,6 +12,7 @@ from distcheck.cli.options import (
     given_options,
     machine_options,
     matrix_options,
+    setting_options,
 )
 from distcheck.reports.files import errors_told, output_options, taken_from
 
@@ -45,12 +46,6 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     **completion.WORKLOADS,
 )
 @click.option(
-    "--thorough",
-    is_flag=True,
-    help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in worlds 2 "
-    "to 6, or those of --world, and search for a minute. The cost is printed first.",
-)
-@click.option(
     "--without",
     multiple=True,
     metavar="CELL",
@@ -58,31 +53,12 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     **completion.CELLS,
 )
 @click.option(
-    "--explore-s",
-    default=60.0,
-    show_default=True,
-    metavar="S",
-    help="With --thorough: the seconds to search for a failure of each strategy; 0: no search.",
-)
-@click.option(
-    "--steps",
-    type=int,
-    metavar="N",
-    help="Steps to record; fewer than 3 miss bugs that begin late. "
-    "[default: each workload's own number]",
-)
-@click.option(
     "--dtype",
     metavar="NAME",
     help="float32, float64, bfloat16 or float16. [default: float32, and float64 where quick]",
     **completion.DTYPES,
 )
-@click.option(
-    "--separate/--no-separate",
-    default=True,
-    help="Rerun in separate interpreters, as on several machines. Without them a run is about 2 "
-    "s faster. [default: --separate]",
-)
+@setting_options
 @matrix_options
 @output_options
 @click.option(
