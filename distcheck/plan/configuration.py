@@ -66,9 +66,9 @@ TAKES = {
     "reset": "the name of a method",
     "without_data": "numbers of ranks, from 0, as in [0]",
     "loss": "mean, mean/world or sum/global",
-    "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
+    "accept": 'an intended deviation, as --accept takes it: "low-precision:bf16"',
     "thorough": "true or false",
-    "without": "names of cells that --thorough would run",
+    "without": "names of cells of --thorough",
     "explore_s": "seconds to search with --thorough, from 0 (no search)",
     "separate": "true or false",
 }

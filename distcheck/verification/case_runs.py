@@ -89,7 +89,7 @@ class CaseRun:
         """
         case = self.case
         if not case.separate:
-            why_not = "as was asked for"
+            why_not = "because of --no-separate"
         elif not is_separate(case):
             why_not = "ranks on a GPU" if case.device != "cpu" else f"backend {case.backend}"
         if why_not:
@@ -118,7 +118,7 @@ def new_trace(layout: TraceLayout) -> int:
     except OSError as error:
         os.close(fd)
         raise CannotRunError(
-            f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
+            f"a trace of {layout.total_bytes / 2**30:.1f} GiB does not fit in shared memory: "
             f"{error.strerror} (ulimit -f?)"
         ) from error
     return fd
