@@ -40,7 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=bool,
             takes="true or false",
             help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in "
-            "worlds 2 to 6, or those of --world, and search for a minute. The cost is printed first.",
+            "worlds 2 to 6, or those of --world, and search for a minute. The cost is printed "
+            "first.",
         ),
     ] = False
     explore_s: Annotated[
