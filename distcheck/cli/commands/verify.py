@@ -39,7 +39,8 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="What to train; may be given several times. [default: lattice, cnn and composite]",
+    help="What to train; may be given several times. [default: lattice, cnn and composite, and the "
+    "cell absent_on_some, which counts only where ranks finish it]",
     **completion.WORKLOADS,
 )
 @click.option(
