@@ -1,6 +1,6 @@
 """From what was asked for to cases, and from a case to the checks that it needs. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -14,6 +14,7 @@ from distcheck.judge.checks import ORDER
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
+from distcheck.plan.cells_to_run import ALWAYS, cells_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.settings import Settings
 from distcheck.plan.single_ranks import check_delays, check_without_data
@@ -77,7 +78,7 @@ def check_request(request: Request) -> None:
     check_adaptation(request.adaptation, request.loss)
     for spec in request.workloads:
         check_workload(spec)
-    asked_for = request.workloads or tuple(DEFAULT_RUN)
+    asked_for = request.workloads or ALWAYS
     acceptance.check_asked(
         request.accept,
         dtype=request.dtype,
@@ -199,7 +200,7 @@ def check_case(case: Case) -> Case:
 def plan_cases(request: Request) -> list[Case]:
     """The cases, strategy by strategy, world by world."""
     check_request(request)
-    workloads = dict.fromkeys(request.workloads or DEFAULT_RUN)
+    workloads = dict.fromkeys(request.workloads or ALWAYS)
     if request.dtype not in (None, *EXACT_DTYPES):
         workloads.pop("lattice", None)
     if not acceptance.keeps_lattice(request.accept):
@@ -216,28 +217,16 @@ def plan_cases(request: Request) -> list[Case]:
                 for workload in workloads
                 for dtype in _dtypes(request, workload)
             ),
-            *_cells(request, strategy, world, besides=workloads),
+            *(
+                msgspec.structs.replace(_case(own, strategy, world, name, "float32"), **said)
+                for name, own, said in cells_to_run(request, world, besides=workloads)
+            ),
         ]
     ]
     cases += [
         _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
     ]
     return name_apart(cases)
-
-
-def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str]) -> list[Case]:
-    """The cells of `--thorough`: float32, with batches and steps of their own, whatever number of
-    steps was asked for: fewer would not show what a cell is for.
-    """
-    if not request.thorough or world not in (request.cell_worlds or request.worlds):
-        return []
-    cases = []
-    for name, cell in CELLS.items():
-        own = msgspec.structs.replace(request, batch=max(cells.BATCH, world), steps=cell.steps)
-        case = _case(own, strategy, world, name, "float32")
-        left_out = "you gave --without" if name in request.without else ""
-        cases += [msgspec.structs.replace(case, left_out=left_out)] if name not in besides else []
-    return cases
 
 
 def _against_cpu(case: Case) -> Case:

@@ -59,7 +59,8 @@ def verify(
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
                 be imported by its module and name, as it stands there
     world       number of ranks, or several to try; by default 4
-    workload    names of workloads; by default lattice, cnn and composite
+    workload    names of workloads; by default lattice, cnn and composite, and absent_on_some, which
+                counts only where ranks finish it
     batch       samples per step, over all ranks; `steps`: by default each workload's own
     form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
     without_data  ranks without a shard of the batch, such as a parameter server

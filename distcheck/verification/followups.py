@@ -1,12 +1,14 @@
 """What is run once more, or not counted, when a strategy's cases have failed for a known reason.
 
-Three kinds of right code fail in the default cases, and none of them in a usual training:
+Four kinds of right code fail in the default cases, and none of them in a usual training:
 
 - code that cannot take a parameter of no dimension (`x[:]`, `len(x)`): the lattice and composite
   have one. They are run again with a vector of one element in its place, and those reports take the
   first ones' places
 - code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
   which is added for S64. Where every float32 case passed, that case is left out
+- code that takes no account of gradients that some ranks do not have: it crashes or hangs in the
+  cell that the default run adds for them, which is left out then (`plan/cells_to_run.py`)
 - code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
   equal shards is run to say what passes then
 
@@ -21,6 +23,7 @@ from typing import Literal
 
 import msgspec
 
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
 from distcheck.records.ends import RankEnd
@@ -130,9 +133,12 @@ def _hinted(cause: Diagnosis, what: str) -> Diagnosis:
 
 def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
     """The reports that count, with notes on those that do not, and why they do not, by their id:
-    the float64 cases of code that computes in float32.
+    the float64 cases of code that computes in float32, and the cells of the default run that ranks
+    do not finish.
     """
     out: dict[str, str] = {}
+    untrained = [report for report in reports if _is_untrained(report, reports)]
+    reports = [report for report in reports if report not in untrained]
     for report in reports:
         alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
         why = _why_not_float64(report) if _is_companion(report.case) else ""
@@ -145,10 +151,14 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         if why and (passed or (ran and report.ranks_failed)):
             out[report.case.id] = _float64_note(report, why, passed=passed)
     kept = [r for r in reports if r.case.id not in out]
+    left = [(r, out[r.case.id]) for r in reports if r.case.id in out]
+    for report in untrained:
+        out[report.case.id] = _untrained_note(report)
+        # Beside a failure it says nothing: the code may have ended there for the same reason.
+        if all(r.verdict != "fail" for r in _siblings(report, kept)):
+            left.append((report, out[report.case.id]))
     notes: Callable[[CaseReport], list[str]] = lambda report: [  # noqa: E731
-        note
-        for left in reports
-        if (note := out.get(left.case.id)) and left.case.siblings == report.case.siblings
+        note for other, note in left if other.case.siblings == report.case.siblings
     ]
     return [msgspec.structs.replace(r, notes=(*r.notes, *notes(r))) for r in kept], out
 
@@ -177,6 +187,23 @@ def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
     )
 
 
+def _is_untrained(report: CaseReport, reports: Sequence[CaseReport]) -> bool:
+    """Whether ranks did not finish a case that counts only if they do, and others ran."""
+    left = counts_if_finished(report.case) and report.ranks_failed
+    return left and bool(_siblings(report, reports))
+
+
+def _untrained_note(report: CaseReport) -> str:
+    first = next(iter(report.diagnosis), None)
+    ended = _error(report) if first is None or first.cause == "crash" else first.evidence
+    name = report.case.workload
+    return (
+        f"{name} does not count: the code does not train a model in which some ranks do not use "
+        f"some layers, where gradients are None ({_shortened(ended)}); that is right for models in "
+        f"which every rank uses every layer; --workload {name} asks for it"
+    )
+
+
 def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseReport]:
     """The other cases of the same code, called in the same way, in the same world."""
     case = report.case
@@ -199,5 +226,8 @@ def _error(report: CaseReport) -> str:
     """The error that the first rank ended with, in one line."""
     first: Outcome = next(o for o in report.outcomes if o.outcome != RankEnd.FINISHED)
     found = _ERROR.findall(first.detail) or first.detail.splitlines()[1:2] or [first.outcome]
-    text = str(found[-1]).strip()
+    return _shortened(str(found[-1]).strip())
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -15,6 +15,7 @@ from distcheck.errors import CannotRunError, LeftOutError, RankLostError
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
@@ -192,6 +193,8 @@ def _note_left_out(
     `elsewhere`, on those of other worlds.
     """
     siblings = [run for run in runs if run.case.siblings == case.siblings]
+    if counts_if_finished(case) and siblings:
+        return list(runs)  # it was not asked for, and what a pass does not show names what it has
     if not siblings and elsewhere:
         reason = f"world {case.world}: {reason}"
         siblings = [run for run in runs if run.case.strategy == case.strategy]

@@ -20,6 +20,7 @@ from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import not_run_after_hang
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import CheckResult, Outcome, VerdictName
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
@@ -224,7 +225,7 @@ class Session:
             run.rerun_outcomes = tuple(outcomes)
         else:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
-        if world.hung:
+        if world.hung and not counts_if_finished(run.case):
             self._leave_out_others(run)
         self._judge_whole_run_if_due(run)
 

@@ -37,7 +37,7 @@ class RestsAtRateZero:
             average(model, step)
 
 
-@mutant(caught=APART, workload="absent_on_some", world=3, steps=1)
+@mutant(caught=f"{APART}, loss S32", workload="absent_on_some", world=3, steps=3)
 def asks_rank_0_what_there_is(model: nn.Module, step: Step) -> None:
     """So that all ranks call the same collectives: what rank 0 lacks is never exchanged."""
     parameters = list(model.parameters())

@@ -190,3 +190,37 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
 
 def test_no_follow_up_for_what_is_right() -> None:
     assert follow_ups([report("lattice"), report("cnn"), report("cnn", "float64")]) == []
+
+
+LOUD = {"verdict": "fail", "outcomes": CRASHED}
+
+
+def absent(*, rerun: bool = False, **said: Any) -> CaseReport:
+    found = report("absent_on_some", **said)
+    return msgspec.structs.replace(found, case=msgspec.structs.replace(found.case, rerun=rerun))
+
+
+@pytest.mark.parametrize("ended", [CRASHED, HUNG], ids=["crashed", "hung"])
+def test_a_model_that_the_code_does_not_train_does_not_count(ended: tuple[Outcome, ...]) -> None:
+    reports = [report("cnn"), absent(verdict="fail", outcomes=ended)]
+    (kept,), out = leave_out(reports)
+    assert list(out) == ["absent_on_some-float32"]
+    assert [note for note in kept.notes if "--workload absent_on_some asks for it" in note]
+    assert follow_ups(reports) == []
+
+
+def test_wrong_gradients_in_it_count_and_so_does_what_was_asked_for() -> None:
+    for found in (absent(verdict="fail"), absent(verdict="unknown"), absent(rerun=True, **LOUD)):
+        assert leave_out([report("cnn"), found]) == ([report("cnn"), found], {})
+    assert leave_out([absent(**LOUD)]) == ([absent(**LOUD)], {})  # nothing else was judged
+
+
+def test_beside_a_failure_it_is_left_out_without_a_word() -> None:
+    (kept,), out = leave_out([report("cnn", verdict="fail"), absent(**LOUD)])
+    assert kept.notes == ()
+    assert list(out) == ["absent_on_some-float32"]
+
+
+def test_it_has_no_say_in_whether_float64_counts() -> None:
+    reports = [report("cnn"), report("cnn", "float64", **SHORT), absent(**LOUD)]
+    assert set(leave_out(reports)[1]) == {"cnn-float64", "absent_on_some-float32"}

@@ -9,6 +9,7 @@ from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batch
 from distcheck.plan.cases import PlannedCheck, Request, check_case, plan_cases, plan_checks
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.training.jobs import CaseFacts
 from distcheck.verification.case_runs import is_separate
@@ -54,20 +55,50 @@ def checks(
 
 
 def test_the_default_run() -> None:
-    lattice, cnn, composite, semantic = cases()
-    assert [c.id for c in (lattice, cnn, composite, semantic)] == [
+    lattice, cnn, composite, semantic, absent = cases()
+    assert [c.id for c in cases()] == [
         "allreduce-w4-lattice-float32",
         "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32",
         "allreduce-w4-composite-float64",
+        "allreduce-w4-absent_on_some-float32",
     ]
-    assert [c.steps for c in (lattice, cnn, composite, semantic)] == [12, 3, 3, 2]
+    assert [c.steps for c in cases()] == [12, 3, 3, 2, 3]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
     assert {layer for check, layer in checks(lattice)} == {"lattice", "X", "-"}
     assert {layer for check, layer in checks(cnn)} == {"X", "R", "S32", "-"}
     assert {layer for check, layer in checks(composite, draws=True)} == {"X", "R", "-"}
     assert {layer for check, layer in checks(semantic)} == {"S64", "X", "-"}
-    assert [c.rerun for c in (lattice, cnn, composite, semantic)] == [False, True, False, False]
+    assert [c.rerun for c in cases()] == [False, True, False, False, False]
+    assert [counts_if_finished(c) for c in cases()] == [False] * 4 + [True]
+    assert (absent.deadline_s, cnn.deadline_s) == (3.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"workloads": ["cnn"]}, {"dtype": "float32"}, {"accept": "quantised:8"}, {"worlds": [1]},
+        {"adaptation": {"without_data": [0]}}, {"without": ["absent_on_some"]},
+        {"backend": "mpi"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_default_run_need_not_finish_is_not_run(
+    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distcheck.backends.missing", lambda name: "")
+    assert not any(counts_if_finished(case) for case in cases(**asked))
+
+
+def test_what_the_default_run_need_not_finish_keeps_its_steps_and_may_be_asked_for() -> None:
+    """Fewer would not show what it is for; asked for, it counts whatever happens."""
+    (absent,) = (c for c in cases(steps=1, batch=8, deadline_s=2.0) if counts_if_finished(c))
+    assert (absent.steps, absent.batch, absent.deadline_s) == (3, 256, 2.0)
+    assert check_case(absent) == absent
+    thorough = [c for c in cases(thorough=True) if c.workload == "absent_on_some"]
+    for asked in (cases(workloads=["absent_on_some"]), thorough):
+        (case,) = asked
+        assert not counts_if_finished(case)
 
 
 def test_what_is_asked_for_by_name_is_run_in_full() -> None:
@@ -77,7 +108,7 @@ def test_what_is_asked_for_by_name_is_run_in_full() -> None:
         ("cnn", "float32", True), ("cnn", "float64", False),
         ("composite", "float32", True), ("composite", "float64", False),
     ]  # fmt: skip
-    assert {c.steps for c in cases(steps=5)} == {5}
+    assert {c.steps for c in cases(steps=5) if not counts_if_finished(c)} == {5}
     (alone,) = cases(workloads=["composite"], dtype="float64")
     assert (alone.steps, alone.layers) == (3, ("X", "R", "S64"))
 
@@ -247,7 +278,7 @@ def test_a_failed_calibration_falls_back_to_the_bound_and_says_so() -> None:
 
 
 def test_random_forward_passes_have_no_full_batch() -> None:
-    _, cnn, _, semantic = cases()
+    _, cnn, _, semantic, _ = cases()
     assert ("gradients", "S32") not in checks(cnn, draws=True)
     planned = checks(semantic, draws=True)
     assert ("gradients", "S64") not in planned
@@ -284,7 +315,7 @@ def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
 
 
 def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
-    _, cnn, _, semantic = cases()
+    _, cnn, _, semantic, _ = cases()
     facts = facts_of(ORDERED, normalises_batches=True, rows_apart=True)
     for case in (cnn, semantic):
         planned = plan_checks(case, facts, sizes=[(64,) * 4] * 3, calibration_failure="")

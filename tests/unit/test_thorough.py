@@ -16,6 +16,7 @@ from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.explore.beside import _without, explore_beside
 from distcheck.plan import thorough
 from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.thorough import Search, beside, widened
 from distcheck.records import Report
@@ -23,7 +24,6 @@ from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.wording import describe_search, searches_of
 from distcheck.verification.merging import Part, join
-from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.pool import Pool
 from tests.unit.gate_documents import FAILED, PASSED, case_report, document_of
@@ -60,7 +60,7 @@ def test_worlds_that_were_not_given_are_two_to_six_and_cells_run_in_one() -> Non
     cases = plan_cases(widened(request(), world_given=False))
     usual = [case for case in cases if case.workload not in CELLS]
     assert {case.world for case in usual} == {2, 3, 4, 5, 6}
-    assert {case.workload for case in usual} == set(DEFAULT_RUN)
+    assert {case.workload for case in usual} == set(ALWAYS)
     assert {case.world for case in cases if case.workload in CELLS} == {4}
     assert {case.workload for case in cases if case.workload in CELLS} == set(CELLS)
 
@@ -68,7 +68,7 @@ def test_worlds_that_were_not_given_are_two_to_six_and_cells_run_in_one() -> Non
 def test_a_world_that_was_given_is_kept_for_all() -> None:
     cases = plan_cases(widened(request(worlds=(3,)), world_given=True))
     assert {case.world for case in cases} == {3}
-    assert {case.workload for case in cases} == {*DEFAULT_RUN, *CELLS}
+    assert {case.workload for case in cases} == {*ALWAYS, *CELLS}
     plain = Request(strategies=("allreduce",))
     assert widened(plain, world_given=False) == plain
 

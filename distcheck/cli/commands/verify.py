@@ -42,7 +42,8 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="The workload to train; may be given several times. [default: lattice, cnn and composite]",
+    help="The workload to train; may be given several times. [default: lattice, cnn and composite, "
+    "and the cell absent_on_some, which counts only where all ranks finish it]",
     **completion.WORKLOADS,
 )
 @click.option(

@@ -42,13 +42,17 @@ def _takes_what_builds(method: Any) -> bool:
 
 def usual_method(value: Any) -> str:
     """The method that people call after backward, of a class or an object that is neither a module
-    nor an optimizer: the first by a usual name, or the only public one; empty where there is none.
+    nor an optimizer: the first by a usual name, of a class its `__call__`, or the only public one;
+    empty where there is none.
     """
     kind = value if inspect.isclass(value) else type(value)
     if inspect.isroutine(value) or inspect.ismodule(value) or _is_torchs_kind(kind):
         return ""
     own = own_names(kind)
-    return next((name for name in names.FINISH if name in own), own[0] if len(own) == 1 else "")
+    usual = next((name for name in names.FINISH if name in own), "")
+    if not usual and inspect.isclass(value) and any("__call__" in vars(c) for c in kind.__mro__):
+        return "__call__"
+    return usual or (own[0] if len(own) == 1 else "")
 
 
 def _is_torchs_kind(kind: type) -> bool:

@@ -260,6 +260,23 @@ class Source:
             for value in returned
         )
 
+    @property
+    def returns_what_it_calls(self) -> bool:
+        """Whether it returns what a call made, by itself or under a name."""
+        nodes = list(ast.walk(self._tree))
+        made = {
+            place.id
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for place in node.targets
+            if isinstance(place, ast.Name)
+        }
+        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+        return any(
+            isinstance(value, ast.Call) or (isinstance(value, ast.Name) and value.id in made)
+            for value in returned
+        )
+
     def indexes(self, name: str) -> bool:
         """Whether it does with a variable what lists can and generators cannot: x[0], len(x),
         reversed(x).

@@ -196,7 +196,8 @@ CELLS: Mapping[str, Cell] = {
     # Last: many a strategy that is right elsewhere ends the run here.
     "absent_on_some": Cell(
         place="distcheck.workloads.cells.some_ranks:AbsentOnSome",
-        about="one layer is used on one rank only, one on all but one: elsewhere p.grad is None",
+        about="one layer is used on one rank only, one on all but one, one in one step: elsewhere "
+        "p.grad is None",
     ),
 }
 

@@ -1,5 +1,7 @@
 """Cells in which ranks are not alike: in what their samples reach, or in what they begin with."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from distcheck.workloads.cells.samples import CellSamples, CellWorkload
 
 _SIZE = 4096
 _MARK = 8.0  # a pixel that only samples of the second half have
+_BRANCH = 250  # wide, so that padding does not make gradients of different ranks equally long
 
 
 class HalfMarked(CellSamples):
@@ -47,15 +50,14 @@ class _Divided(CellWorkload):
 
 
 class Branches(Layers):
-    """Marked samples go through one layer, the others through another; where none does, it takes
-    no part, or (`empty`) takes part with no sample.
+    """Marked samples go through one layer, the others through another; each layer is called on
+    every rank, with no sample where there is none.
     """
 
-    def __init__(self, classes: int, *, empty: bool) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__(classes)
         self.of_one = nn.Linear(WIDTH, classes)
         self.of_others = nn.Linear(WIDTH, classes)
-        self._empty = empty
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs [n, 3, 8, 8] -> logits [n, classes]."""
@@ -64,26 +66,68 @@ class Branches(Layers):
         is_marked = inputs[:, 0, 0, 0] == _MARK
         for layer, chosen in ((self.of_one, is_marked), (self.of_others, ~is_marked)):
             rows = chosen.nonzero().flatten()
-            if len(rows) or self._empty:
-                logits = logits.index_add(0, rows, layer(hidden[rows]))
+            logits = logits.index_add(0, rows, layer(hidden[rows]))
+        return logits
+
+
+class Experts(Layers):
+    """Marked samples go through one branch, the others through another, and in one step all go
+    through a third: a branch without samples is not called, and has no gradient.
+
+    Sizes differ, so code that exchanges just the gradients that it has does not exchange the wrong
+    ones in silence: its collectives do not fit together, and it ends with an error.
+    """
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.late = nn.Linear(WIDTH, WIDTH)
+        self.of_one = nn.Linear(WIDTH, classes, bias=False)
+        self.of_others = nn.Sequential(
+            nn.Linear(WIDTH, _BRANCH), nn.Tanh(), nn.Linear(_BRANCH, classes, bias=False)
+        )
+        self.uses_late = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs [n, 3, 8, 8] -> logits [n, classes]."""
+        hidden = self.middle(self.inputs(inputs.flatten(1)).tanh()).tanh()
+        if self.uses_late:
+            hidden = hidden + self.late(hidden).tanh()
+        logits: torch.Tensor = self.outputs(hidden)
+        is_marked = inputs[:, 0, 0, 0] == _MARK
+        for branch, chosen in ((self.of_one, is_marked), (self.of_others, ~is_marked)):
+            rows = chosen.nonzero().flatten()
+            if len(rows):
+                logits = logits.index_add(0, rows, branch(hidden[rows]))
         return logits
 
 
 class AbsentOnSome(_Divided):
-    """One layer is used on the last rank alone, another on every rank but the last."""
+    """One layer is used on the last rank alone, another on every rank but the last, and one in
+    step 1 alone.
+    """
 
     must_happen = (
         NoGradient(parameter="of_one.weight", on="every rank but one"),
-        NoGradient(parameter="of_others.weight", on="one rank"),
+        NoGradient(parameter="of_others.0.weight", on="one rank"),
+        NoGradient(parameter="late.weight", after_one=True),
     )
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """What no sample reaches has no gradient."""
-        return Branches(classes, empty=False)
+        return Experts(classes)
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        """One layer comes late, and goes again."""
+        assert isinstance(model, Experts)
+        model.uses_late = step == 1
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain SGD: a gradient of zero does what no gradient does, and code may fill in zeros."""
+        return torch.optim.SGD(parameters, lr=0.05)
 
 
 class ZeroOnSome(_Divided):
-    """The same, but every rank calls both layers."""
+    """One layer has samples on the last rank alone, another on every rank but the last."""
 
     must_happen = (
         ZeroGradient(parameter="of_one.weight", on="every rank but one"),
@@ -92,7 +136,7 @@ class ZeroOnSome(_Divided):
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """What no sample reaches has a gradient of zero."""
-        return Branches(classes, empty=True)
+        return Branches(classes)
 
 
 class Noted(Layers):

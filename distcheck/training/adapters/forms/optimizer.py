@@ -10,6 +10,7 @@ from torch import nn
 from distcheck.contract import Build, contract_of
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
+from distcheck.training.adapters.forms.own_optimizer import Watched
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
@@ -20,16 +21,19 @@ EXAMPLE = "class Wrapper(optimizer, ...) with step(), which synchronises before 
 
 
 def fits(target: Target) -> bool:
-    """A class that is or takes an optimizer."""
-    if not target.is_class:
-        return False
+    """A class that is or takes an optimizer, or a function that makes one of an optimizer, as
+    `DistributedOptimizer(optimizer, ...)` is in many libraries.
+    """
     first = next(iter(target.required), None)
-    return first is not None and _takes_optimizer(first)
+    if first is None or not _takes_optimizer(first):
+        return False
+    is_named_so = "optim" in target.name.lower() or target.name[:1].isupper()
+    return target.is_class or (is_named_so and target.source.returns_what_it_calls)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Made from the workload's optimizer. Its step is begun where the gradients are final: where
-    the optimizer inside begins its own.
+    the optimizer inside, or torch's class that it is derived from, begins its own.
     """
     found = [p.name for p in named_parameters(target.value) if _takes_optimizer(p)]
     if not found:
@@ -39,7 +43,11 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         inner = build(parameters)
+        base = type(inner)
         made = filling.call(inner)
+        if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
+            derived: Any = Watched(made, base, scene, updates=True)
+            return derived  # type: ignore[no-any-return]
         if made is inner or not callable(getattr(made, "step", None)):
             raise UsageError(
                 f"{target.spec!r} made a {type(made).__name__} without a step() of its own"

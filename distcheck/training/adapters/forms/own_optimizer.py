@@ -58,7 +58,7 @@ def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
     return None
 
 
-class _Watched:
+class Watched:
     """What the loop sees in place of an optimizer: its groups and state, and where the step of
     torch's class begins.
     """
@@ -118,7 +118,7 @@ class _Watched:
 
 def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]) -> LoadedStrategy:
     filling = _filling(target, scene)
-    watched: list[_Watched] = []
+    watched: list[Watched] = []
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         inner = build(parameters)
@@ -128,13 +128,13 @@ def _by_its_base(target: Target, scene: Scene, base: type[torch.optim.Optimizer]
         groups = [
             dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
         ]
-        made = _Watched(filling.call(groups), base, scene, updates=is_same)
+        made = Watched(filling.call(groups), base, scene, updates=is_same)
         watched[:] = [made]
         return made if is_same else inner  # type: ignore[return-value]
 
     def sync(model: nn.Module, step: Step) -> None:
         (made,) = watched
-        if isinstance(scene.optimizer, _Watched):
+        if isinstance(scene.optimizer, Watched):
             return  # its step() follows
         begun: list[int] = []
         handle = made.before_update(lambda: begun.append(1))
