@@ -4,12 +4,16 @@ its tests as `distcheck_mutants`.
 In a wheel that is a plain rename (pyproject.toml, force-include, for a whole folder; here for
 single files). An editable install would get a *copy* that way, and edits would go unseen, so it
 gets a package of a few lines that points back at the folder.
+
+It also makes the README's links absolute, so that they work on a package index.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 POINTERS = {"distcheck_strategies": "strategies", "distcheck_mutants": "tests/mutants"}
 
@@ -22,6 +26,33 @@ __path__ = [{folder!r}]
 __file__ = {folder!r} + "/__init__.py"
 exec(compile(Path(__file__).read_text(), __file__, "exec"))
 '''
+
+
+# A relative link in Markdown. MkDocs serves docs/gate.md as gate/, and a folder under its own name.
+RELATIVE_LINK = re.compile(
+    r"\]\((?!https?:|#)(?:docs/)?(?P<page>[^)#]+?)(?:\.md|/)(?P<anchor>#[^)]*)?\)"
+)
+
+
+def with_absolute_links(text: str, base: str) -> str:
+    """The README with links to the documentation site in place of those to files."""
+
+    def absolute(link: re.Match[str]) -> str:
+        page = link["page"].removesuffix("/README")
+        return f"]({base.rstrip('/')}/{page}/{link['anchor'] or ''})"
+
+    return RELATIVE_LINK.sub(absolute, text)
+
+
+class ReadmeForAnIndex(MetadataHookInterface):  # type: ignore[misc]
+    """Sets the long description of the package."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Called by hatchling with the table `[project]`."""
+        text = with_absolute_links(
+            Path(self.root, "README.md").read_text(), metadata["urls"]["Documentation"]
+        )
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class RenamedPackages(BuildHookInterface):  # type: ignore[misc]

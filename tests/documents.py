@@ -94,13 +94,20 @@ def digests(world: int, steps: int, *, odd: int | None = None, since: int = 0) -
 
 
 def check(
-    name: str, layer: str, verdict: str = "pass", sums: Aggregates | None = None, **more: Any
+    name: str,
+    layer: str,
+    verdict: str = "pass",
+    sums: Aggregates | None = None,
+    *,
+    ranks: int = 4,
+    steps: int = 3,
+    **more: Any,
 ) -> CheckResult:
     return CheckResult(
         check=name,
         layer=layer,
         verdict=verdict,  # type: ignore[arg-type]
-        compared=Compared(tensors=34, elements=4_014_456, ranks=4, steps=3),
+        compared=Compared(tensors=34, elements=4_014_456, ranks=ranks, steps=steps),
         aggregates=sums or Aggregates(),
         **more,
     )
@@ -129,7 +136,9 @@ def passing(
 ) -> CaseReport:
     names = VGG11[:8]
     checks = (
-        check("outcome", "-"),
+        check("outcome", "-", ranks=world),
+        check("data", "-", ranks=world, steps=steps),
+        check("initial state", "-", ranks=world, steps=1),
         check("gradients", "X", sums=mask(names, steps)),
         check("gradients", "R", sums=heat(names, steps)),
         check("loss", "S32", sums=losses(world, steps)),

@@ -8,12 +8,27 @@ the world). Its reduce is the same ring with other chunks, whatever the root.
 `distcheck.judge.oracles.calibration` confirms both on the machine before anything relies on them.
 """
 
+import os
+import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 _MOST_SEGMENT_BYTES = 1 << 20
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+def missing() -> str:
+    """An interface that the environment names and this machine does not have."""
+    here = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get(_INTERFACES, "").split(",")):
+        if name not in here:
+            return (
+                f"{_INTERFACES} names the network interface {name!r}, which this machine does not "
+                f"have; it has {', '.join(here)}"
+            )
+    return ""
 
 
 def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:

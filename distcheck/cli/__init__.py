@@ -88,8 +88,8 @@ def _of_defect(what: str, traceback: str) -> str:
     saved = save_traceback(traceback)
     kept = f"the traceback is in {saved}" if saved else "its traceback could not be saved"
     return (
-        f"internal error: {what}; this is a defect of distcheck, and no verdict was reached; "
-        f"{kept}: please report it with that file"
+        f"internal error: {what}; this is a defect of distcheck, and there is no verdict; {kept}: "
+        "please report it with that file"
     )
 
 

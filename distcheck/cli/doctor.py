@@ -80,7 +80,7 @@ def _torch_remark(torch_version: str) -> Iterator[tuple[str, str]]:
         low, high = (".".join(map(str, r)) for r in _TESTED_TORCH)
         yield (
             "remark",
-            f"torch {torch_version} is outside what distcheck is tested with, {low} to {high}",
+            f"torch {torch_version} is not supported; distcheck is tested with {low} to {high}",
         )
 
 
@@ -100,5 +100,9 @@ def _calibrations(pool: Pool) -> Iterator[tuple[str, str]]:
             continue
         for order, failure in calibration.failures:
             name = type(order).__struct_config__.tag
-            text = f"{name}: as predicted, to the bit" if not failure else f"{name}: {failure}"
+            text = (
+                (f"{name}: bit-identical to the prediction")
+                if not failure
+                else f"{name}: {failure}"
+            )
             yield f"gloo world {world}", text

@@ -88,11 +88,11 @@ def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
 def _basis(estimates: Sequence[Estimate]) -> str:
     known = sum(estimate.recorded for estimate in estimates)
     if known == len(estimates):
-        return "as earlier runs here took"
-    model = "a rough model, which may be wrong several times over"
+        return "estimated from earlier runs here"
+    model = "estimated by a rough model, which may be wrong by several times"
     if not known:
         return f"by {model}"
-    return f"{known} cases as earlier runs here took, the others by {model}"
+    return f"{known} cases estimated from earlier runs here, the others by {model}"
 
 
 def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:

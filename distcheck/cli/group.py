@@ -82,8 +82,8 @@ class Command(click.Command):
             return
         option, meant = _option_for(word, spelled)
         raise click.UsageError(
-            f"unexpected argument {word!r}: {ctx.command_path} takes options only; "
-            f"give {option} {meant}",
+            f"unexpected argument {word!r}; {ctx.command_path} takes only options; give {option} "
+            f"{meant}",
             ctx,
         )
 

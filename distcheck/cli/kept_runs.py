@@ -16,7 +16,7 @@ def runs_command() -> int:
     """Lists the runs, the latest last; returns the exit code."""
     runs = kept_runs()
     if not runs:
-        say(f"no run is kept in {DEFAULT_FOLDER} here")
+        say(f"{DEFAULT_FOLDER} here holds no runs")
     for folder in runs:
         date, verdict, command = _about(folder)
         say(f"{date}  {verdict:<12}  {one_line(str(folder))}")
@@ -30,21 +30,23 @@ def open_command(run: str | None) -> int:
     folder = Path(run) if run is not None else _last_finished()
     page = (folder if folder.is_dir() else folder.parent) / "report.html"
     if page.is_symlink() or (page.exists() and not page.is_file()):
-        raise UsageError(f"{page} is a link or a special file, and would be overwritten; remove it")
+        raise UsageError(
+            f"{page} is a link or a special file; a regular file is expected; remove it"
+        )
     report_command(str(folder), files={"html": str(page)})
     address = page.absolute().as_uri()
     try:
         shown = webbrowser.open(address)
     except webbrowser.Error:
         shown = False
-    say(address if shown else f"no browser could be started; open {address}")
+    say(address if shown else f"no browser started; open {address}")
     return int(ExitCode.PASS)
 
 
 def _last_finished() -> Path:
     finished = [folder for folder in kept_runs() if (folder / "report.json").is_file()]
     if not finished:
-        raise UsageError(f"{DEFAULT_FOLDER} holds no run with a report; give the folder of one")
+        raise UsageError(f"{DEFAULT_FOLDER} holds no run with a report; name the folder of a run")
     return finished[-1]
 
 

@@ -28,15 +28,17 @@ def case_options(command: F) -> F:
         click.option("--data", default="synthetic", show_default=True, metavar="NAME",
                      help="synthetic, cifar10 or mnist.", **completion.DATA),
         click.option("--data-dir", metavar="DIR", type=click.Path(),
-                     help="Where its files are: their folder, its parent, or the archive. "
-                     "[default: data]"),
-        click.option("--download", is_flag=True, help="Fetch the files if they are not there."),
+                     help="Where the data set's files are: their folder, its parent, or the "
+                         "archive. [default: data]"),
+        click.option("--download", is_flag=True, help="Download the files if they are missing."),
         click.option("--batch", default=256, show_default=True, metavar="N",
                      help="Samples per step, over all ranks."),
         click.option("--seed", default=0, show_default=True, metavar="N",
-                     help="Root of every random stream."),
+                     help="The seed of all random streams."),
         click.option("--backend", default="gloo", show_default=True, metavar="NAME",
-                     help="What ranks communicate by: gloo, mpi or nccl.", **completion.BACKENDS),
+                     help=(
+                         "The backend that ranks communicate by: gloo, mpi or nccl."
+                     ), **completion.BACKENDS),
         click.option("--device", default="cpu", show_default=True, metavar="NAME",
                      help="cpu or cuda.", **completion.DEVICES),
         click.option("--deadline-s", default=30.0, show_default=True, metavar="S",
@@ -70,10 +72,10 @@ def matrix_options(command: F) -> F:
     """Where the matrix is, and which part of it is meant."""
     options = [
         click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
-                     help="A file with the matrix. "
-                     "[default: pyproject.toml here or above, tool.distcheck]"),
+                     help="The file with the matrix. [default: pyproject.toml here or above, "
+                         "tool.distcheck]"),
         click.option("--shard", metavar="I/N",
-                     help="Only part I of N of the cases; distcheck merge joins the reports."),
+                     help="Run only part I of N of the cases; distcheck merge joins the reports."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -99,16 +101,18 @@ def adapter_options(command: F) -> F:
         click.option("--set", "variables", multiple=True, metavar="NAME=VALUE",
                      help="Set a name in the strategy's module."),
         click.option("--finish", metavar="METHOD",
-                     help="Of a wrapper: called after backward; none: nothing is."),
-        click.option("--reset", metavar="METHOD", help="Of a wrapper: called before every step."),
+                     help="The method of a wrapper to call after backward; none: call none."),
+        click.option("--reset", metavar="METHOD", help=(
+            "The method of a wrapper to call before every step."
+        )),
         click.option("--without-data", multiple=True, type=int, metavar="RANK",
-                     help="A rank that has no shard of the batch, such as a parameter server."),
+                     help="A rank without a shard of the batch, for example a parameter server."),
         click.option("--loss", default="mean", show_default=True, metavar="NAME",
-                     help="What backward is given: mean, mean/world or sum/global.",
+                     help="The loss that backward gets: mean, mean/world or sum/global.",
                      **completion.LOSSES),
         click.option("--accept", metavar="KIND",
-                     help="What differs by design: low-precision:bf16 (fp16, fp32), "
-                     "quantised:BITS, low-rank:RANK or local-sgd:PERIOD."),
+                     help="An intended deviation: low-precision:bf16 (fp16, fp32), "
+                         "quantised:BITS, low-rank:RANK or local-sgd:PERIOD."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -129,15 +133,21 @@ def machine_options(command: F) -> F:
     """For ranks on several machines, where no launcher starts them."""
     options = [
         click.option("--nnodes", "--num-nodes", type=int, metavar="N",
-                     help="Machines that share the ranks; start the same command on each."),
+                     help=(
+                         "The number of machines that share the ranks. Start the same command on "
+                         "each."
+                     )),
         click.option("--node-rank", "--rank", "machine", type=int, metavar="I",
-                     help="Which of them this is, from 0."),
+                     help="The number of this machine, from 0."),
         click.option("--master-addr", "--master-ip", metavar="HOST",
-                     help="An address of machine 0."),
+                     help="The address of machine 0."),
         click.option("--master-port", type=int, metavar="PORT",
-                     help="A free port there. [default: 29500]"),
+                     help="A free port on machine 0. [default: 29500]"),
         click.option("--init-method", metavar="URL",
-                     help="tcp://HOST:PORT or file:///PATH, in place of the two."),
+                     help=(
+                         "tcp://HOST:PORT or file:///PATH, instead of --master-addr and "
+                         "--master-port."
+                     )),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)

@@ -15,7 +15,7 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
     """
     if not files:
         options = ", ".join(f"--{name} FILE" for name in FORMATS)
-        raise UsageError(f"say what to make of {run}: {options}")
+        raise UsageError(f"no output is given for {run}; give at least one of: {options}")
     path = Path(run)
     if path.is_dir():
         path /= "report.json"

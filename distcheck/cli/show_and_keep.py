@@ -120,7 +120,7 @@ def _show(
         )
     elif report.save_error:
         say(
-            f"distcheck: {report.save_error}; the verdict above stands, free some space or save "
+            f"distcheck: {report.save_error}; the verdict above stands; free some space or save "
             "elsewhere",
             err=True,
         )

@@ -86,9 +86,14 @@ def plan_training(
     if epochs < 1 or (steps is not None and steps < 1) or log_every < 0:
         raise UsageError("--epochs and --steps must be at least 1, --log-every at least 0")
     if strategy is None and world not in (None, 1):
-        raise UsageError(f"--world {world} needs a --strategy; without one a process trains alone")
+        raise UsageError(
+            f"--world {world} needs a --strategy; without one, a single process trains"
+        )
     if options["adaptation"].without_data:
-        raise UsageError("train gives every rank a shard; --without-data is for distcheck verify")
+        raise UsageError(
+            "--without-data is not supported by train, which gives every rank a shard; use "
+            "distcheck verify"
+        )
     size = world or (4 if strategy else 1)
     request = Request(
         strategies=(strategy or "allreduce",),

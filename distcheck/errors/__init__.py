@@ -50,6 +50,17 @@ class RankLostError(CannotRunError):
     exit_code = ExitCode.RANK_FAILED
 
 
+class FolderGoneError(RankLostError):
+    """The working directory was removed or renamed while ranks ran."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the working directory is gone: the code under test removed or renamed it, or "
+            "something else did, while ranks ran; let the code remove and rename folders of its "
+            "own only"
+        )
+
+
 class HelperError(DistcheckError):
     """The process that forks the ranks ended on its own account."""
 

@@ -9,6 +9,7 @@ than `MOST_CHARACTERS` loses its middle before anything is wrapped.
 
 import dataclasses
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
@@ -19,9 +20,9 @@ T = TypeVar("T")
 
 MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
 _FREE_TEXTS = (
-    "detail", "reason", "evidence", "suggestion", "notes", "environment", "replay", "command",
-    "arguments", "variables",
+    "detail", "reason", "evidence", "suggestion", "notes", "environment", "arguments", "variables",
 )  # fmt: skip
+_COMMANDS = ("replay", "command")
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds
 # Actions reads a command where a line begins with "::", blanks aside, and "##[" anywhere.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
@@ -56,14 +57,32 @@ def encodable(value: T) -> T:
 
 def without_secrets(document: dict[str, Any], mask: Callable[[str], str]) -> dict[str, Any]:
     """A document whose free texts were passed through `mask`; names and verdicts stay."""
-    return {
-        key: _mapped(value, mask)
-        if key in _FREE_TEXTS
-        else [without_secrets(v, mask) if isinstance(v, dict) else v for v in value]
-        if isinstance(value, list)
-        else value
-        for key, value in document.items()
-    }
+
+    def of(key: str, value: Any) -> Any:
+        if key in _COMMANDS and isinstance(value, str):
+            return _masked_words(value, mask)
+        return _mapped(value, mask) if key in _FREE_TEXTS else _within(value, mask)
+
+    return {key: of(key, value) for key, value in document.items()}
+
+
+def _masked_words(text: str, mask: Callable[[str], str]) -> str:
+    """A command whose words were masked, quoted so that it stays one command; a value can be found
+    as it is quoted there, and as it is in the word.
+    """
+    plain = mask(text)
+    try:
+        words = shlex.split(plain)
+    except ValueError:
+        return plain
+    masked = [mask(word) for word in words]
+    return text if plain == text and masked == words else shlex.join(masked)
+
+
+def _within(value: Any, mask: Callable[[str], str]) -> Any:
+    if isinstance(value, list):
+        return [_within(inner, mask) for inner in value]
+    return without_secrets(value, mask) if isinstance(value, dict) else value
 
 
 def _mapped(value: Any, of_text: Callable[[str], str]) -> Any:

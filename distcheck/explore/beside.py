@@ -181,9 +181,15 @@ def _told(
     reason = ""
     if not added and not search.passed:
         reason = "no case passed" if search.cases else "no case was run within the budget"
+    elif not added and not search.has_shown:
+        reason = "every case that passed has one rank, which exchanges nothing"
     found = msgspec.structs.replace(
         about,
-        verdict="fail" if failed else "pass" if search.passed and not search.unknown else "unknown",
+        verdict="fail"
+        if failed
+        else "pass"
+        if search.has_shown and not search.unknown
+        else "unknown",
         spent_s=round(spent_s, 3),
         cases=len(search.cases),
         passed=len(search.passed),

@@ -24,6 +24,7 @@ from distcheck.reports.terminal import console_for
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2
+ONE_RANK = "every case that passed has one rank, which exchanges nothing; search longer (--budget)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Story:
             return ExitCode.RANK_FAILED if failed else ExitCode.MISMATCH
         if search.once:
             return ExitCode.MISMATCH
-        return ExitCode.UNKNOWN if search.unknown or not search.passed else ExitCode.PASS
+        return ExitCode.UNKNOWN if search.unknown or not search.has_shown else ExitCode.PASS
 
     @property
     def replay(self) -> str:
@@ -177,6 +178,8 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
     for report in search.unknown[:3]:
         reasons = {c.reason for c in report.checks if c.verdict == "unknown"}
         yield "unknown", f"{report.case.workload}: {'; '.join(sorted(reasons))}"
+    if search.passed and not search.has_shown and search.finding is None:
+        yield "unknown", ONE_RANK
     if search.insensitive:
         yield "note", _about_insensitive(search)
     for word, why in search.runner.left_out.items():

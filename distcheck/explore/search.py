@@ -84,6 +84,11 @@ class Search:
         """Every case that was run, in order."""
         return [report.case for report in self._verdicts.values()]
 
+    @property
+    def has_shown(self) -> bool:
+        """Whether a case of two or more ranks passed: one rank alone exchanges nothing."""
+        return any(case.world > 1 for case in self.passed)
+
     def again(self, kept: Sequence[Case]) -> None:
         """Runs what was found earlier; ends with the first that still fails."""
         for case in kept:

@@ -2,16 +2,17 @@
 
 import os
 import traceback
+from dataclasses import replace
 
 import msgspec
 
 from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.judge import checks
-from distcheck.judge.checks.evidence import Evidence
+from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.expecting import Expected, expect_step
 from distcheck.judge.jobs import JUDGE, JudgeRequest
-from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.lattice import HeadroomError
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -47,34 +48,93 @@ def judge_trace(
     rerun: TraceReader | None,
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
-    """Every planned check over the job's steps. A check that crashes is unknown, never a pass."""
-    # What is expected follows from the ranks that have data, as if they were all that there are.
-    among = trace.of_ranks(ingredients.case.with_data)
-    references = References(ingredients, job.contract, among)
-    expectations = [
-        StepExpectation(ingredients, job.contract, among, references, step)
-        for step in sorted(job.steps)
-    ]
-    evidence = Evidence(ingredients, job.contract, trace, expectations, rerun)
-    results = []
-    for name, layer in job.planned:
+    """Every planned check over the job's steps. A check that crashes is unknown, never a pass.
+
+    Step by step: first all that is expected, by the layers that the checks need, then the checks.
+    What was expected of a step is let go before the next one.
+    """
+    references = References(ingredients, job.contract, trace)
+    evidence = _evidence(job, ingredients, references, rerun)
+    sittings = [_Sitting(*pair) for pair in job.planned]
+    for step in sorted(job.steps):
         if reporter is not None:
-            reporter.progress(job.steps[0] if job.steps else 0, f"check {name}")
-        tally = Tally(name, layer)
+            reporter.progress(step, "what is expected")
+        expected = expect_step(
+            references, step, [(s.check, s.layer) for s in sittings if s.goes_on]
+        )
+        for sitting in sittings:
+            if reporter is not None and sitting.goes_on:
+                reporter.progress(step, f"check {sitting.check}")
+            sitting.hear(evidence, expected)
+    return [sitting.conclude(evidence) for sitting in sittings]
+
+
+def _evidence(
+    job: JudgeRequest, ingredients: Ingredients, references: References, rerun: TraceReader | None
+) -> Evidence:
+    return Evidence(
+        case=ingredients.case,
+        contract=job.contract,
+        trace=references.whole,
+        rerun=rerun,
+        train_size=ingredients.samples.size(train=True),
+        own_sampler=ingredients.loaded.sampler is not None,
+        training=ingredients.training,
+        must_happen=ingredients.must_happen,
+        averages=references.averages,
+        holding=references.holding,
+    )
+
+
+class _Sitting:
+    """One check under one layer, over the job's steps."""
+
+    def __init__(self, check: str, layer: str) -> None:
+        self.check, self.layer = check, layer
+        self._tally = Tally(check, layer)
+        self._kept: list[Expectation] = []
+        self._ended: CheckResult | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nothing has failed but what is judged."""
+        return self._ended is None
+
+    def hear(self, evidence: Evidence, expected: Expected) -> None:
+        """Compares one step; what is looked at over all steps together is kept until the end."""
+        if not self.goes_on:
+            return
         try:
-            checks.load(name).compare(evidence, tally)
-        except (HeadroomError, NotBoundedError, NotRecordedError) as error:
-            results.append(_not_judged(tally, str(error)))
+            expectation = expected.of(self.check, self.layer)
+            module = checks.load(self.check)
+            if getattr(module, "OVER_STEPS", False):
+                self._kept.append(expectation)
+            else:
+                module.compare(replace(evidence, expectations=(expectation,)), self._tally)
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            reason = f"the check itself failed: {type(error).__name__}: {error} ({where})"
-            whole = traceback.format_exc()
-            defect = masked(whole) if is_defect(type(error).__name__, whole) else ""
-            results.append(msgspec.structs.replace(_not_judged(tally, reason), defect=defect))
-        else:
-            results.append(tally.result())
-    return results
+            self._ended = self._failed(error)
+
+    def conclude(self, evidence: Evidence) -> CheckResult:
+        """The result over all steps."""
+        if self.goes_on:
+            try:
+                module = checks.load(self.check)
+                if getattr(module, "OVER_STEPS", False):
+                    kept = replace(evidence, expectations=tuple(self._kept))
+                    module.compare(kept, self._tally)
+            except Exception as error:
+                self._ended = self._failed(error)
+        return self._ended or self._tally.result()
+
+    def _failed(self, error: Exception) -> CheckResult:
+        if isinstance(error, HeadroomError | NotBoundedError | NotRecordedError):
+            return _not_judged(self._tally, str(error))
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno}"
+        reason = f"the check itself failed: {type(error).__name__}: {error} ({where})"
+        whole = "".join(traceback.format_exception(error))
+        defect = masked(whole) if is_defect(type(error).__name__, whole) else ""
+        return msgspec.structs.replace(_not_judged(self._tally, reason), defect=defect)
 
 
 def _not_judged(tally: Tally, reason: str) -> CheckResult:

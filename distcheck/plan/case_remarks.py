@@ -9,11 +9,10 @@ from distcheck.machine.numerics import unit_roundoff
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.records.layers import FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import why_declined
 
-FULL_BATCH_LAYERS = (IN_FLOAT32, IN_FLOAT64)
 _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
     IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
     IN_FLOAT64: ("float64", "complex128"),

@@ -35,7 +35,7 @@ from distcheck.training.adapters.asked import LOSSES, adaptation_of, check_adapt
 from distcheck.workloads import datasets
 
 SECTION = "tool.distcheck"
-_MOST_BYTES = 4 << 20
+_MOST_BYTES = 1 << 20
 
 Words = Annotated[list[str], Meta(min_length=1)]
 Counts = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]

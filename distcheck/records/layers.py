@@ -4,30 +4,52 @@ JSON uses the short aliases, code the constants below, screens and pages the nam
 spells an alias out, but those of the cells (`tests/unit/test_layers.py`).
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 NO_LAYER = "-"  # of checks that compare without an expectation
 BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = "X", "R", "S32", "S64"
+_ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float32",), ("float64",)
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One way to know what is expected: its alias, its name, and what it compares with."""
+    """One way to know what is expected: its alias, its name, what it compares with, and its file in
+    `judge/oracles/`. Cases in `dtypes` are judged by it; those of the lattice by its own alone.
+    `whole_batch`: it expects the whole batch's gradient and loss.
+    """
 
     alias: str
     name: str
     about: str
+    oracle: str
+    dtypes: tuple[str, ...] = ()
+    whole_batch: bool = False
 
 
+_WHOLE = "the whole batch in one process, in"
 LAYERS = {
     layer.alias: layer
     for layer in (
-        Layer("lattice", "exact", "a closed form in whole numbers"),
-        Layer(BITWISE, "bitwise", "the promised order of summation"),
-        Layer(ROUNDING, "rounding bound", "rounding in any order of summation"),
-        Layer(IN_FLOAT32, "float32 reference", "the whole batch in one process, in float32"),
-        Layer(IN_FLOAT64, "float64 reference", "the whole batch in one process, in float64"),
+        Layer("lattice", "exact", "a closed form in whole numbers", "closed_form"),
+        Layer(BITWISE, "bitwise", "the promised order of summation", "bitwise", _ANY),
+        Layer(ROUNDING, "rounding bound", "rounding in any order of summation", "any_order", _ANY),
+        Layer(IN_FLOAT32, "float32 reference", f"{_WHOLE} float32", "whole_batch", _SINGLE, True),
+        Layer(IN_FLOAT64, "float64 reference", f"{_WHOLE} float64", "whole_batch", _DOUBLE, True),
     )
 }
+FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.whole_batch)
+_PLANNED_APART = ("lattice", BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
+
+
+def layers_of(dtype: str) -> tuple[str, ...]:
+    """The layers by which a case of a dtype is judged."""
+    return tuple(alias for alias, layer in LAYERS.items() if dtype in layer.dtypes)
+
+
+def further_layers(aliases: Iterable[str]) -> list[str]:
+    """Those that need nothing of a case but its dtype: gradients are judged by each."""
+    return [alias for alias in aliases if alias not in _PLANNED_APART]
 
 
 def layer_name(alias: str) -> str:
@@ -41,3 +63,8 @@ def named(check: str, alias: str) -> str:
     """A check with its layer, as `gradients (rounding bound)`."""
     name = layer_name(alias)
     return f"{check} ({name})" if name else check
+
+
+def oracle_of(alias: str) -> str:
+    """The file in `judge/oracles/` that says what a check expects by a layer, or without one."""
+    return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle

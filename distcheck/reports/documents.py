@@ -7,10 +7,9 @@ contradicts itself is damaged. (A file in which everything was changed to agree 
 no reader can see; keep reports where only your runs can write.)
 """
 
-import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,16 @@ import msgspec
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import RunPlan, VerdictName, merge_verdicts
 from distcheck.records.ends import RankEnd
+from distcheck.records.expected_events import PURPOSE
+from distcheck.records.mistakes import SENSITIVITY
+from distcheck.records.searches import Explored
 from distcheck.reports.json_report import read_document
-from distcheck.reports.shape import CaseRead, DocumentRead, PlaceRead, check_shape
+from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
-_OUTCOME = "outcome"
+_OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
+_ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")  # planned for every case, besides its outcome
+_OF_RANKS_ALONE = (_OUTCOME, SENSITIVITY)  # which count no tensors
+_WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
@@ -67,17 +72,21 @@ def ranks_failed(case: CaseRead) -> bool:
 def _contradictions(document: DocumentRead) -> Iterator[str]:
     for name, times in Counter(case.id for case in document.cases).items():
         if times > 1:
-            yield f"it holds case {name!r} {times} times"
+            yield f"case {name!r} is in it {times} times"
     for case in document.cases:
         for problem in _of_case(case):
             yield f"case {case.id!r} {problem}"
     failed = {case.id for case in document.cases if case.verdict == "fail"}
     for one in document.explored:
+        yield from _of_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
-            yield f"a search of {one.strategy!r} has the verdict {one.verdict}, its cases another"
+            yield (
+                f"the search of {one.strategy!r} has the verdict {one.verdict}, but its cases "
+                "have another"
+            )
     verdict = _verdict_of(document)
     if document.verdict != verdict:
-        yield f"its verdict is {document.verdict}, and its cases give {verdict}"
+        yield f"the report has the verdict {document.verdict}, but its cases give {verdict}"
     code = code_of(document)
     allowed = {code, ExitCode.INTERRUPTED}
     if code in (
@@ -89,42 +98,79 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     if code == ExitCode.UNKNOWN:  # a process with ranks was lost before a case was judged
         allowed.add(ExitCode.RANK_FAILED)
     if document.exit_code not in allowed:
-        yield f"its exit code is {document.exit_code}, and its cases give {int(code)}"
+        yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
     if document.plan is not None:
         yield from _of_plan(document, document.plan)
+
+
+def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
+    """What of a search does not follow from the plan and its own numbers."""
+    searches = () if plan is None else plan.searches
+    if one.strategy not in {search.strategy for search in searches}:
+        yield f"it searched for a failure of {one.strategy!r}, which its plan does not have"
+    if one.verdict == "pass" and not 0 < one.passed <= one.cases:
+        yield (
+            f"a search of {one.strategy!r} has passed, and {one.passed} of its {one.cases} cases "
+            "have"
+        )
 
 
 def _of_case(case: CaseRead) -> Iterator[str]:
     """What of a case does not follow from the rest of it."""
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
-            yield f"has a {name} that is not one command of distcheck"
+            yield f"has a {name} that is not one distcheck command"
     verdict = merge_verdicts([check.verdict for check in case.checks])
     if case.verdict != verdict:
-        yield f"has the verdict {case.verdict}, and its checks give {verdict}"
+        yield f"has the verdict {case.verdict}, but its checks give {verdict}"
     ended = {check.verdict for check in case.checks if check.check == _OUTCOME}
     ranks = sorted(outcome.rank for outcome in case.outcomes)
     finished = all(outcome.outcome == RankEnd.FINISHED for outcome in case.outcomes)
     if "pass" in ended and not (finished and ranks == list(range(case.world))):
-        yield f"has passed the check of its outcomes, which are not {case.world} finished ranks"
+        yield f"passed its outcome check, although not all {case.world} ranks finished"
     if ranks_failed(case) and ended and "fail" not in ended:
-        yield "has a rank that did not finish, and no failed check of it"
-    if case.verdict != "pass":
-        return
+        yield "has a rank that did not finish, but no failed check of it"
+    if case.verdict != "fail" and case.diagnosis:
+        yield f"has the cause {case.diagnosis[0].cause!r}, although it did not fail"
+    if case.verdict == "pass":
+        yield from _of_pass(case, ended)
+
+
+def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
+    """What a case must have that has passed: the checks that every case has, each of which
+    compared something, and no error beyond a bound.
+    """
     if not ended:
-        yield "has passed without a check of its outcomes"
-    if ended == {check.verdict for check in case.checks} and len(case.checks) == 1:
-        yield "has passed without a check of what the ranks computed"
+        yield "passed without an outcome check"
+    there = {check.check for check in case.checks}
+    for name in _ALWAYS:
+        if name not in there:
+            yield f"passed without the check {name!r}, which every case has"
     for check in case.checks:
         if check.first is not None or (check.worst is not None and _is_beyond(check.worst)):
-            yield f"has passed the check {check.check!r}, which has an error beyond its bound"
-        if not any(msgspec.structs.astuple(check.compared)):
-            yield f"has passed the check {check.check!r}, which compared nothing"
+            yield f"passed the check {check.check!r}, although an error is beyond its bound"
+        if less := _compared_too_little(case, check):
+            yield f"passed the check {check.check!r}, although it compared {less}"
+
+
+def _compared_too_little(case: CaseRead, check: CheckRead) -> str:
+    """What a check that has passed did not compare, as far as that follows from its case alone."""
+    seen = check.compared
+    if not any(msgspec.structs.astuple(seen)):
+        return "nothing"
+    if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.world:
+        return f"{seen.ranks} of {case.world} ranks"
+    if check.check == _DATA and seen.steps != case.steps:
+        return f"{seen.steps} of {case.steps} steps"
+    needed = ["ranks"]
+    needed += [] if check.check in _OF_RANKS_ALONE else ["elements", "steps"]
+    needed += [] if check.check in _WITHOUT_TENSORS else ["tensors"]
+    return next((f"no {name}" for name in needed if not getattr(seen, name)), "")
 
 
 def _is_beyond(worst: PlaceRead) -> bool:
     error, bound = float(worst.error), float(worst.bound)
-    return math.isnan(error) or error > bound
+    return not 0 <= error <= bound
 
 
 def _is_command(text: str) -> bool:
@@ -139,24 +185,24 @@ def _is_command(text: str) -> bool:
 def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
-        yield "its plan holds a case twice"
+        yield "the plan holds a case twice"
     for case in document.cases:
         cell = planned.get(case.id)
         for name in () if cell is None else _OF_A_CELL:
             if getattr(case, name) != getattr(cell, name):
                 yield (
-                    f"case {case.id!r} has the {name} {getattr(case, name)!r}, and "
+                    f"case {case.id!r} has the {name} {getattr(case, name)!r}, but "
                     f"{getattr(cell, name)!r} in the plan"
                 )
     if plan.shard > plan.shards:
-        yield f"it is part {plan.shard} of {plan.shards}"
+        yield f"the report is part {plan.shard} of {plan.shards}"
     for name in [*(case.id for case in document.cases), *document.left_out]:
         cell = planned.get(name)
         if plan.shard and cell is not None and cell.shard != plan.shard:
-            yield f"it is part {plan.shard}, and speaks of case {name!r} of part {cell.shard}"
+            yield f"the report is part {plan.shard}, but has case {name!r} of part {cell.shard}"
     known = {case.id for case in document.cases}
     for name in document.left_out:
         if name in known:
-            yield f"case {name!r} is there, and is said to be left out"
+            yield f"case {name!r} is in the report, but is also listed as left out"
         elif name not in planned:
-            yield f"case {name!r} is said to be left out, and the plan does not have it"
+            yield f"case {name!r} is listed as left out, but is not in the plan"

@@ -138,7 +138,7 @@ def _describe_outcome(outcome: Outcome) -> str:
         lines = [
             lines[0],
             *about,
-            f"  ... {left_out} lines more in the JSON report ...",
+            f"  ... {left_out} more lines are in the JSON report ...",
             *lines[-_DETAIL_LINES + 1 + len(about) :],
         ]
     return "\n".join([f"{outcome.outcome}, {lines[0]}" if lines else outcome.outcome, *lines[1:]])

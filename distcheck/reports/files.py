@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Option: module of `distcheck.reports`, and what `--help` says.
 FORMATS = {
     "json": ("json_report", "Write the report as JSON; - for standard output."),
-    "junit": ("junit", "Write it as JUnit XML, a test case for each cell."),
+    "junit": ("junit", "Write the report as JUnit XML, with a test case for each cell."),
     "html": ("html_report", "Write the report as one HTML page, with pictures."),
 }
 GITHUB = "github"
@@ -78,7 +78,7 @@ def check_outputs(files: Mapping[str, str]) -> None:
             check_writable(path, option=f"${_SUMMARY}")
     if len(set(files.values())) < len(files):
         options = " and ".join(f"--{name} {path}" for name, path in files.items())
-        raise UsageError(f"{options} are to be written to one place; give each its own")
+        raise UsageError(f"{options} name the same file; give each its own")
     for name, path in files.items():
         if path == _STDOUT and GITHUB in files:
             raise UsageError(
@@ -118,8 +118,8 @@ def damage_said(*files: str | Path) -> Iterator[None]:
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UsageError(
-            f"{' or '.join(map(str, files))} is damaged: what it says contradicts itself ({said}); "
-            "write the report again"
+            f"{' or '.join(map(str, files))} is damaged: its contents contradict each other "
+            f"({said}); write the report again"
         ) from error
 
 

@@ -128,7 +128,7 @@ def _told(found: Finding) -> list[tuple[str, str]]:
 
 def _fit(pieces: Sequence[str], room_bytes: int) -> str:
     """As many whole pieces as there is room for, and how many are left."""
-    closing = "\n{} more lines of cells and details do not fit here; the JSON has them.\n"
+    closing = "\n{} more lines of cells and details do not fit here; they are in the JSON.\n"
     room = room_bytes - len(closing.encode()) - 10
     taken: list[str] = []
     spent = 0

@@ -55,7 +55,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a report that --json wrote: it is nested too deeply")
     if document.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path} has the schema {document.get('schema')!r}, and this version reads {SCHEMA!r}; "
+            f"{path} has the schema {document.get('schema')!r}; this version reads {SCHEMA!r}; "
             "write the report again with this version"
         )
     check_shape(document, path)

@@ -296,13 +296,15 @@ def _print_end(report: Report, console: Console) -> None:
         part = f"part {report.plan.shard} of {report.plan.shards}"
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
         console.print(
-            Text(f"{part}: {cells} planned cells; distcheck merge tells whether the rest ran"),
+            Text(
+                f"{part}: {cells} planned cells; distcheck merge shows whether the other parts ran"
+            ),
             soft_wrap=True,
         )
     if report.saved_to is not None:
         console.print(Text(f"saved: {report.saved_to}"), soft_wrap=True)
         if judged:
-            again = f"again: distcheck replay {shlex.quote(report.saved_to)}"
+            again = f"replay: distcheck replay {shlex.quote(report.saved_to)}"
             console.print(Text(again), soft_wrap=True)
     if step := next_step(report):
         # Not wrapped, so that it can be copied.

@@ -73,7 +73,9 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
     text = f"{SENSITIVITY}: {describe(together, ranks=ranks)}"
     if factors:
         least = ", ".join(f"{factor:.1e} in {dtype}" for dtype, factor in factors.items())
-        text += f"; those that count, a factor that is wrong by {least} or more"
+        text += (
+            f"; every tensor that counts would have shown a factor that is wrong by {least} or more"
+        )
     yield text
 
 

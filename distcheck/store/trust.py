@@ -114,9 +114,9 @@ def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, st
         return _is_same(Path(place), here, root) and _defines(here, attribute, root)
     if loading.is_path(place):
         return _is_within(Path(place), root) and _defines(Path(place), attribute, root)
-    if what == "workload" and place in loading.workload_names():
+    if what == "workload" and _is_built_in(place, attribute):
         return True
-    if what == "backend" and (not attribute or place in backends.backend_names()):
+    if what == "backend" and not attribute and place in backends.backend_names():
         return True
     if what == "strategy" and not attribute and place in loading.strategy_names():
         return True
@@ -126,6 +126,11 @@ def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, st
     if place.partition(".")[0] in _OWN or (what == "workload" and _is_below(place, _OWN_WORKLOADS)):
         return own_objects.is_defined(found, attribute, lambda other: other.parent == found.parent)
     return _is_within(found, root) and _defines(found, attribute, root)
+
+
+def _is_built_in(workload: str, words: str) -> bool:
+    """`mlp:other` is not: it is in another module `mlp`, wherever that is found."""
+    return workload in loading.workload_names() and (not words or workload in loading.DESCRIBED)
 
 
 def _is_below(module: str, package: str) -> bool:

@@ -1,7 +1,7 @@
 """Distributed tests under pytest: a test marked `world(4)` runs its body on four fresh ranks.
 
 The ranks are forked from the pytest process itself at the moment of the call, so that fixtures,
-parameters and hypothesis' examples are simply there. `pytest_plugin.py` is the door; here:
+parameters and hypothesis' examples are simply there. `plugin.py` is the door; beside it:
 
     marker      what `@pytest.mark.world(...)` may say
     fixtures    which fixtures belong to the ranks

@@ -30,7 +30,7 @@ def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
     for name in _OUTWARD:
         caller = getattr(config.hook, name)
         for implementation in caller.get_hookimpls():
-            if implementation.function.__module__ != "distcheck.pytest_plugin":
+            if implementation.function.__module__ != "distcheck.testing.plugin":
                 caller._remove_plugin(implementation.plugin)
     captures: Any = config.pluginmanager.getplugin("capturemanager")
     if captures is not None:  # to suspend it would be to write where the pytest process writes

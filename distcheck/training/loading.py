@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 STRATEGY_GROUP = "distcheck.strategies"
 # Workloads whose names may say more, after a colon.
-_DESCRIBED = ("generated", "lattice", "composite")
+DESCRIBED = ("generated", "lattice", "composite")
 _NOTHING_SAID = Adaptation()
 
 
@@ -202,7 +202,7 @@ def load_workload(spec: str) -> LoadedWorkload:
     """Imports a workload. Raises UsageError with what is wrong and what to do."""
     known, spec = workload_names(), place_of(spec)
     name, _, words = spec.partition(":")
-    if name in known and (not words or name in _DESCRIBED):  # which its own name describes
+    if name in known and (not words or name in DESCRIBED):  # which its own name describes
         module = importlib.import_module(known[name])
         target = module.described(words) if words else module.workload
     else:

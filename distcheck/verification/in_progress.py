@@ -9,6 +9,7 @@ import msgspec
 from distcheck.errors import CannotRunError, InternalError
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.training.traces.layout import TraceLayout
@@ -144,13 +145,10 @@ class InProgress:
 
 def new_trace(layout: TraceLayout) -> int:
     """Shared memory for a trace; it takes up no more than what is written to it."""
-    fd = os.memfd_create("distcheck-trace")
     try:
-        os.ftruncate(fd, layout.total_bytes)
+        return sealed_memory("distcheck-trace", layout.total_bytes)
     except OSError as error:
-        os.close(fd)
         raise CannotRunError(
             f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
             f"{error.strerror} (ulimit -f?)"
         ) from error
-    return fd

@@ -46,7 +46,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     known: dict[tuple[str, str], CaseFacts] = {}
     facts = []
     for case in job.cases:
-        reporter.progress(0, f"inspect {case.id}")
+        reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
         _check_loss(case, strategy)

@@ -12,6 +12,7 @@ import xxhash
 from distcheck.backends import backend_names
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.errors import CannotRunError, LeftOutError, RankLostError
+from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.records import Case
@@ -26,17 +27,26 @@ from distcheck.training.jobs import (
     InspectionRequest,
 )
 from distcheck.training.traces.layout import TraceLayout
-from distcheck.verification import limits
+from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_runs import PlannedRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import blame
-from distcheck.worlds.launch import error_of, internal_error, run_job, run_until_over, start_world
+from distcheck.worlds.launch import (
+    error_of,
+    internal_error,
+    job_result,
+    run_job,
+    run_until_over,
+    start_job,
+    start_world,
+)
 from distcheck.worlds.local.helper_process import child_environment
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
 _DEFAULT_DATA_DIR = "data"
+_LEAST_LOADING_S = 30.0  # idle seconds: a file may wait for something when it is imported
 # Orders that are facts about a library; the others are of the strategy's own making.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
 # What a pool has confirmed: facts about its torch, in an environment. Of gloo's only: what other
@@ -59,11 +69,12 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
     if name not in FILE_DATASETS:
         yield Data()
         return
-    fd = os.memfd_create(f"distcheck-{name}")
+    fd = open_memory(f"distcheck-{name}")
     try:
         folder = data_dir or _DEFAULT_DATA_DIR
         job = PrepareRequest(name=name, data_dir=folder, download=download)
         description = run_job(pool, PREPARE, job, {"data": fd})
+        seal_content(fd)
         about = msgspec.msgpack.decode(description, type=ArrayDescription)
         for where, other in pool.share_data(name, folder, download=download).items():
             if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
@@ -79,7 +90,16 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
     """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
     request = InspectionRequest(cases=tuple(cases), description=data.description)
-    return run_job(pool, INSPECT, request, {"data": data.fd} if data.fd is not None else {})
+    fds = {"data": data.fd} if data.fd is not None else {}
+    deadline_s = max(_LEAST_LOADING_S, *(case.deadline_s for case in cases))
+    world = start_job(pool, INSPECT, request, fds, deadline_s=deadline_s)
+    run_until_over(pool, world)
+    try:
+        if reason := loading_ends.why_not_loaded(world, deadline_s=deadline_s):
+            raise reason
+        return INSPECT.decode(job_result(world))
+    finally:
+        world.close()
 
 
 def plan_runs(

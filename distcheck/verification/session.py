@@ -19,8 +19,9 @@ from distcheck.judge import diagnosis
 from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
-from distcheck.plan.case_remarks import FULL_BATCH_LAYERS, not_run_after_hang
+from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.records import CheckResult, Outcome, VerdictName
+from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits, own_defects

@@ -106,8 +106,57 @@ from distcheck.workloads.datasets.mnist import MNISTFiles
 
 files = MNISTFiles()
 '''
+LAYER = '''
+"""R once more, by another name."""
+from distcheck.judge.oracles.any_order import mean_at
+
+def gradients(at):
+    return mean_at(at)
+'''
+CHECK = '''
+"""What the optimizer leaves is finite."""
+from distcheck.judge.checks.comparison import Comparison
+from distcheck.judge.checks.matching import match_ranks
+from distcheck.training.traces.layout import Kind
+
+def is_finite(tensor):
+    return Comparison(bool(tensor.isfinite().all()), tensor.numel())
+
+def compare(evidence, tally):
+    for expectation in evidence.expectations:
+        for index in range(len(evidence.trace.layout.model.parameters)):
+            match_ranks(tally, evidence.trace, kind=Kind.PARAMETER, slot=expectation.step + 1,
+                        step=expectation.step, index=index, ranks=evidence.with_data,
+                        compare=is_finite)
+'''
 
 ADDED = {
+    "oracle layer": Added(
+        row="oracle layer",
+        named=("judge/oracles/", "records/layers.py"),
+        files={"distcheck/judge/oracles/mine.py": LAYER},
+        lines={
+            "distcheck/records/layers.py": (
+                "        Layer(ROUNDING,",
+                '        Layer("mine", "my own bound", "what I know", "mine", ("float32",)),',
+            )
+        },
+        use=("verify", "--strategy", "allreduce", "--workload", "mlp", *QUICK[:-1], "-v"),
+        says="gradients (my own bound)",
+    ),
+    "check": Added(
+        row="check",
+        named=("judge/checks/", "ORDER"),
+        files={"distcheck/judge/checks/finite.py": CHECK},
+        lines={
+            "distcheck/judge/checks/__init__.py": (
+                '    "agreement": "",',
+                '    "finite": "parameters",',
+            )
+        },
+        use=("verify", "--strategy", "allreduce", "--workload", "mlp", *QUICK[:-1], "-v"),
+        says="finite",
+    ),
     "strategy": Added(
         row="strategy",
         named=("strategies/", "entry-points"),

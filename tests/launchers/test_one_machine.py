@@ -67,6 +67,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.sweep
 def test_a_failure_under_torchrun_is_in_its_error_file(tmp_path: Path) -> None:
     quick = ("--strategy", "bad.py:no_sync", *QUICK[2:])
     words = [*TORCHRUN, "2", *MODULE, *quick]

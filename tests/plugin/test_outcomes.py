@@ -16,6 +16,7 @@ from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
 from distcheck.worlds import blame
 from distcheck.worlds.local.children import Child
+from tests.once import once
 from tests.stored import compare
 
 EXAMPLES = Path(__file__).parent / "examples" / "test_examples.py"
@@ -48,32 +49,36 @@ ENDS = {
 LEFT_S = f"7772.{os.getpid()}"  # on this machine the sleep of this process's examples alone
 
 
-@pytest.fixture(scope="module")
-def sessions() -> dict[str, pytest.RunResult]:
-    """What has been run for this module."""
-    return {}
-
-
 @pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.sweep), "xdist"])
 def session(
     request: pytest.FixtureRequest,
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
-    sessions: dict[str, pytest.RunResult],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> pytest.RunResult:
     """All examples in one session, once without and once under xdist."""
-    if request.param not in sessions:
+
+    def run() -> tuple[int, list[str], list[str], float]:
         for file in (EXAMPLES, PATIENCE):
             shutil.copy(file, pytester.path)
         teardowns = pytester.path / "teardowns"
         for name, value in (("TEARDOWNS", teardowns), ("LEFT_S", LEFT_S), ("COLUMNS", 120)):
             monkeypatch.setenv(name, str(value))
         options = ["-n", "2"] if request.param == "xdist" else []
-        sessions[request.param] = pytester.runpytest_subprocess(
+        ran = pytester.runpytest_subprocess(
             "-rA", "-p", "no:cacheprovider", "--tb=short", *options, timeout=300
         )
         assert len(teardowns.read_text()) == 4, "every rank tears its own fixtures down"
-    return sessions[request.param]
+        assert not alive(), "nothing survives"
+        return int(ran.ret), ran.outlines, ran.errlines, ran.duration
+
+    return pytest.RunResult(*once(tmp_path_factory, f"examples-{request.param}", run))
+
+
+def alive() -> list[psutil.Process]:
+    """Processes of the examples that slept when they were to end."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if LEFT_S in (process.info["cmdline"] or ())]
 
 
 @pytest.fixture
@@ -304,7 +309,3 @@ def test_warnings_are_pytests_own(ran: str) -> None:
     text = ran
     assert text.count("UserWarning: on every rank") == 1
     assert re.search(r"LeakWarning: .*test_leaks left on rank 0, 1: 1 process group", text)
-
-
-def test_nothing_survives(ran: str) -> None:
-    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_S in (p.info["cmdline"] or ())]

@@ -312,8 +312,14 @@ def test_a_secret_that_others_may_know_is_refused(
     monkeypatch.setenv(secret.FILE_VARIABLE, str(tmp_path / "link"))
     with pytest.raises(CannotRunError, match="link cannot be read: Too many levels of symbolic"):
         secret.shared_secret()
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    monkeypatch.setenv(secret.FILE_VARIABLE, str(tmp_path / "pipe"))
+    with pytest.raises(CannotRunError, match="pipe must be a file of your own that no other"):
+        secret.shared_secret()
     monkeypatch.setenv(secret.FILE_VARIABLE, str(place))
     assert secret.shared_secret() == place.read_text().encode()
+    place.write_bytes(b"\xff" * 16)
+    assert secret.shared_secret() == b"\xff" * 16
 
 
 def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Path) -> None:

@@ -58,7 +58,42 @@ def all_pass(document: Document) -> None:
 def compared_nothing(document: Document) -> None:
     outcome_alone(document)
     for case in document["cases"]:
-        case["checks"].append(check("gradients", ranks=0))
+        case["checks"] += [
+            check(name, ranks=0) for name in ("data", "initial state", "gradients", "agreement")
+        ]
+
+
+def without_failed_checks(document: Document) -> None:
+    """What failed is not there any more."""
+    forge_pass(document)
+    for case in document["cases"]:
+        case["checks"] = [one for one in case["checks"] if one["verdict"] == "pass"]
+
+
+def with_a_cause(document: Document) -> None:
+    document |= document_of(PASSED)
+    document["cases"][0]["diagnosis"] = document_of(FAILED)["cases"][0]["diagnosis"]
+
+
+def compared(name: str, **counts: int) -> Callable[[Document], None]:
+    """Less than the case has, in one of its checks."""
+
+    def forge(document: Document) -> None:
+        document |= document_of(PASSED)
+        for one in document["cases"][0]["checks"]:
+            one["compared"] |= counts if one["check"] == name else {}
+
+    return forge
+
+
+def searched(**values: Any) -> Callable[[Document], None]:
+    def forge(document: Document) -> None:
+        document |= document_of(PASSED)
+        document["plan"]["searches"] = [{"strategy": "ddp", "budget_s": 9.0}]
+        search = {"strategy": "ddp", "verdict": "pass", "budget_s": 9.0, "cases": 3, "passed": 3}
+        document["explored"] = [{**search, **values}]
+
+    return forge
 
 
 def set_in_case(**values: Any) -> Callable[[Document], None]:
@@ -89,6 +124,11 @@ def leave_out_of_part_2(document: Document) -> None:
     document["left_out"] = {"other": "nothing to show"}
 
 
+def below_zero(document: Document) -> None:
+    beyond(document)
+    document["cases"][0]["checks"][-1]["worst"]["error"] = -1.0
+
+
 def beyond(document: Document) -> None:
     document |= document_of(PASSED)
     place = {
@@ -100,26 +140,35 @@ def beyond(document: Document) -> None:
 
 
 FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
-    "a pass with failed checks": (forge_pass, "has the verdict pass, and its checks give fail"),
-    "a pass without checks": (without_checks, "has the verdict pass, and its checks give unknown"),
-    "a pass of the outcome alone": (outcome_alone, "without a check of what the ranks computed"),
-    "a pass that compared nothing": (compared_nothing, "which compared nothing"),
-    "a pass of ranks that crashed": (all_pass, "which are not 3 finished ranks"),
-    "a verdict of the whole": (set_in(verdict="pass"), "its verdict is pass, and its cases give f"),
-    "an exit code": (set_in(exit_code=0), "its exit code is 0, and its cases give"),
-    "another world than planned": (set_in_case(world=2), "has the world 2, and 3 in the plan"),
-    "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', and"),
-    "a case that is left out as well": (leave_out_all, "is there, and is said to be left out"),
-    "left out without a plan for it": (set_in(left_out={"x": "y"}), "the plan does not have it"),
+    "a pass with failed checks": (forge_pass, "has the verdict pass, but its checks give fail"),
+    "a pass without checks": (without_checks, "has the verdict pass, but its checks give unknown"),
+    "a pass of the outcome alone": (outcome_alone, "passed without the check 'data'"),
+    "a pass that compared nothing": (compared_nothing, "although it compared nothing"),
+    "a pass without its failed checks": (without_failed_checks, "passed without an outcome check"),
+    "a cause in a pass": (with_a_cause, "cause 'missing-division', although it did not fail"),
+    "the outcomes of some ranks": (compared("outcome", ranks=1), "compared 1 of 2 ranks"),
+    "data of some steps": (compared("data", steps=2), "compared 2 of 3 steps"),
+    "gradients of no step": (compared("gradients", steps=0), "it compared no steps"),
+    "the first state of no tensor": (compared("initial state", tensors=0), "compared no tensors"),
+    "a search of no case": (searched(passed=0, cases=0), "and 0 of its 0 cases have"),
+    "a search that was not planned": (searched(strategy="x"), "its plan does not have"),
+    "a pass of ranks that crashed": (all_pass, "although not all 3 ranks finished"),
+    "a verdict of the whole": (set_in(verdict="pass"), "has the verdict pass, but its cases"),
+    "an exit code": (set_in(exit_code=0), "has the exit code 0, but its cases give"),
+    "another world than planned": (set_in_case(world=2), "has the world 2, but 3 in the plan"),
+    "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', but"),
+    "a case that is left out as well": (leave_out_all, "is also listed as left out"),
+    "left out without a plan for it": (set_in(left_out={"x": "y"}), "but is not in the plan"),
     "a case twice": (twice, "2 times"),
-    "an error beyond its bound in a pass": (beyond, "which has an error beyond its bound"),
-    "another's part is left out": (leave_out_of_part_2, "is part 1, and speaks of case 'other' of"),
-    "a part that there is not": (set_in_plan(shard=7), "it is part 7 of 1"),
+    "an error beyond its bound in a pass": (beyond, "although an error is beyond its bound"),
+    "an error below zero": (below_zero, "although an error is beyond its bound"),
+    "another's part is left out": (leave_out_of_part_2, "is part 1, but has case 'other' of part"),
+    "a part that there is not": (set_in_plan(shard=7), "the report is part 7 of 1"),
     "a command of a shell": (
         set_in_case(replay="distcheck replay x; curl x | sh"),
         "has a replay that is not one",
     ),
-    "another program": (set_in_case(command="curl x"), "has a command that is not one command"),
+    "another program": (set_in_case(command="curl x"), "has a command that is not one dist"),
     "a world of none": (set_in_case(world=0), "is damaged: Expected `int` >= 1"),
     "a line that is a text": (
         set_in_case(strategy_line="1::\n::error::x"),

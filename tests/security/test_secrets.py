@@ -1,17 +1,21 @@
 """Secrets of the environment: masked where an exception or a print quotes them."""
 
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pytest
 
 from distcheck.errors.masking import masked, secrets_of
 from distcheck.records import Report
+from distcheck.reports.documents import read_report
 from distcheck.reports.files import write_outputs
 from distcheck.store.bundle import make_bundle
+from distcheck.store.origin import origin_here
 from distcheck.worlds.local import child
 from tests.documents import ENVIRONMENT, crash
 from tests.security import zips
@@ -28,7 +32,8 @@ def test_what_looks_like_a_secret() -> None:
     names = (
         "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_passwd", "APIKEY", "KEY",
         "GOOGLE_CREDENTIALS", "SSH_PASSPHRASE", "DISTCHECK_SECRET", "WANDB_API_KEY", "GH_PAT",
-        "NPM_AUTH", "MYSQL_PWD", "DB_PASS", "SESSION_COOKIE", "AZURE_STORAGE_CONNECTION_STRING",
+        "NPM_AUTH", "SLACK_WEBHOOK_URL", "SENTRY_DSN", "APP_JWT", "MYSQL_PWD",
+        "DB_PASS", "SESSION_COOKIE", "AZURE_STORAGE_CONNECTION_STRING",
     )  # fmt: skip
     others = (
         "PATH", "MONKEYS", "KEYBOARD", "AWS_ACCESS_KEY_ID", "DISTCHECK_SECRET_FILE", "HOME", "PWD",
@@ -40,6 +45,33 @@ def test_what_looks_like_a_secret() -> None:
     address = {"DATABASE_URL": "postgres://me:of-the-colleague@host/db", "PAGE": "https://a:80/b@c"}
     assert secrets_of(address) == {"of-the-colleague": "DATABASE_URL"}
     assert masked(f"a {VALUE} {VALUE!r}") == "a <$MY_API_KEY> '<$MY_API_KEY>'"
+
+
+def test_parts_of_a_secret_are_masked() -> None:
+    """A line of a private key, and a token in an address; no name of a user."""
+    key = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG\nshort\n-----END KEY-----"
+    found = secrets_of({"SSH_PRIVATE_KEY": key})
+    assert sorted(found) == [key, "MIIEvQIBADANBgkqhkiG"]
+    address = {"REMOTE": "https://ghp_0123456789abcdef@host/x", "DOCKER_HOST": "ssh://ubuntu@host"}
+    assert secrets_of(address) == {"ghp_0123456789abcdef": "REMOTE"}
+
+
+def test_the_command_of_a_run_is_masked(tmp_path: Path) -> None:
+    """`made` is a record within the report."""
+    made = origin_here()
+    made = msgspec.structs.replace(made, command=f"distcheck verify --arg token={VALUE}")
+    report = Report(environment=ENVIRONMENT, cases=(crash(text="x"),), made=made)
+    write_outputs({"json": str(tmp_path / "r.json")}, report)
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["made"]["command"] == "distcheck verify --arg 'token=<$MY_API_KEY>'"
+
+
+def test_a_masked_command_stays_one(tmp_path: Path) -> None:
+    """A path with such a value in it: the report is not damaged by the mask."""
+    case = msgspec.structs.replace(crash(text="x"), replay=shlex.join(["distcheck", "x", VALUE]))
+    place = tmp_path / "r.json"
+    write_outputs({"json": str(place)}, Report(environment=ENVIRONMENT, cases=(case,)))
+    assert read_report(place)["cases"][0]["replay"] == "distcheck x '<$MY_API_KEY>'"
 
 
 def test_a_secret_is_found_as_it_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

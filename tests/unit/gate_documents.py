@@ -21,6 +21,7 @@ from distcheck.records import (
 from distcheck.reports.json_report import as_document, render
 
 Document = dict[str, Any]
+COMPARED = Compared(tensors=1, elements=6, ranks=2, steps=3)
 
 
 def case_report(
@@ -59,8 +60,13 @@ def case_report(
             CheckResult(check="outcome", layer="-", verdict="fail" if verdict == "fail" and not
                         failed else "pass", compared=Compared(ranks=world),
                         reason=reason if not failed else ""),
-            CheckResult(check="gradients", layer="R", verdict=verdict, compared=Compared(ranks=2),
+            CheckResult(check="data", layer="-", verdict="pass",
+                        compared=Compared(elements=768, ranks=world, steps=3)),
+            CheckResult(check="initial state", layer="-", verdict="pass",
+                        compared=Compared(tensors=1, elements=world, ranks=world, steps=1)),
+            CheckResult(check="gradients", layer="R", verdict=verdict, compared=COMPARED,
                         first=place if failed else None, reason=reason),
+            CheckResult(check="agreement", layer="-", verdict="pass", compared=COMPARED),
         ),
         diagnosis=(Diagnosis(cause="missing-division", evidence="twice the mean",
                              suggestion="divide"),) if failed else (),

@@ -99,7 +99,7 @@ LIGHT = (
     "distcheck.store.run_folder",
     "distcheck.verification.session",
     "distcheck.reports.terminal",
-    "distcheck.pytest_plugin",
+    "distcheck.testing.plugin",
     "distcheck.testing",
     "distcheck.backend_probe.command",
     "distcheck.backends.mpi",

@@ -35,12 +35,12 @@ def refusal(*words: str) -> str:
     [
         (("verfy",), "unknown command 'verfy' (did you mean verify?); known are verify, plan,"),
         (("xyz",), "unknown command 'xyz'; known are verify"),
-        (("verify", "allreduce"), "'allreduce': distcheck verify takes options only; give "
+        (("verify", "allreduce"), "'allreduce'; distcheck verify takes only options; give "
          "--strategy allreduce"),
         (("verify", "alreduce"), "give --strategy allreduce"),
         (("verify", "my_sync.py:sync"), "give --strategy my_sync.py:sync"),
         (("verify", "--world", "2", "mlp"), "give --workload mlp"),
-        (("plan", "ddp"), "distcheck plan takes options only; give --strategy ddp"),
+        (("plan", "ddp"), "distcheck plan takes only options; give --strategy ddp"),
         (("explore", "ring"), "give --strategy ring"),
         (("backends", "gloop"), "give --backend gloo"),
         (("doctor", "x"), "Got unexpected extra argument (x)"),
@@ -171,7 +171,7 @@ def kept_report(date: str, command: str) -> str:
 
 def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(_group, ["runs"]).output == "no run is kept in .distcheck here\n"
+    assert CliRunner().invoke(_group, ["runs"]).output == ".distcheck here holds no runs\n"
     keep_run("20260131-110000-1", report=kept_report("2026-01-31T11:00:00", "distcheck verify -q"))
     keep_run("20260131-120000-2", report=None)
     keep_run("20260131-130000-3", report="{")
@@ -205,7 +205,7 @@ def test_open_shows_the_last_page(
     ran = CliRunner().invoke(_group, ["open"])
     page = last / "report.html"
     assert opened == [page.absolute().as_uri()]
-    said = "" if browser else "no browser could be started; open "
+    said = "" if browser else "no browser started; open "
     assert ran.output == f"{said}{opened[0]}\n"
     assert "<code>two</code>" in page.read_text()
     CliRunner().invoke(_group, ["open", str(first)])

@@ -1,6 +1,7 @@
 """File data sets: found where people have them, read as torchvision reads them, or refused."""
 
 import os
+import pickle
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from distcheck.errors import CannotRunError
-from distcheck.workloads.datasets import ArrayDescription, open_samples
+from distcheck.workloads.datasets import ArrayDescription, files, mnist, open_samples
 from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
 
@@ -120,6 +121,46 @@ def test_damaged_files_are_refused_in_one_sentence(
     with pytest.raises(CannotRunError, match=r"damaged|incomplete") as caught:
         prepare("cifar10", str(where), download=False, fd=fd)
     assert "\n" not in str(caught.value)
+
+
+class _Runs:
+    """What a pickle makes of itself: a call, of the reader's choosing no more than of ours."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+@needs_torchvision
+def test_a_batch_that_holds_code_does_not_run_it(cifar: Path, tmp_path: Path, fd: int) -> None:
+    """A case or a configuration from elsewhere names the folder; a batch is a pickle."""
+    where = tmp_path / "copy"
+    shutil.copytree(cifar, where)
+    content = {"data": _Runs(tmp_path / "ran"), "labels": []}
+    batch = where / "cifar-10-batches-py" / "data_batch_2"
+    batch.write_bytes(pickle.dumps(content))
+    with pytest.raises(CannotRunError, match="it names ") as caught:
+        prepare("cifar10", str(where), download=False, fd=fd)
+    assert "a batch of CIFAR-10 holds arrays, numbers and texts" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+def test_what_unpacks_to_too_much_is_refused(
+    cifar: Path, tmp_path: Path, fd: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (files, mnist):
+        monkeypatch.setattr(module, "MOST_BYTES", 100_000)
+    where = tmp_path / "cifar-10-python.tar.gz"
+    if name == "cifar10":
+        real_files.pack_cifar10(cifar / "cifar-10-batches-py", where)
+    else:
+        where = real_files.write_mnist(tmp_path / "packed", packed=True)
+    with pytest.raises(CannotRunError, match="unpacks to more than 0 MiB"):
+        prepare(name, str(where), download=False, fd=fd)
 
 
 @needs_torchvision

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageErro
 from distcheck.explore import command, delays, models
 from distcheck.explore.budget import seconds_of
 from distcheck.explore.found import KeptCases, as_python
+from distcheck.explore.report import ONE_RANK, Story, _lines
 from distcheck.explore.search import Search
 from distcheck.explore.space import DIMENSIONS, cases
 from distcheck.judge.diagnosis.findings import APART
@@ -403,6 +405,20 @@ def test_what_shrank_to_one_rank_is_shown_where_its_cause_has_a_name(
     assert search.finding is not None
     found = search.finding.report.case
     assert (found.world, found.batch) == (world, 3 * world)
+
+
+@pytest.mark.parametrize(("worlds", "code"), [((1, 1), 5), ((1, 2), 0)])
+def test_cases_of_one_rank_are_no_pass(worlds: tuple[int, ...], code: int) -> None:
+    """A rank alone exchanges nothing: whatever the strategy does, it passes there."""
+    runner: Any = SimpleNamespace(left_out={}, distrusts_kept="")
+    search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
+    search.passed = [Case(id=str(w), strategy="s", world=w) for w in worlds]
+    story = Story(
+        strategy="s", seed=0, spent_s=1.0, search=search, earlier=0, unreadable=(),
+        interrupted=False, kept_as=None,
+    )  # fmt: skip
+    assert story.exit_code == code
+    assert ("unknown", ONE_RANK) in list(_lines(story)) or code == 0
 
 
 def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
     document = document_of(*many)
     whole = github.step_summary(document)
     assert 900_000 < len(whole.encode()) <= github.MOST_SUMMARY_BYTES
-    assert whole.endswith("do not fit here; the JSON has them.\n")
+    assert whole.endswith("do not fit here; they are in the JSON.\n")
     for room in (0, 10, 300, 5000):
         assert len(github.step_summary(document, room_bytes=room).encode()) <= room
 

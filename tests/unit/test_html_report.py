@@ -126,12 +126,12 @@ def test_a_mismatch_is_shown_from_every_side() -> None:
         "Error over bound: gradients, rounding bound",
         f"2 cells over the bound. Largest share of a bound: 5.5, at {wrong}, step 2.",
         "Bits: gradients, bitwise",
-        "2 cells of 24 differ. 22 of 24 are equal to the bit.",
+        "2 cells of 24 differ. 22 of 24 are bit-identical.",
         f"{wrong} 1, 2 ",  # the mask's numbers
         "Loss of 4 ranks and of the reference (float32 reference)",
         "leaves its bound at step 0, and at 3 of 3 steps in all",
         "Distance in ULP: gradients, rounding bound",
-        "The gradients after step 1 are the first that differ: rank 2 (marked ◂) holds other bits",
+        "The gradients after step 1 differ first: rank 2 (marked ◂) holds other bits",
         "3b39ec1e 3b39ec12",
         "look at rank 2",
         "torch 2.12.1 2.13.0",
@@ -144,10 +144,10 @@ def test_a_crash_shows_the_root_cause_first_and_who_called_what() -> None:
     assert text.index("rank 1 raised") < text.index("rank 2 ended") < text.index("rank 3 killed")
     assert (
         "At call 7, ranks 0, 4 called all_reduce of [64] and rank 2 called all_reduce of [10x64], "
-        "and rank 3 could not be asked: so it is not known which of them is wrong." in text
+        "and rank 3 gave no data; so it is not known which is wrong." in text
     )
     assert "Call 7 is missing on rank 1." in text
-    assert "left before it was asked" in text
+    assert "exited; no data" in text
 
 
 def test_failed_cases_come_first_and_passed_ones_are_folded() -> None:
@@ -216,8 +216,8 @@ def test_what_is_beyond_the_size_of_a_map_shares_cells() -> None:
         max(map(float, found["rows"][9].split())) == 302
     )  # three digits; the worst of a cell stays
     text = Page(html_report.render(report)).visible
-    assert "A cell is the worst of 1 parameter and 3 steps." in text
-    assert "A cell is the worst of 2 parameters and 3 steps." in text
+    assert "Each cell shows the worst of 1 parameter and 3 steps." in text
+    assert "Each cell shows the worst of 2 parameters and 3 steps." in text
 
 
 def test_a_long_series_keeps_its_worst_steps() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from distcheck.backends import gloo
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.worlds.launchers import detect, launch_of
+from distcheck.worlds.launchers import detect, launch_of, slurm
 from distcheck.worlds.launchers.machines import launch_here
 from distcheck.worlds.launchers.slurm import first_host
 
@@ -42,6 +43,20 @@ def test_a_person_is_no_launcher() -> None:
     assert detect({"RANK": "0"}) is None, "a variable of another meaning"
     assert detect({**SLURM, "SLURM_STEP_ID": ""}) is None, "a batch script"
     assert detect({**SLURM, "SLURM_NTASKS": "1"}) is None, "a shell on a machine of a cluster's"
+
+
+def test_a_list_of_tasks_is_not_written_out() -> None:
+    """A number of machines is a word of the environment."""
+    listed = {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999),7", "SLURM_NODEID": "99999999999"}
+    assert slurm._tasks_here(listed) == 7
+    assert slurm._tasks_here({**listed, "SLURM_NODEID": "5"}) == 2
+
+
+def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+    assert "names the network interface 'nope', which this machine" in gloo.missing()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert gloo.missing() == ""
 
 
 def test_torchrun() -> None:
@@ -102,6 +117,9 @@ def test_launchers_that_start_each_other_and_those_that_do_not() -> None:
     ("environ", "said"),
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x'; it takes a number"),
+        ({**TORCHRUN, "RANK": "\u00b2"}, "RANK is '\u00b2'; it takes a number"),
+        ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999"),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is 'x'; it takes a num"),
         ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE is missing"),
         ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "without SLURM_STEP_NODELIST"),
     ],

@@ -67,7 +67,10 @@ def test_the_code_is_that_of_one_run(cases: list[CaseReport], code: ExitCode) ->
 def test_the_screen_says_that_it_shows_a_part() -> None:
     plan = RunPlan(digest="d", shard=2, shards=3, cases=())
     text = render_text(Report(environment={}, cases=(PASSED,), plan=plan), width=100)
-    assert "part 2 of 3: 1 of 0 planned cells; distcheck merge tells whether the rest ran" in text
+    assert (
+        "part 2 of 3: 1 of 0 planned cells; distcheck merge shows whether the other parts ran"
+        in text
+    )
     whole = msgspec.structs.replace(plan, shard=0, shards=1)
     assert "part" not in render_text(Report(environment={}, cases=(PASSED,), plan=whole), width=100)
 
@@ -194,11 +197,11 @@ def test_files_that_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for words, code, message in (
         (["cut.json"], 2, "cut.json is damaged: Object missing required field `strategy`"),
         (["odd.json"], 2, "odd.json is damaged: Invalid enum value 'passed'"),
-        (["old.json"], 2, "old.json has the schema 'distcheck.report/0', and this version reads"),
+        (["old.json"], 2, "old.json has the schema 'distcheck.report/0'; this version reads"),
         (["text.json"], 2, "text.json is not a report that --json wrote"),
         (["none.json"], 2, "none.json cannot be read: No such file or directory"),
         (["1.json", "--junit", "/proc/x.xml"], 3, "--junit /proc/x.xml cannot be written"),
-        (["1.json", "--json", "a", "--junit", "a"], 2, "are to be written to one place"),
+        (["1.json", "--json", "a", "--junit", "a"], 2, "name the same file"),
         (["1.json", "--json", "-", "--github"], 2, "would both write to standard output"),
     ):
         found, text = merge(*words)

@@ -57,8 +57,8 @@ def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
         rank(1 - received, RankEnd.RAISED, PEER, ["8", "85"[received]]),
     ]
     said, shown = both(*ranks)
-    assert said.endswith(": a tie, which does not say which of them is wrong")
-    assert shown.endswith(": a tie, which does not say which of them is wrong.")
+    assert said.endswith("; the groups are equally large, so it is not known which is wrong")
+    assert shown.endswith("; the groups are equally large, so it is not known which is wrong.")
     assert "wrong size on rank" not in said
     picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
     assert picture is not None
@@ -71,8 +71,8 @@ def test_a_rank_that_could_not_be_asked_may_be_on_either_side() -> None:
         rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
         rank(1, RankEnd.RAISED, PEER, ["8", "8"]),
     )
-    assert "rank 2 could not be asked: a tie" in said
-    assert "rank 2 could not be asked: a tie" in shown
+    assert "rank 2 gave no data; the groups are equally" in said
+    assert "rank 2 gave no data; the groups are equally" in shown
 
 
 def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() -> None:
@@ -112,7 +112,7 @@ def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
         rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     assert re.match(r"crash: rank 1 killed", said)
-    assert shown == "Rank 1 failed first; what others did not call came after it."
+    assert shown == "Rank 1 failed first; the calls that others lack are a consequence."
     own = rank(2, RankEnd.RAISED, "step 1, sync\nValueError", ["8", "8"])
     said, shown = both(own, rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]))
     assert said.startswith("crash: rank 2 raised")
@@ -131,7 +131,7 @@ def test_majorities() -> None:
 def test_agreement_of_two_ranks_is_a_tie() -> None:
     digests = {"steps": [0], "ranks": 2, "kinds": {"gradient": ["0=aa 1=bb"]}}
     picture = agreement.draw("p", {"digests": digests})
-    assert "2 versions, none of which most ranks hold: a tie" in picture.says
+    assert "there are 2 versions, and most ranks hold none of them" in picture.says
     assert "◂" not in picture.svg
     digests = {"steps": [0], "ranks": 3, "kinds": {"gradient": ["0,2=aa 1=bb"]}}
     assert "rank 1 (marked ◂) holds other bits" in agreement.draw("p", {"digests": digests}).says

@@ -254,7 +254,7 @@ def test_merging_takes_searches(document: dict[str, Any], verdict: str, code: in
 
 def test_a_case_that_no_search_has_found_is_still_refused() -> None:
     document = searched("fail", "found-w2", cases=9)
-    document["explored"][0] |= {"verdict": "pass", "found": []}
+    document["explored"][0] |= {"verdict": "pass", "passed": 9, "found": []}
     with pytest.raises(DistcheckError, match="which its own plan does not have"):
         join([Part("part.json", document)])
 

@@ -256,7 +256,7 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
     ("command", "words"),
     [
         (["explore", "--strategy", "ddp"], "explore draws cases in which every rank has a shard"),
-        (["train", "--strategy", "ddp", "--world", "2"], "train gives every rank a shard"),
+        (["train", "--strategy", "ddp", "--world", "2"], "train, which gives every rank a shard"),
         (["verify", "--strategy", "ddp", "--world", "1"], "leaves no rank of --world 1 a shard"),
     ],
 )

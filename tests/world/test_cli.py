@@ -344,7 +344,7 @@ def test_doctor_is_paste_ready(console: Run) -> None:
     assert ran.returncode == 0
     for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
         assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)
-    assert ran.stdout.count("as predicted, to the bit") == 9
+    assert ran.stdout.count("bit-identical to the prediction") == 9
 
 
 def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:

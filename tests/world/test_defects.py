@@ -14,6 +14,7 @@ from distcheck.compare.records import COMPARE
 from distcheck.errors import ExitCode, InternalError, UsageError
 from distcheck.errors.defects import is_defect, place_of, save_traceback
 from distcheck.judge import checks, job
+from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
 from distcheck.records import Outcome
@@ -103,12 +104,13 @@ def test_a_check_that_fails_in_distcheck_itself_is_unknown_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call with arguments that the function does not take fails in judge/job.py."""
-    monkeypatch.setattr(checks, "load", lambda name: SimpleNamespace(compare=lambda: None))
-    trace = SimpleNamespace(of_ranks=lambda ranks: None)
-    about = SimpleNamespace(case=SimpleNamespace(with_data=(0,)))
+    broken = SimpleNamespace(compare=lambda: None, OVER_STEPS=True)
+    monkeypatch.setattr(checks, "load", lambda name: broken)
     monkeypatch.setattr(job, "References", lambda *given: None)
+    seen = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(job, "_evidence", lambda *given: seen)
     asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), contract=None)
-    (result,) = job.judge_trace(asked, about, trace, None)  # type: ignore[arg-type]
+    (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
     assert result.reason.startswith("the check itself failed: TypeError")
 
@@ -124,7 +126,7 @@ def test_a_report_with_such_a_check_has_that_exit_code_and_no_other() -> None:
     assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
     assert found["cases"][0]["checks"][1]["defect"] == OWN
     check_document(found, "r.json")
-    with pytest.raises(UsageError, match="its exit code is 5, and its cases give 70"):
+    with pytest.raises(UsageError, match="has the exit code 5, but its cases give 70"):
         check_document({**found, "exit_code": 5}, "r.json")
 
 

@@ -54,6 +54,17 @@ def removes_the_folder(model, step):
     if _at(step):
         shutil.rmtree(os.getcwd())
 
+def renames_the_folder(model, step):
+    good(model)
+    if _at(step):
+        os.rename(os.getcwd(), os.getcwd() + ".other")
+
+def shortens_the_trace(model, step):
+    good(model)
+    for fd in range(3, 64) if _at(step) else ():
+        if os.path.realpath(f"/proc/self/fd/{fd}").startswith("/memfd:distcheck-trace"):
+            os.ftruncate(fd, 0)
+
 def removes_it_by_a_command(model, step):
     good(model)
     if _at(step):
@@ -146,6 +157,8 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
     [
         ("stops_itself", "hung", "stopped (state T), as SIGSTOP does"),
         ("removes_the_folder", "raised", "this is the working directory of the run"),
+        ("renames_the_folder", "raised", "remove and rename folders of your own only"),
+        ("shortens_the_trace", "raised", "PermissionError: [Errno 1] Operation not permitted"),
         ("writes_garbage", "raised", "the code wrote to a descriptor that it had not opened"),
         pytest.param("writes_text", "raised", "that it did not write", marks=pytest.mark.sweep),
     ],
@@ -170,6 +183,31 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
     assert "importing strategy one.py raised RuntimeError: not on this rank" in found["detail"]
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("os._exit(0)", r"left with exit code 0 at \S+/one.py:5; loading must end"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"was stopped \(state T\), as SIGSTOP does; load"),
+        pytest.param(
+            "time.sleep(1000)",
+            "hung: it did nothing for 30 s at .*/one.py:5",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            "was killed by SIGSEGV at .*/one.py:5",
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_code_that_ends_the_process_that_loads_it(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(f"import os\nimport signal\nimport time\n\n{line}\n")
+    words = ("verify", "--strategy", "one.py:good", *QUICK, "--deadline-s", "2")
+    ran = warm.run(*words, cwd=tmp_path)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert re.search(f"the process that loads one.py:good and mlp {said}", ran.stderr)
+
+
 def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -178,7 +216,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
     ran = warm.run(*words, "--json", str(tmp_path / "r.json"), cwd=folder)
     assert ran.returncode == 4, ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
-    assert "the working directory is gone: the code under test removed it" in ran.stderr
+    assert "the working directory is gone: the code under test removed or renamed it" in ran.stderr
     assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 4
 
 

@@ -235,8 +235,8 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     for words, sentence in (
         (("compare", "nowhere"), "nowhere is not a folder; give one that distcheck record"),
         (("compare", "."), "holds no traces"),
-        (("record", "--strategy", "ddp"), "record takes the folder first"),
-        (("record", "other", "--strategy", "ddp", "--save", "x"), "leave --save away"),
+        (("record", "--strategy", "ddp"), "the first argument of record is the folder"),
+        (("record", "other", "--strategy", "ddp", "--save", "x"), "remove --save"),
         (("bundle", "nowhere"), "nowhere holds no cases"),
         (("replay", "fake.zip"), "fake.zip is not a bundle of distcheck"),
     ):

@@ -23,7 +23,7 @@ from tests.unit.test_datasets import needs_torchvision
 def test_vgg11_on_cifar10_goes_end_to_end(tmp_path: Path, strategy: str) -> None:
     real_files.write_cifar10(tmp_path)
     report = distcheck.verify(
-        strategy, workload="vgg11", data="cifar10", data_dir=tmp_path, world=2, batch=64, steps=3
+        strategy, workload="vgg11", data="cifar10", data_dir=tmp_path, world=2, batch=32, steps=2
     )
     (case,) = report.cases
     assert {r.verdict for r in case.checks} == {"pass"}

@@ -271,7 +271,14 @@ def test_many_worlds_leave_nothing_open(pool: Pool) -> None:
     _wait_until(lambda: not made & _shared_memory(), 60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,  # the others end a front in good order, which test_ends.py holds
+        pytest.param(signal.SIGTERM, marks=pytest.mark.sweep),
+        pytest.param(signal.SIGINT, marks=pytest.mark.sweep),
+    ],
+)
 def test_everything_dies_with_the_front(number: signal.Signals, tmp_path: Path) -> None:
     """Processes, and the folders that these were using."""
     for name in ("temporary", "other"):

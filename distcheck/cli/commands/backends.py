@@ -16,8 +16,8 @@ from distcheck.worlds.launchers import is_elsewhere
     "names",
     multiple=True,
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to probe: a name, or a function that registers a backend. "
-    "[default: all that are known]",
+    help="What to probe: the name of a backend, or a function that registers one. [default: all "
+    "known backends]",
     **completion.BACKENDS,
 )
 @click.option(
@@ -41,10 +41,10 @@ from distcheck.worlds.launchers import is_elsewhere
     "baseline_file",
     metavar="FILE",
     type=click.Path(),
-    help="An earlier --json: what was wrong there already does not fail this run.",
+    help="An earlier --json: findings that are in it do not fail this run.",
 )
 @json_option("cells")
-@click.option("-v", "--verbose", is_flag=True, help="Every form and every finding by itself.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every form and every finding.")
 def command(**asked: Any) -> int:
     """Probe communication backends: which operations are right, wrong, refused, or never end.
 

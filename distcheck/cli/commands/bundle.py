@@ -16,7 +16,7 @@ from distcheck.worlds.launchers import is_elsewhere
     type=click.Path(dir_okay=False),
     help="[default: RUN's name]",
 )
-@click.option("--traces", is_flag=True, help="With everything recorded, for distcheck recheck.")
+@click.option("--traces", is_flag=True, help="Include all recordings, for distcheck recheck.")
 def command(run: str | None, output: str | None, traces: bool) -> int:
     """Pack a run, the latest by default, into a zip that a colleague can replay.
 

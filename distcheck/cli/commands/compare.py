@@ -12,7 +12,7 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.command("compare", cls=Command)
 @click.argument("then", metavar="DIR", type=click.Path())
 @click.argument("now", metavar="[DIR]", required=False, type=click.Path())
-@click.option("--bits", is_flag=True, help="Any changed bit fails, within its bound or not.")
+@click.option("--bits", is_flag=True, help="Fail on every changed bit, even within its bound.")
 @output_options
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(then: str, now: str | None, bits: bool, quiet: bool, **asked: Any) -> int:

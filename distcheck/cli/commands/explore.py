@@ -13,7 +13,9 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
 @click.option(
     "--strategy",
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to search for failures of. [default: the strategies of pyproject.toml's matrix]",
+    help=(
+        "The strategy to search for failures. [default: the strategies of pyproject.toml's matrix]"
+    ),
     **completion.STRATEGIES,
 )
 @click.option(
@@ -21,7 +23,7 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     default="5m",
     show_default=True,
     metavar="TIME",
-    help="How long to search: 90s, 5m, 1h; what is found is shrunk for up to a minute more.",
+    help="How long to search: 90s, 5m, 1h. Shrinking a failure may take a minute more.",
 )
 @click.option(
     "--config",
@@ -37,13 +39,16 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     "--vary",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A value to try for a parameter of the strategy's; several times, the simplest first.",
+    help=(
+        "A value to try for a parameter of the strategy. Repeat it for more values, the "
+        "simplest first."
+    ),
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="WORD",
-    help="Leave out what the strategy is known not to do: strided, frozen, unequal, accumulate, "
+    help="Leave out what the strategy does not support: strided, frozen, unequal, accumulate, "
     "absent, nested, norm, groups, schedule, late, ...",
 )
 @click.option(
@@ -54,7 +59,7 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     help="Idle seconds without progress after which a world has hung.",
 )
 @json_option("findings")
-@click.option("-q", "--quiet", is_flag=True, help="The verdict and the replay line only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict and the replay line.")
 @adapter_options
 def command(**asked: Any) -> int:
     """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,

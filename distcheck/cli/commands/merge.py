@@ -12,7 +12,7 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.command("merge", cls=Command)
 @click.argument("parts", metavar="PART.json...", nargs=-1, required=True, type=click.Path())
 @output_options
-@click.option("-q", "--quiet", is_flag=True, help="The verdict line only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the verdict line.")
 def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
     """Join the reports of verify --shard; a planned case that none of them holds is unknown.
 

@@ -13,7 +13,7 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.command("recheck", cls=Command)
 @click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
 @output_options
-@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(folder: str, verbose: bool, quiet: bool, **asked: Any) -> int:
     """Judge a saved run again; starts no rank."""  # fmt: skip

@@ -15,9 +15,7 @@ from distcheck.reports.files import output_options, taken_from
 )
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
-@click.option(
-    "--trust", is_flag=True, help="Run code that is not of this checkout without a question."
-)
+@click.option("--trust", is_flag=True, help="Run code from outside this checkout without asking.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked: Any) -> int:
     """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.

@@ -10,16 +10,18 @@ from distcheck.worlds.launchers import is_elsewhere
 
 
 @click.command("selftest", cls=Command)
-@click.option("--quick", is_flag=True, help="One mutant per check and layer, two strategies.")
+@click.option(
+    "--quick", is_flag=True, help=("Run one mutant per check and layer, and two strategies.")
+)
 @click.option(
     "-k",
     "patterns",
     multiple=True,
     metavar="PATTERN",
-    help="Only what has this in its name, as shown; * and ? stand for what they do in file names.",
+    help="Only those whose name, as shown, contains this text; * and ? are wildcards.",
 )
 @json_option("table")
-@click.option("-v", "--verbose", is_flag=True, help="Every correct case by itself.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every correct case.")
 def command(**asked: Any) -> int:
     """Run the mutant zoo: is every planted bug caught and named, and no correct code accused?
 

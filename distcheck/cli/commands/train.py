@@ -13,7 +13,7 @@ from distcheck.cli.options import adapter_options, case_options, json_option, wi
 @click.option(
     "--strategy",
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="How to synchronise; without it one process trains alone.",
+    help="How to synchronise. Without it, one process trains alone.",
     **completion.STRATEGIES,
 )
 @click.option(
@@ -42,7 +42,7 @@ from distcheck.cli.options import adapter_options, case_options, json_option, wi
     default=20,
     show_default=True,
     metavar="N",
-    help="Print the running loss every N steps; 0 for never.",
+    help="Print the running loss every N steps; 0: never.",
 )
 @json_option("figures")
 @case_options

@@ -23,7 +23,9 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "strategies",
     multiple=True,
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="What to judge; may be given several times. [default: the matrix of pyproject.toml]",
+    help=(
+        "The strategy to judge; may be given several times. [default: the matrix of pyproject.toml]"
+    ),
     **completion.STRATEGIES,
 )
 @click.option(
@@ -40,14 +42,14 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="What to train; may be given several times. [default: lattice, cnn and composite]",
+    help="The workload to train; may be given several times. [default: lattice, cnn and composite]",
     **completion.WORKLOADS,
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="CELL",
-    help="Leave a cell out; may be given several times.",
+    help="Leave out a cell; may be given several times.",
     **completion.CELLS,
 )
 @click.option(
@@ -66,7 +68,7 @@ from distcheck.reports.files import errors_told, output_options, taken_from
     help="Keep cases, traces and report in a new folder, for distcheck recheck.",
 )
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
-@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 @case_options
 @adapter_options
@@ -95,7 +97,7 @@ def command(
     from distcheck.errors import UsageError
 
     if digests and save is None:
-        raise UsageError("--digests is an option of distcheck record: distcheck record DIR ...")
+        raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
     files = taken_from(asked)
     launch, plan = plan_asked(asked, given_options())
     if launch is not None and not launch.is_front:

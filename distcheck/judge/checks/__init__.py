@@ -6,38 +6,44 @@ One file a check, in the order of the report:
     agreement, rerun
 
 A check module defines `compare(evidence, tally)`; `tally.layer` says by which layer, and the plan
-whether it is judged step by step or over the whole run. It starts no process, reads no clock, and
-decides nothing about other checks. `outcome` alone needs no trace and is judged by the front.
+whether it is judged step by step or over the whole run. It trains nothing, keeps nothing, starts no
+process, reads no clock, and decides nothing about other checks: what is expected was computed
+before (`judge/expecting.py`), and is frozen. It is given one step at a time, in the order of the
+steps; with `OVER_STEPS = True` all at once. `outcome` alone needs no trace and is judged by the
+front.
 
 `purpose` cannot fail: it says whether what a workload is for happened.
 """
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from distcheck.judge.checks.evidence import Evidence
     from distcheck.judge.checks.tally import Tally
 
-ORDER = (
-    "outcome",
-    "data",
-    "initial_state",
-    "local_gradients",
-    "gradients",
-    "loss",
-    "parameters",
-    "buffers",
-    "agreement",
-    "rerun",
-)
+# A check, and what of a model it compares on every rank in every case, in every step: "parameters",
+# "buffers" or "optimizer". Where that depends on the case it is empty, and the plan decides.
+ORDER: Mapping[str, str] = {
+    "outcome": "",
+    "data": "",
+    "initial_state": "",
+    "local_gradients": "",
+    "gradients": "",
+    "loss": "",
+    "parameters": "",
+    "buffers": "",
+    "agreement": "",
+    "rerun": "",
+}
 
 
 class Check(Protocol):
     """What a check module offers."""
 
     def compare(self, evidence: "Evidence", tally: "Tally") -> None:
-        """Compares everything it is about, and tells the tally."""
+        """Compares everything it is about, and notes it in the tally."""
         ...
 
 

@@ -26,7 +26,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     if evidence.contract.optimizer_state != "sharded":
         kinds.append(Kind.OPTIMIZER)
     for expectation in evidence.expectations:
-        averages = expectation.averages
+        averages = evidence.averages
         if averages is not None and not averages.at(expectation.step):
             continue
         if averages is not None and not averages.seen:

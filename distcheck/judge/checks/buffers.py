@@ -5,17 +5,16 @@ strategy that promises nothing may do either. It may also average a buffer over 
 forward pass, evenly or by samples: then the bound is that of any mean, `oracles/rounding.py`.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from distcheck.judge.checks.comparison import Comparison, bitwise, within
-from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.comparison import bitwise, within
+from distcheck.judge.checks.evidence import Evidence, Expectation
+from distcheck.judge.checks.matching import Compare, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.forms import BufferWays
 from distcheck.training.traces.layout import Kind
 
 
@@ -38,26 +37,27 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 
 def _comparison(
     evidence: Evidence,
-    expectation: StepExpectation,
+    expectation: Expectation,
     tally: Tally,
     rank: int,
     index: int,
     expected: torch.Tensor,
-) -> Callable[[torch.Tensor], Comparison]:
+) -> Compare:
     """To the bit, unless the buffer is the mean of what the ranks' forward passes left."""
     actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
     to_the_bit = partial(bitwise, expected=expected)
     if (
         actual is None
-        or not expectation.contract.takes_any_buffers
+        or not evidence.contract.takes_any_buffers
         or not actual.is_floating_point()
         or actual.itemsize == 1  # for which no rounding is known
         or torch.equal(actual, expected)
     ):
         return to_the_bit
-    left = [shard.buffers[index] for shard in expectation.shards]
+    ways: BufferWays = expectation.what
+    left = [of_rank[0][index] for of_rank in ways.ways]
     even = [1.0 / len(left)] * len(left)
-    for shares in (even, [weight / len(left) for weight in expectation.weights]):
+    for shares in (even, [weight / len(left) for weight in ways.shares.weights]):
         mean = rounding.interval(left, shares)
         if within(actual, mean.mean, mean.bound).ok:
             tally.remark(
@@ -69,8 +69,8 @@ def _comparison(
 
 
 def _expected(
-    evidence: Evidence, expectation: StepExpectation, rank: int, position: int
-) -> list[torch.Tensor]:
+    evidence: Evidence, expectation: Expectation, rank: int, position: int
+) -> tuple[torch.Tensor, ...]:
     """The way that the rank's buffers went, where two are allowed; else the first."""
     slot = expectation.step + 1
     layout = evidence.trace.layout
@@ -78,8 +78,8 @@ def _expected(
         evidence.trace.tensor(rank, Kind.BUFFER, slot, index)
         for index in range(len(layout.model.buffers))
     ]
-    ways = expectation.buffers(position)
-    for way in ways[1:]:
+    of_rank: tuple[tuple[torch.Tensor, ...], ...] = expectation.what.ways[position]
+    for way in of_rank[1:]:
         if all(a is not None and torch.equal(a, e) for a, e in zip(actual, way, strict=True)):
             return way
-    return ways[0]
+    return of_rank[0]

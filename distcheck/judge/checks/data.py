@@ -13,12 +13,14 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
 from distcheck.training.traces.reader import StepHeader
 
+OVER_STEPS = True  # looks at all steps together, as they were recorded
+
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """All steps, all ranks."""
     case, world = evidence.case, len(evidence.with_data)
-    size = evidence.ingredients.samples.size(train=True)
-    own_sampler = evidence.ingredients.loaded.sampler is not None
+    size = evidence.train_size
+    own_sampler = evidence.own_sampler
     per_epoch = size // case.batch + (size % case.batch >= world)
     seen: dict[int, dict[int, tuple[int, int]]] = {}  # epoch -> sample -> (rank, step)
     for step in range(evidence.trace.steps_written()):

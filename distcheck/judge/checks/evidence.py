@@ -1,36 +1,56 @@
-"""What a check gets to see."""
+"""What a check gets to see: the case, the trace, and what is expected. All of it is frozen."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
-from distcheck.contract import Contract
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.contract import Contract, Training
+from distcheck.judge.oracles.averaging import Averages
 from distcheck.records import Case
-from distcheck.training.building import Ingredients
+from distcheck.records.expected_events import Happening
+from distcheck.records.mistakes import Shown
 from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import Entry, TraceReader
+from distcheck.training.traces.reader import Entry, StepHeader, TraceReader
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is expected at a step by the check's layer. `headers` are those of the ranks with data,
+    which are numbered from 0; where every rank has data, that is their rank.
+
+    `what` is one of the frozen forms of `oracles/forms.py`, or None. `shown` is, per parameter,
+    what comparing its gradient would show (`sensitivity.py`).
+    """
+
+    step: int
+    headers: tuple[StepHeader, ...]
+    what: Any = None
+    shown: tuple[Shown | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evidence:
     """A trace, what is expected at each step to judge, and the rerun's trace if there is one.
 
-    Expectations number the ranks that have data from 0; where every rank has, that is their rank.
+    `train_size` and `own_sampler` are of the data; `training` and `must_happen` of the workload;
+    `averages` says when parameters are averaged, where ranks may train by themselves; `holding`
+    are the ranks that must hold the mean gradient.
     """
 
-    ingredients: Ingredients
+    case: Case
     contract: Contract
     trace: TraceReader
-    expectations: Sequence[StepExpectation]
+    expectations: tuple[Expectation, ...] = ()
     rerun: TraceReader | None = None
-
-    @property
-    def case(self) -> Case:
-        """The case that was run."""
-        return self.ingredients.case
+    train_size: int = 0
+    own_sampler: bool = False
+    training: Training = field(default_factory=Training)
+    must_happen: tuple[Happening, ...] = ()
+    averages: Averages | None = None
+    holding: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> range:
@@ -42,24 +62,10 @@ class Evidence:
         """The ranks that read a shard, in the order of the expectations' lists."""
         return self.case.with_data
 
-    @cached_property
-    def holding(self) -> tuple[int, ...]:
-        """The ranks that must hold the mean gradient: those with data, and of those without the
-        ones whose gradients of zero were ever made something else. A server that keeps the mean
-        must hold the right one, one that only hands it on has nothing to compare.
-        """
-        without = [rank for rank in self.ranks if rank not in self.with_data]
-        return tuple(sorted([*self.with_data, *filter(self._ever_held, without)]))
-
-    def _ever_held(self, rank: int) -> bool:
-        count = len(self.trace.layout.model.parameters)
-        return any(
-            tensor is not None and bool(tensor.any())
-            for step in range(self.trace.steps_written())
-            for tensor in (
-                self.trace.tensor(rank, Kind.GRADIENT, step, index) for index in range(count)
-            )
-        )
+    @property
+    def among(self) -> TraceReader:
+        """The trace of the ranks with data, numbered from 0."""
+        return self.trace.of_ranks(self.with_data)
 
 
 @dataclass(frozen=True)

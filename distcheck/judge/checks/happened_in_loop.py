@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from distcheck.judge.checks.evidence import Expectation
 from distcheck.judge.checks.recording import Recording
-from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.machine.numerics import real_parts
 from distcheck.records import expected_events as events
-from distcheck.training.building import trainable
 from distcheck.training.traces.layout import Kind
 
 
@@ -45,7 +44,7 @@ def other_order(event: events.OtherOrder, run: Recording) -> str:
 
 def resumed(event: events.Resumed, run: Recording) -> str:
     """The loop resumes before a step, so a step from there on was taken by what was resumed."""
-    before = run.ingredients.training.resume_before
+    before = run.training.resume_before
     if before is not None and any(step.step >= before for step in run.steps):
         return ""
     when = "is not resumed" if before is None else f"is resumed before step {before}"
@@ -54,11 +53,7 @@ def resumed(event: events.Resumed, run: Recording) -> str:
 
 def rate_changed(event: events.RateChanged, run: Recording) -> str:
     """The workload's schedule, called again for the steps that were taken."""
-    rates = []
-    for step in run.steps:
-        optimizer = run.ingredients.optimizer(run.model.parameters())
-        run.ingredients.schedule(optimizer, step.step)
-        rates.append([group.get("lr") for group in getattr(optimizer, "param_groups", ())])
+    rates = [step.rates for step in run.as_prepared]
     if any(rate != rates[0] for rate in rates[1:]):
         return ""
     return f"seen: one rate in all {len(rates)} steps"
@@ -66,14 +61,14 @@ def rate_changed(event: events.RateChanged, run: Recording) -> str:
 
 def accumulated(event: events.Accumulated, run: Recording) -> str:
     """A shard is cut into as many stretches as it has samples, at most."""
-    passes = run.ingredients.training.accumulate
+    passes = run.training.accumulate
     least = [min(passes, *(len(header.ids) for header in step.headers)) for step in run.steps]
     return "" if max(least, default=0) > 1 else f"seen: {max(least, default=0)} backward pass"
 
 
 def clipped(event: events.Clipped, run: Recording) -> str:
     """By what rank 0 held after the exchange."""
-    limit, norms = run.ingredients.training.clip_norm, []
+    limit, norms = run.training.clip_norm, []
     for step in run.steps:
         found = run.trace.tensors(0, Kind.GRADIENT, step.step)
         sizes = [real_parts(g).double().norm() for g in found if g is not None]
@@ -83,14 +78,14 @@ def clipped(event: events.Clipped, run: Recording) -> str:
     return f"seen: norms up to {max(norms, default=0.0):.3g}, limit {limit}"
 
 
-def _not_finite(run: Recording, step: StepExpectation) -> bool:
+def _not_finite(run: Recording, step: Expectation) -> bool:
     owns = (run.own(step, index) for index in range(len(run.specs)))
     return any(g is not None and not bool(g.isfinite().all()) for own in owns for g in own)
 
 
 def scaler_skips(event: events.ScalerSkips, run: Recording) -> str:
     """By the ranks' own gradients, which are scaled."""
-    scale = run.ingredients.training.loss_scale
+    scale = run.training.loss_scale
     over = [step.step for step in run.steps if _not_finite(run, step)]
     if scale is not None and 0 < len(over) < len(run.steps):
         return ""
@@ -100,17 +95,7 @@ def scaler_skips(event: events.ScalerSkips, run: Recording) -> str:
 
 def called_twice(event: events.CalledTwice, run: Recording) -> str:
     """Rank 0's forward pass of the first step, again."""
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    ids = torch.tensor(run.steps[0].headers[0].ids, dtype=torch.int64)
-    hook = run.model.register_forward_hook(count)
-    run.ingredients.prepare(run.model, run.steps[0].step)
-    run.ingredients.loaded.workload.loss(run.model, run.ingredients.batch(ids, len(ids)))
-    hook.remove()
+    calls = run.as_prepared[0].calls
     return "" if calls > 1 else f"seen: {calls} call"
 
 
@@ -131,22 +116,13 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: Recording) -> str:
 
 def starts_apart(event: events.StartsApart, run: Recording) -> str:
     """What the workload does to each rank's model before the strategy is given it, again."""
-    models = [run.ingredients.model() for _ in run.ranks]
-    for rank, model in enumerate(models):
-        run.ingredients.handed_over(model, rank)
-    flat = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
-    if any(not torch.equal(flat[0], other) for other in flat[1:]):
-        return ""
-    return "seen: the same parameters on every rank"
+    alike = run.as_prepared[0].starts_alike
+    return "seen: the same parameters on every rank" if alike else ""
 
 
 def frozen(event: events.Frozen, run: Recording) -> str:
     """By the workload's model as it is prepared for each step that was taken."""
-    trains = []
-    for step in run.steps:
-        run.ingredients.prepare(run.model, step.step)
-        parameter = dict(trainable(run.model)).get(event.parameter)
-        trains.append(parameter is None or parameter.requires_grad)
+    trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
     trained = not event.after_training
     for now in trains:
         if trained and not now:
@@ -158,10 +134,8 @@ def frozen(event: events.Frozen, run: Recording) -> str:
 
 def eval_mode(event: events.EvalMode, run: Recording) -> str:
     """By the modules' mode as the workload prepares them, and by what became of a buffer."""
-    still, moved, trains = set[int](), set[int](), dict[int, bool]()
-    for expectation in run.steps:
-        run.ingredients.prepare(run.model, expectation.step)
-        trains[expectation.step] = all(module.training for module in run.model.modules())
+    still, moved = set[int](), set[int]()
+    trains = {expectation.step: expectation.what.training_mode for expectation in run.steps}
     for step, before, after in run.buffers(event.buffer):
         same = torch.equal(before, after)
         if same and not trains[step]:

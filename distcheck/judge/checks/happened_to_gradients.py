@@ -57,7 +57,7 @@ def zero_gradient(event: events.ZeroGradient, run: Recording) -> str:
 
 def not_finite(event: events.NotFinite, run: Recording) -> str:
     """On any rank, at any step."""
-    if run.ingredients.training.loss_scale is not None:
+    if run.training.loss_scale is not None:
         return "seen: a GradScaler"
     for _, own in run.named(event.parameter):
         if any(g is not None and not bool(g.isfinite().all()) for g in own):
@@ -173,17 +173,14 @@ def permuted(event: events.Permuted, run: Recording) -> str:
 
 def tied(event: events.Tied, run: Recording) -> str:
     """By the names that the model has for its parameters."""
-    every = list(run.model.named_parameters(remove_duplicate=False))
-    first = {id(parameter): name for name, parameter in reversed(every)}
-    twice = {first[id(p)] for name, p in every if name != first[id(p)]}
+    twice = run.as_prepared[0].twice_named
     found = [i for i, spec in enumerate(run.specs) if spec.name in twice and run.exchanged(i)]
     return "" if found else f"seen: {len(twice)} parameters with two names"
 
 
 def kinds(event: events.Kinds, run: Recording) -> str:
     """Every parameter, on some rank and at some step."""
-    there = {type(module).__name__ for module in run.model.modules()}
-    there |= {type(parameter).__name__ for parameter in run.model.parameters()}
+    there = run.as_prepared[0].kinds
     missing = [kind for kind in event.kinds if kind not in there]
     if missing:
         return f"seen: no {', '.join(missing)}"

@@ -1,33 +1,17 @@
 """What every rank's backward produced before anything was exchanged is that rank's own shard."""
 
-from functools import partial
-
-from distcheck.judge.checks.comparison import bitwise, equal_numbers
+from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import Compare, match_ranks
-from distcheck.judge.checks.rounded_sums import or_from_recorded
+from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.lattice_tensors import as_tensor
 from distcheck.training.traces.layout import Kind, State
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Bitwise, per rank, against the shard computed again (X) or in closed form (lattice)."""
-    specs = evidence.trace.layout.model.parameters
     for expectation in evidence.expectations:
-        for position, rank in enumerate(evidence.with_data):
-            for index, spec in enumerate(specs):
-                same: Compare | None
-                if tally.layer == "lattice":
-                    expected = as_tensor(spec, expectation.lattice.local[position][spec.name])
-                    same = or_from_recorded(
-                        partial(equal_numbers, expected=expected),
-                        expectation,
-                        partial(_computed_again, expectation, position, index),
-                    )
-                else:
-                    same = _computed_again(expectation, position, index)
+        for rank, own in zip(evidence.with_data, expectation.what.parts, strict=True):
+            for index, form in enumerate(own):
                 _note_unseen(evidence, tally, rank, expectation.step, index)
                 match_ranks(
                     tally,
@@ -37,13 +21,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     step=expectation.step,
                     index=index,
                     ranks=[rank],
-                    compare=same,
+                    compare=comparison_with(form, tally),
                 )
-
-
-def _computed_again(expectation: StepExpectation, position: int, index: int) -> Compare | None:
-    expected = expectation.shards[position].gradients[index]
-    return None if expected is None else partial(bitwise, expected=expected)
 
 
 def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: int) -> None:

@@ -1,19 +1,13 @@
 """Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
 
-import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from distcheck.judge.checks.comparison import bitwise, by_norm
-from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import Compare
-from distcheck.judge.checks.rounded_sums import or_from_recorded
+from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.full_batch import loss_tolerance
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.judge.oracles.forms import MeanLoss, RankLosses
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -21,53 +15,43 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):
             continue
-        if tally.layer in (IN_FLOAT32, IN_FLOAT64):
-            _compare_mean(evidence, expectation, tally)
+        if isinstance(expectation.what, MeanLoss):
+            _compare_mean(evidence, expectation, expectation.what, tally)
         else:
-            _compare_ranks(evidence, expectation, tally)
+            _compare_ranks(evidence, expectation, expectation.what, tally)
 
 
-def _compare_ranks(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
-    required = []
+def _compare_ranks(
+    evidence: Evidence, expectation: Expectation, losses: RankLosses, tally: Tally
+) -> None:
     for position, rank in enumerate(evidence.with_data):
-        header = expectation.headers[position]
-        if tally.layer == "lattice":
-            expected = float(expectation.lattice.losses[position])
-        else:
-            expected = expectation.shards[position].loss
-        required.append(expected)
-        compare: Compare = partial(bitwise, expected=_scalar(expected))
-        if tally.layer == "lattice":
-            beside = partial(_computed_again, expectation, position)
-            compare = or_from_recorded(compare, expectation, beside)
-        comparison = compare(_scalar(header.loss))
+        actual = _scalar(expectation.headers[position].loss)
+        comparison = bitwise(actual, _scalar(losses.expected[position]))
+        if not comparison.ok and losses.beside:
+            comparison = bitwise(actual, _scalar(losses.beside[position]))
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
-    _sum_up(expectation, tally, expected=_mean(expectation, required), bound=0.0)
+    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=0.0)
 
 
-def _computed_again(expectation: StepExpectation, position: int) -> Compare:
-    return partial(bitwise, expected=_scalar(expectation.shards[position].loss))
-
-
-def _compare_mean(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+def _compare_mean(
+    evidence: Evidence, expectation: Expectation, expected: MeanLoss, tally: Tally
+) -> None:
     mean = _mean(expectation, [header.loss for header in expectation.headers])
-    expected = expectation.full_batch.loss
-    bound = loss_tolerance(tally.layer, expected)
-    if bound < abs(mean - expected) < math.inf:  # terms of both signs may have cancelled in it
-        bound = loss_tolerance(tally.layer, expectation.loss_magnitude)
-    comparison = by_norm(_scalar(mean), _scalar(expected), bound)
-    _sum_up(expectation, tally, expected=expected, bound=bound)
+    comparison = by_norm(_scalar(mean), _scalar(expected.expected), expected.bound)
+    _sum_up(expectation, tally, expected=expected.expected, bound=expected.bound)
     for rank in evidence.with_data:
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
 
 
-def _mean(expectation: StepExpectation, losses: Sequence[float]) -> float:
+def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
     """The ranks' losses, weighted by their samples."""
-    pairs = zip(losses, expectation.weights, strict=True)
+    sizes = [len(header.ids) for header in expectation.headers]
+    weights = [size * len(sizes) / sum(sizes) for size in sizes]
+    pairs = zip(losses, weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)
 
 
-def _sum_up(expectation: StepExpectation, tally: Tally, *, expected: float, bound: float) -> None:
+def _sum_up(expectation: Expectation, tally: Tally, *, expected: float, bound: float) -> None:
     losses = [header.loss for header in expectation.headers]
     mean = _mean(expectation, losses)
     tally.sums.add_losses(expectation.step, losses, mean=mean, expected=expected, bound=bound)

@@ -7,82 +7,56 @@ over the ranks is taken from, and compared on, the rank that holds it. Ranks tha
 themselves must hold, after every average, the mean of what their own updates left (R).
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from distcheck.judge.checks import sensitivity
-from distcheck.judge.checks.comparison import bitwise, equal_numbers, within
-from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import is_zero, match_ranks
-from distcheck.judge.checks.rounded_sums import rounds
+from distcheck.judge.checks.by_form import comparison_with
+from distcheck.judge.checks.comparison import bitwise, within
+from distcheck.judge.checks.evidence import Evidence, Expectation
+from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.expectation import StepExpectation
-from distcheck.judge.oracles.lattice_tensors import as_tensor
-from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.records.layers import ROUNDING
+from distcheck.judge.oracles.forms import Averaged, ExactParameters, Updates
 from distcheck.training.traces.layout import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Parameters and optimizer state after every step."""
-    if tally.layer == "lattice":
-        for expectation in evidence.expectations:
-            # As exact as gradients were; from where those were rounded on, from recorded state.
-            how = _compare_updates if rounds(expectation) else _compare_lattice
-            how(evidence, expectation, tally)
-        return
     for expectation in evidence.expectations:
-        if tally.layer == ROUNDING:
-            _compare_average(evidence, expectation, tally)
-            continue
-        _compare_updates(evidence, expectation, tally)
+        what = expectation.what
+        if isinstance(what, ExactParameters):
+            _compare_exact(evidence, expectation, what, tally)
+        elif isinstance(what, Averaged):
+            _compare_average(evidence, expectation, what, tally)
+        elif isinstance(what, Updates):
+            _compare_updates(evidence, expectation, what, tally)
 
 
-def _compare_updates(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
-    reference = expectation.update
-    updates: dict[bytes, dict[Kind, list[torch.Tensor | None]]] = {}
-    for position, rank in enumerate(evidence.with_data):
-        inputs = reference.input_digest(position, expectation.step)
-        if inputs not in updates:
-            try:
-                updates[inputs] = reference.run(position, expectation.step)
-                if zeros := _zeros_for_none(evidence, rank, expectation):
-                    moved = reference.run(position, expectation.step, absent=zeros)
-                    updates[inputs][Kind.PARAMETER] = moved[Kind.PARAMETER]
-            except NotRecordedError:
-                continue  # counted as not compared
-        _compare_rank(evidence, rank, expectation, updates[inputs], tally)
-
-
-def _zeros_for_none(evidence: Evidence, rank: int, expectation: StepExpectation) -> set[int]:
-    """Parameters that have a gradient of zero where they should have none. The optimizer may keep
-    state for them; it must not move them (momentum and weight decay do).
-    """
-    specs = evidence.trace.layout.model.parameters
-    zeros = {
-        index
-        for index in range(len(specs))
-        if is_zero(evidence.trace.tensor(rank, Kind.GRADIENT, expectation.step, index))
-    }
-    return zeros and {i for i in zeros if all(s.gradients[i] is None for s in expectation.shards)}
+def _compare_updates(
+    evidence: Evidence, expectation: Expectation, updates: Updates, tally: Tally
+) -> None:
+    for rank, after in zip(evidence.with_data, updates.after, strict=True):
+        if after is not None:  # otherwise counted as not compared
+            _compare_rank(evidence, rank, expectation.step, after, updates, tally)
 
 
 def _compare_rank(
     evidence: Evidence,
     rank: int,
-    expectation: StepExpectation,
-    after: dict[Kind, list[torch.Tensor | None]],
+    step: int,
+    after: Mapping[Kind, Sequence[torch.Tensor | None]],
+    updates: Updates,
     tally: Tally,
 ) -> None:
-    step, averages = expectation.step, expectation.averages
     for kind, tensors in after.items():
-        if kind is Kind.PARAMETER and averages is not None and averages.at(step):
+        if kind is Kind.PARAMETER and updates.averaged:
             continue  # expected under R: the mean over the ranks
         for index, expected in enumerate(tensors):
-            if kind is Kind.OPTIMIZER and expectation.update.is_sharded(index):
-                holders = expectation.update.holders(step + 1, index)
+            if kind is Kind.OPTIMIZER and index in updates.holders:
+                holders = updates.holders[index]
                 if rank == 0:
                     _one_holder(evidence, index, step, holders, expected, tally)
                 if rank not in holders:
@@ -99,20 +73,12 @@ def _compare_rank(
             )
 
 
-def _compare_average(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
+def _compare_average(
+    evidence: Evidence, expectation: Expectation, averaged: Averaged, tally: Tally
+) -> None:
     """Local SGD: after some steps, the mean of what every rank's own update left."""
-    averages, step = expectation.averages, expectation.step
-    if averages is None or not averages.at(step):
-        return
-    try:
-        # Copies: the reference works on one model, and the next rank's run writes over it.
-        updates = [
-            [None if p is None else p.clone() for p in after[Kind.PARAMETER]]
-            for after in (expectation.update.run(rank, step) for rank in evidence.ranks)
-        ]
-    except NotRecordedError:
-        return  # counted as not compared
-    for index, alike in enumerate(zip(*updates, strict=True)):
+    step = expectation.step
+    for index, alike in enumerate(zip(*averaged.parts, strict=True)):
         present = [tensor for tensor in alike if tensor is not None]
         mean = mean_of(present)
         before = evidence.trace.tensor(evidence.ranks[0], Kind.PARAMETER, step, index)
@@ -132,11 +98,27 @@ def _compare_average(evidence: Evidence, expectation: StepExpectation, tally: Ta
         )
 
 
+def _compare_exact(
+    evidence: Evidence, expectation: Expectation, exact: ExactParameters, tally: Tally
+) -> None:
+    for index, form in enumerate(exact.parameters):
+        match_ranks(
+            tally,
+            evidence.trace,
+            kind=Kind.PARAMETER,
+            slot=expectation.step + 1,
+            step=expectation.step,
+            index=index,
+            ranks=evidence.holding,
+            compare=comparison_with(form, tally),
+        )
+
+
 def _one_holder(
     evidence: Evidence,
     index: int,
     step: int,
-    holders: list[int],
+    holders: Sequence[int],
     expected: torch.Tensor | None,
     tally: Tally,
 ) -> None:
@@ -155,18 +137,3 @@ def _one_holder(
         actual=found,
         expected="one rank" if expected is not None else "no rank",
     )
-
-
-def _compare_lattice(evidence: Evidence, expectation: StepExpectation, tally: Tally) -> None:
-    for index, spec in enumerate(evidence.trace.layout.model.parameters):
-        expected = as_tensor(spec, expectation.lattice.after[spec.name])
-        match_ranks(
-            tally,
-            evidence.trace,
-            kind=Kind.PARAMETER,
-            slot=expectation.step + 1,
-            step=expectation.step,
-            index=index,
-            ranks=evidence.holding,
-            compare=partial(equal_numbers, expected=expected),
-        )

@@ -10,10 +10,8 @@ from distcheck.judge.checks import happened_in_loop, happened_to_gradients
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.recording import Recording
 from distcheck.judge.checks.tally import Tally
-from distcheck.records.expected_events import PURPOSE
 
-NAME = PURPOSE
-SCOPE = "step"  # over all steps at once: such a case is judged by one process
+OVER_STEPS = True  # looks at all steps together
 LOOKS = {**happened_in_loop.LOOKS, **happened_to_gradients.LOOKS}
 
 
@@ -24,7 +22,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for rank, header in zip(evidence.with_data, expectation.headers, strict=True):
             read = len(header.ids)
             tally.count(parameter="", rank=rank, step=expectation.step, elements=read)
-    for event in evidence.ingredients.must_happen:
+    for event in evidence.must_happen:
         seen = LOOKS[type(event)](event, recording) if recording.steps else "seen: no step"
         if seen:
             tally.missing(f"expected {event.says}; {seen}")

@@ -10,6 +10,8 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
+OVER_STEPS = True  # looks at all steps together, as they were recorded
+
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Everything both runs recorded, by digest; values are looked at where digests differ."""

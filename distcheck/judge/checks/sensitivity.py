@@ -4,24 +4,48 @@ The parts of a mean are the ranks' own gradients as they were recorded; where a 
 seen, those that were computed again. Nothing is trained for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 import torch
 
-from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.rounded_sums import rounds
+from distcheck.judge.checks.by_form import projected
 from distcheck.judge.checks.simplest_mistakes import Parts, is_complete, shown_by
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.oracles.forms import GradientForms, Projection
 from distcheck.machine.numerics import real_parts
-from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
+from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
 from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.reader import TraceReader
 
-# Derived: relative to a sum of absolute values, where bits are compared; 2^13 u of float64 has room
-# for the roundings of 8,000 ranks.
-_EXACT = 2.0**-40
+
+def of_step(
+    trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
+) -> dict[str, tuple[Shown | None, ...]]:
+    """What comparing each parameter's synchronised gradient by each layer would show, at a step.
+    None where one rank alone has data: there is nothing to exchange.
+
+    `trace` is that of the ranks with data. X asks for more than R does: what R's bound shows, bits
+    show, so what both ask is asked once.
+    """
+    indices = range(len(trace.layout.model.parameters))
+    looks = {layer: _Look(trace, step, forms) for layer, forms in layers.items()}
+    found = {
+        layer: tuple(look.at(index) for index in indices)
+        for layer, look in looks.items()
+        if layer != BITWISE
+    }
+    if BITWISE in layers:
+        look = looks[BITWISE]
+        by_bound = found.get(ROUNDING) or tuple(look.at(index) for index in indices)
+        found[BITWISE] = tuple(
+            shown
+            if shown is None or is_complete(shown, trace.ranks)
+            else look.at(index, in_bits=True)
+            for index, shown in enumerate(by_bound)
+        )
+    return found
 
 
 def _every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -29,178 +53,138 @@ def _every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
     return real_parts(tensor).reshape(-1)[::stride]
 
 
-def of_mean(
-    evidence: Evidence, expectation: StepExpectation, layer: str, index: int
-) -> Shown | None:
-    """What comparing one parameter's synchronised gradient by `layer` would show. None where one
-    rank alone has data: there is nothing to exchange.
-    """
-    if layer not in (BITWISE, ROUNDING):
-        return _of_mean(evidence, expectation, layer, index)
-    if index not in expectation.shown:
-        expectation.shown[index] = _of_mean(evidence, expectation, ROUNDING, index)
-    found = expectation.shown[index]
-    # X asks for more than R does: what R's bound shows, bits show.
-    if layer == ROUNDING or found is None or is_complete(found, evidence.with_data):
-        return found
-    return _of_mean(evidence, expectation, BITWISE, index)
+class _Look:
+    """One layer's comparisons of a step."""
 
+    def __init__(self, trace: TraceReader, step: int, forms: GradientForms) -> None:
+        self._trace, self._step, self._forms = trace, step, forms
+        self._ranks = trace.ranks
 
-def _of_mean(
-    evidence: Evidence, expectation: StepExpectation, layer: str, index: int
-) -> Shown | None:
-    ranks = evidence.with_data
-    if len(ranks) < 2:
-        return None
-    seen = own_gradients(expectation, index)
-    present = next((gradient for gradient in seen if gradient is not None), None)
-    if present is None:
-        return NOTHING
-    if present.numel() == 0:
-        return msgspec.structs.replace(NOTHING, absent=False)
-    own = [torch.zeros_like(present) if g is None else g for g in seen]
-    per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
-    shares = per_rank(expectation.shares)
-    if not bool(shares.isfinite().all()):
-        return NOTHING  # a loss that was multiplied by zero: no rank's part is known
-    bound_at = _bound(expectation, layer, index, own)
-    bits = expectation.order_exact[index] if layer == BITWISE else None
+    def at(self, index: int, *, in_bits: bool = False) -> Shown | None:
+        """What comparing one parameter's gradient would show, by a bound or by its bits."""
+        if len(self._ranks) < 2:
+            return None
+        if self._forms.projects:
+            return self._of_projection(index)
+        return self._of_mean(index, in_bits=in_bits)
 
-    def parts_at(stride: int) -> Parts:
-        gradients = torch.stack([_every(stride, gradient).double() for gradient in own])
-        return Parts(
-            gradients=gradients,
-            shares=shares,
-            # Where a rank keeps its gradient, a GradScaler's scale is taken back all the same.
-            own=1.0 / per_rank(expectation.loss_scales),
-            weights=per_rank(expectation.weights) / len(ranks),
-            bound=bound_at(stride),
-            expected=None if bits is None else _every(stride, bits).double(),
+    def _of_mean(self, index: int, *, in_bits: bool) -> Shown:
+        seen, shared = self._own(index), self._forms.shares
+        present = next((gradient for gradient in seen if gradient is not None), None)
+        if present is None:
+            return NOTHING
+        if present.numel() == 0:
+            return msgspec.structs.replace(NOTHING, absent=False)
+        own = [torch.zeros_like(present) if g is None else g for g in seen]
+        per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
+        shares = per_rank(shared.in_mean)
+        if not bool(shares.isfinite().all()):
+            return NOTHING  # a loss that was multiplied by zero: no rank's part is known
+        limit = self._forms.limit(index, own)
+
+        def parts_at(stride: int) -> Parts:
+            bits = self._forms.every(index, stride) if in_bits else None
+            return Parts(
+                gradients=torch.stack([_every(stride, gradient).double() for gradient in own]),
+                shares=shares,
+                # Where a rank keeps its gradient, a GradScaler's scale is taken back all the same.
+                own=1.0 / per_rank(shared.loss_scales),
+                weights=per_rank(shared.weights) / len(self._ranks),
+                bound=limit(stride),
+                expected=bits,
+            )
+
+        found = shown_by(
+            parts_at,
+            elements=real_parts(present).numel(),
+            ranks=self._ranks,
+            before=self._before(index),
+            others=self._others(index),
+        )
+        there = [g is not None and bool(g.any()) for g in seen]
+        return msgspec.structs.replace(
+            found,
+            absent_on_some=any(g is None for g in seen),
+            zero_on_some=any(there) and not all(there),
         )
 
-    step, trace, first = expectation.step, evidence.trace, ranks[0]
-    before = trace.tensor(first, Kind.GRADIENT, step - 1, index) if step else None
-    found = shown_by(
-        parts_at,
-        elements=real_parts(present).numel(),
-        ranks=ranks,
-        before=before,
-        others=_others(evidence, step, index),
-    )
-    there = [g is not None and bool(g.any()) for g in seen]
-    return msgspec.structs.replace(
-        found,
-        absent_on_some=any(g is None for g in seen),
-        zero_on_some=any(there) and not all(there),
-    )
+    def _own(self, index: int) -> list[torch.Tensor | None]:
+        """What backward left on each rank, as it was recorded where it was seen on every rank, and
+        otherwise computed again.
+        """
+        ranks = range(len(self._ranks))
+        seen = [self._trace.tensor(r, Kind.LOCAL_GRADIENT, self._step, index) for r in ranks]
+        if all(gradient is not None for gradient in seen):
+            return seen
+        return [gradients[index] for gradients in self._forms.computed]
+
+    def _before(self, index: int) -> torch.Tensor | None:
+        step = self._step
+        return self._trace.tensor(0, Kind.GRADIENT, step - 1, index) if step else None
+
+    def _others(self, index: int) -> list[torch.Tensor]:
+        """The recorded gradients of the other parameters of this one's shape."""
+        specs = self._trace.layout.model.parameters
+        alike = [
+            at
+            for at, spec in enumerate(specs)
+            if at != index and (spec.shape, spec.dtype) == (specs[index].shape, specs[index].dtype)
+        ]
+        found = [self._trace.tensor(0, Kind.GRADIENT, self._step, at) for at in alike]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _of_projection(self, index: int) -> Shown:
+        """The same where a low-rank exchange is accepted: what each mistake leaves is tried on the
+        comparison itself, projected on the directions that rank 0's result has.
+        """
+        form, ranks = self._forms.of(index), self._ranks
+        result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
+        if not isinstance(form, Projection) or result is None or not result.numel():
+            return NOTHING
+        mean, world = form.given.mean, len(ranks)
+        own = [torch.zeros_like(result) if g is None else g for g in self._own(index)]
+        pairs = zip(self._forms.shares.in_mean, own, strict=True)
+        scaled = [share * g.double() for share, g in pairs]
+        keep = _projection(result, form.rank)
+
+        def fails(left: torch.Tensor) -> bool:
+            return bool(projected(left.to(result.dtype), form).why)
+
+        shown = {
+            "no-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
+            "lost-rank": tuple(
+                r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean - part))
+            ),
+            "doubled-rank": tuple(
+                r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean + part))
+            ),
+            "times-world": (0,) if fails(keep(mean) * world) else (),
+            "divided-by-world": (0,) if fails(keep(mean) / world) else (),
+        }
+        before = self._before(index)
+        if before is not None:
+            shown["stale"] = (0,) if fails(before) else ()
+        counts = any(shown[name] for name in shown if MISTAKES[name].of_exchange)
+        return Shown(
+            shown=shown,
+            scale="inf",
+            zero=not any(bool(g.any()) for g in own),
+            alike=all(torch.equal(g, own[0]) for g in own),
+            steps=int(counts),
+        )
 
 
-def own_gradients(expectation: StepExpectation, index: int) -> list[torch.Tensor | None]:
-    """What backward left on each rank, as it was recorded where it was seen on every rank, and
-    otherwise computed again.
-    """
-    trace = expectation.trace
-    seen = [
-        trace.tensor(rank, Kind.LOCAL_GRADIENT, expectation.step, index)
-        for rank in range(trace.layout.world)
-    ]
-    if all(gradient is not None for gradient in seen):
-        return seen
-    return [shard.gradients[index] for shard in expectation.shards]
-
-
-def _bound(
-    expectation: StepExpectation, layer: str, index: int, own: Sequence[torch.Tensor]
-) -> Callable[[int], torch.Tensor | float]:
-    """The bound in force, elementwise over every k-th element, or for the L2 norm."""
-    if layer in (IN_FLOAT32, IN_FLOAT64):
-        tolerance = expectation.full_batch_tolerance(layer, index)
-        return lambda stride: tolerance
-
-    def elementwise(stride: int) -> torch.Tensor:
-        if layer == "lattice" and not rounds(expectation):
-            pairs = zip(expectation.shares, own, strict=True)
-            sizes = [abs(share) * _every(stride, g).double().abs() for share, g in pairs]
-            return torch.stack(sizes).sum(0) * _EXACT
-        # The lattice asks for R where sums are rounded on the way.
-        found = expectation.interval(index, parts=own, take=partial(_every, stride))
-        assert found is not None
-        return found.bound
-
-    return elementwise
-
-
-def _others(evidence: Evidence, step: int, index: int) -> list[torch.Tensor]:
-    """The recorded gradients of the other parameters of this one's shape."""
-    specs = evidence.trace.layout.model.parameters
-    alike = [
-        at
-        for at, spec in enumerate(specs)
-        if at != index and (spec.shape, spec.dtype) == (specs[index].shape, specs[index].dtype)
-    ]
-    rank = evidence.with_data[0]
-    found = [evidence.trace.tensor(rank, Kind.GRADIENT, step, at) for at in alike]
-    return [tensor for tensor in found if tensor is not None]
-
-
-def of_projection(evidence: Evidence, expectation: StepExpectation, index: int) -> Shown | None:
-    """The same where a low-rank exchange is accepted: what each mistake leaves is tried on the
-    comparison itself, projected on the directions that rank 0's result has.
-    """
-    ranks, trace, step = evidence.with_data, evidence.trace, expectation.step
-    given = expectation.carried(index)
-    result = trace.tensor(ranks[0], Kind.GRADIENT, step, index)
-    if len(ranks) < 2:
-        return None
-    if given is None or result is None or not result.numel():
-        return NOTHING
-    own = [torch.zeros_like(result) if g is None else g for g in own_gradients(expectation, index)]
-    scaled = [share * g.double() for share, g in zip(expectation.shares, own, strict=True)]
-    keep = _projection(result, expectation)
-
-    def fails(left: torch.Tensor) -> bool:
-        return bool(expectation.projected(left.to(result.dtype), given).why)
-
-    world = len(ranks)
-    shown = {
-        "no-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
-        "lost-rank": tuple(
-            r for r, part in zip(ranks, scaled, strict=True) if fails(keep(given.mean - part))
-        ),
-        "doubled-rank": tuple(
-            r for r, part in zip(ranks, scaled, strict=True) if fails(keep(given.mean + part))
-        ),
-        "times-world": (0,) if fails(keep(given.mean) * world) else (),
-        "divided-by-world": (0,) if fails(keep(given.mean) / world) else (),
-    }
-    before = trace.tensor(ranks[0], Kind.GRADIENT, step - 1, index) if step else None
-    if before is not None:
-        shown["stale"] = (0,) if fails(before) else ()
-    counts = any(shown[name] for name in shown if MISTAKES[name].of_exchange)
-    return Shown(
-        shown=shown,
-        scale="inf",
-        zero=not any(bool(g.any()) for g in own),
-        alike=all(torch.equal(g, own[0]) for g in own),
-        steps=int(counts),
-    )
-
-
-def _projection(
-    result: torch.Tensor, expectation: StepExpectation
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _projection(result: torch.Tensor, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """What the exchange keeps of a tensor, as far as its result shows: its columns' own space."""
-    accepted = expectation.accepted
-    assert accepted is not None
     rows = result.shape[0] if result.dim() else 1
-    if result.dim() < 2 or min(rows, result.numel() // rows) <= accepted.amount:
+    if result.dim() < 2 or min(rows, result.numel() // rows) <= rank:
         return lambda tensor: tensor
     columns, values, _ = torch.linalg.svd(result.double().reshape(rows, -1), full_matrices=False)
     # Measured allowance: beyond its rank, a product of that rank in float32 was measured to have
     # singular values of up to 4e-8 of the first. Decides only which mistakes are tried.
-    if float(values[accepted.amount]) > 1e-3 * float(values[0]):
+    if float(values[rank]) > 1e-3 * float(values[0]):
         return lambda tensor: tensor  # this step compressed nothing
-    basis = columns[:, : accepted.amount]
+    basis = columns[:, :rank]
     return lambda tensor: (basis @ (basis.T @ tensor.reshape(rows, -1))).reshape(tensor.shape)
 
 

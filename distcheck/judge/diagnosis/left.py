@@ -6,7 +6,7 @@ import torch
 
 from distcheck.judge.diagnosis.facts import LeftFacts
 from distcheck.judge.diagnosis.measured import Measured
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 

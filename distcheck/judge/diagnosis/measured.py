@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind

@@ -12,7 +12,7 @@ from distcheck.judge.diagnosis import elements, left
 from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.matching import matches_of
 from distcheck.judge.diagnosis.measured import Given, Measured
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff

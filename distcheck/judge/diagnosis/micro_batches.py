@@ -5,7 +5,7 @@ judge.
 import torch
 
 from distcheck.judge.diagnosis.facts import PassFacts
-from distcheck.judge.oracles.expectation import StepExpectation
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 

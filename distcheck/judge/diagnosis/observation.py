@@ -24,6 +24,7 @@ from distcheck.judge import acceptance
 from distcheck.judge.diagnosis.facts import Facts, Overlap
 from distcheck.judge.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.micro_batches import measured_passes
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
     measured_average,
@@ -32,7 +33,6 @@ from distcheck.judge.diagnosis.updates import (
 )
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import order_exact
-from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
@@ -68,7 +68,7 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
 
 def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
     """What is to be known of the job's steps."""
-    look = _Look(job, ingredients, trace.of_ranks(job.case.with_data))
+    look = _Look(job, ingredients, trace)
     facts = Facts(
         world=job.layout.world,
         overlaps=tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
@@ -90,9 +90,10 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
 
 
 class _Look:
-    def __init__(self, job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> None:
-        self._job, self._trace = job, trace
-        self._references = References(ingredients, job.contract, trace)
+    def __init__(self, job: ObserveRequest, ingredients: Ingredients, whole: TraceReader) -> None:
+        self._job = job
+        self._references = References(ingredients, job.contract, whole)
+        self._trace = self._references.trace
         self._ingredients = ingredients
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
@@ -150,7 +151,7 @@ class _Look:
             facts = msgspec.structs.replace(facts, other_order=self._other_order(expectation))
         for layer in (IN_FLOAT32, IN_FLOAT64):
             if ("gradients", layer) in failed:
-                weights = _batch_weights(expectation, layer)
+                weights = _batch_weights(expectation)
                 facts = msgspec.structs.replace(facts, batch_weights=weights)
         return facts
 
@@ -166,9 +167,7 @@ class _Look:
 
     def _expect(self, step: int) -> StepExpectation:
         if step not in self._expectations:
-            self._expectations[step] = StepExpectation(
-                self._ingredients, self._job.contract, self._trace, self._references, step
-            )
+            self._expectations[step] = StepExpectation(self._references, step)
         return self._expectations[step]
 
     def _right_under(self, first: int, written: int) -> Iterator[LossName]:
@@ -237,7 +236,7 @@ def _same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
     return torch.equal(actual, expected)
 
 
-def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...]:
+def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     """The weights with which shards' gradients add up to the whole batch's, if some do.
 
     Least squares over all parameters, each by its own size; the whole batch is within S32's or
@@ -258,7 +257,7 @@ def _batch_weights(expectation: StepExpectation, layer: str) -> tuple[float, ...
             continue
         rows.append(torch.stack(columns, dim=1) / size)
         targets.append(whole.double().reshape(-1) / size)
-        allowed += (expectation.full_batch_tolerance(layer, index) / size) ** 2
+        allowed += (expectation.full_batch_tolerance(index) / size) ** 2
     if not rows:
         return ()
     system, target = torch.cat(rows), torch.cat(targets)

@@ -7,8 +7,8 @@ import torch
 
 from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
+from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.expectation import StepExpectation
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
 from distcheck.machine.numerics import real_parts

@@ -1,14 +1,42 @@
 """What should have been: expectations, computed without the code they judge.
 
-    shards.py        each rank's own part, again, from the state that rank recorded
-    order_exact.py   X: the shards reduced in the very order that the contract names
-    rounding.py      R: their mean, and how far any order may be from it
-    full_batch.py    S64, S32: the whole batch in one process
-    ghost_batch.py   BatchNorm in it, as the ranks have it
-    lattice.py       integers in closed form
-    calibration.py   whether the orders that X relies on hold on this machine
-    expectation.py   all of one step; references.py has what is built once a process
+A layer is one file, named by its line in `records/layers.py`. It has a function for each check that
+it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
+(`forms.py`), which is all that the check is given:
+
+    closed_form.py  exact: integers in closed form (lattice.py)
+    bitwise.py      X: the shards reduced in the very order that the contract names (order_exact.py)
+    any_order.py    R: their mean, and how far any order may be from it (rounding.py)
+    whole_batch.py  S64, S32: the whole batch in one process (full_batch.py)
+    unlayered.py    what is expected without a layer
+
+What they start from:
+
+    at_step.py      one step, as the ranks recorded it; shares.py: what each rank counts for
+    references.py   what is built once a process
+    shards.py       each rank's own part, again, from the state that rank recorded
+    update.py       the optimizer's step
+    ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
+    quantum.py, low_rank.py, averaging.py   what --accept widens
+    calibration.py  whether the orders that X relies on hold on this machine
 
 Every step starts from what the ranks recorded before it: free-running trajectories diverge
 chaotically, re-synchronised ones do not.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distcheck.records.layers import oracle_of
+
+if TYPE_CHECKING:
+    from distcheck.judge.oracles.at_step import AtStep
+
+
+def expect(check: str, layer: str, at: "AtStep") -> Any:
+    """What a check compares with at a step, by a layer; None where it compares ranks only, or has
+    nothing to compare at this step.
+    """
+    module = importlib.import_module(f"{__name__}.{oracle_of(layer)}")
+    function = getattr(module, check.replace(" ", "_"), None)
+    return None if function is None else function(at)

@@ -18,6 +18,7 @@ those, the last of them is judged as the first average.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,15 +27,23 @@ from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
 
+@dataclass(frozen=True)
 class Averages:
-    """The steps after which the ranks of a trace must hold the mean of their parameters."""
+    """The steps after which the ranks of a trace must hold the mean of their parameters. `seen`:
+    whether they agreed after one of the first `period` steps; `first` is that, or the last of them.
+    """
 
-    def __init__(self, trace: TraceReader, period: int) -> None:
-        self.period = period
+    period: int
+    first: int
+    seen: bool
+
+    @classmethod
+    def seen_in(cls, trace: TraceReader, period: int) -> "Averages":
+        """As the ranks of a trace average."""
         steps = range(min(period, trace.steps_written()))
         agreed = next((step for step in steps if _agree(trace, step + 1)), None)
-        self.seen = agreed is not None
-        self.first = period - 1 if agreed is None else agreed
+        first = period - 1 if agreed is None else agreed
+        return cls(period=period, first=first, seen=agreed is not None)
 
     def at(self, step: int) -> bool:
         """Whether the ranks average after this step."""

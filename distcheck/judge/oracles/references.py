@@ -1,4 +1,4 @@
-"""What the expectations of all steps are computed with."""
+"""What computes steps again, built once per process, and the steps that are computed with it."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -8,12 +8,13 @@ from torch import nn
 
 from distcheck.contract import Contract
 from distcheck.judge.acceptance import read
+from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.averaging import Averages
+from distcheck.judge.oracles.closed_form import ClosedForm
 from distcheck.judge.oracles.full_batch import FullBatchReference
-from distcheck.judge.oracles.inexact_sums import Standing
-from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep
+from distcheck.judge.oracles.holding import ranks_that_hold
 from distcheck.judge.oracles.rounding import Interval
-from distcheck.judge.oracles.shards import ShardReference, declared_factor
+from distcheck.judge.oracles.shards import ShardReference
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, trainable
@@ -21,15 +22,24 @@ from distcheck.training.traces.reader import TraceReader
 
 
 class References:
-    """One of each, built once per process."""
+    """One of each. `whole` is the trace of all ranks; steps are those of the ranks with data, as if
+    they were all that there are.
+    """
 
-    def __init__(self, ingredients: Ingredients, contract: Contract, trace: TraceReader) -> None:
-        self.ingredients, self._contract, self._trace = ingredients, contract, trace
-        self._lattice: list[LatticeStep] = []
+    def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
+        self.ingredients, self.contract, self.whole = ingredients, contract, whole
+        self.trace = whole.of_ranks(ingredients.case.with_data)
         # R by step and parameter, kept for steps that come after it.
         self.intervals: dict[int, list[Interval | None]] = {}
-        # What the lattice's gradients are, by step: see inexact_sums.
-        self.standings: dict[int, Standing] = {}
+
+    def at(self, step: int) -> AtStep:
+        """A step, of which nothing is computed yet."""
+        return AtStep(self, step)
+
+    @cached_property
+    def holding(self) -> tuple[int, ...]:
+        """The ranks of the whole trace that must hold the mean gradient."""
+        return ranks_that_hold(self.whole, self.ingredients.case.with_data)
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -41,7 +51,9 @@ class References:
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """Of the model as it was built; their values are those that were loaded last."""
+        """Of the model as it was built: how they lie in memory, and which of them train. Their
+        values are those that were loaded last.
+        """
         return [
             parameter.detach().requires_grad_(trains)
             for (_, parameter), trains in zip(trainable(self._model), self._trains, strict=True)
@@ -49,25 +61,25 @@ class References:
 
     @cached_property
     def shards(self) -> ShardReference:
-        """For X and R."""
-        return ShardReference(self.ingredients, self._contract, self._trace, self._model)
+        """For the ranks' own parts."""
+        return ShardReference(self.ingredients, self.contract, self.trace, self._model)
 
     @cached_property
     def full_batch(self) -> FullBatchReference:
-        """For S32 and S64."""
-        return FullBatchReference(self.ingredients, self._contract, self._trace, self._model)
+        """For the whole batch."""
+        return FullBatchReference(self.ingredients, self.contract, self.trace, self._model)
 
     @cached_property
     def in_double(self) -> "References":
         """The same in float64, from the state that was recorded."""
         ingredients = replace(self.ingredients, dtype=torch.float64)
-        return References(ingredients, self._contract, self._trace)
+        return References(ingredients, self.contract, self.whole)
 
     @cached_property
     def update(self) -> UpdateReference:
         """For the optimizer's step."""
         model = self._model
-        return UpdateReference(self.ingredients, self._contract, self._trace, model, self._trains)
+        return UpdateReference(self.ingredients, self.contract, self.trace, model, self._trains)
 
     @cached_property
     def averages(self) -> Averages | None:
@@ -75,23 +87,9 @@ class References:
         accepted = read(self.ingredients.case.accept)
         if accepted is None or accepted.family != "local-sgd":
             return None
-        return Averages(self._trace, accepted.amount)
+        return Averages.seen_in(self.trace, accepted.amount)
 
     @cached_property
-    def _lattice_oracle(self) -> LatticeOracle:
-        return LatticeOracle(self._contract, self.ingredients.case.dtype)
-
-    def lattice_step(self, step: int) -> LatticeStep:
-        """The lattice trains on from its own beginning, so earlier steps come first."""
-        world = self._trace.layout.world
-        while len(self._lattice) <= step:
-            done = len(self._lattice)
-            headers = [self._trace.header(rank, done) for rank in range(world)]
-            ids = [h.ids for h in headers]
-            total = sum(map(len, ids))
-            loss = self.ingredients.case.loss
-            factors = [
-                h.loss_factor * declared_factor(loss, len(h.ids), total, headers) for h in headers
-            ]
-            self._lattice.append(self._lattice_oracle.step(ids, factors))
-        return self._lattice[step]
+    def closed_form(self) -> ClosedForm:
+        """The lattice's own training."""
+        return ClosedForm(self.at(0))

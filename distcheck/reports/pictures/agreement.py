@@ -67,17 +67,17 @@ def _told(
 
 def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bool) -> str:
     if never:
-        return f"All ranks hold the same bits at every step; shown are the {what}."
+        return f"All ranks hold the same bits at every step. The rows show the {what}."
     if tie:
         return (
-            f"The {what} are the first that differ: {len(groups)} versions, none of which most "
-            "ranks hold: a tie, which does not say which ranks are wrong."
+            f"The {what} differ first: there are {len(groups)} versions, and most ranks hold none "
+            "of them. So the picture cannot say which ranks are wrong."
         )
     names = ", ".join(map(str, odd))
     one = len(odd) == 1
     return (
-        f"The {what} are the first that differ: rank{'' if one else 's'} {names} "
-        f"(marked ◂) hold{'s' if one else ''} other bits than the rest."
+        f"The {what} differ first: rank{'' if one else 's'} {names} (marked ◂) "
+        f"hold{'s' if one else ''} other bits than the rest."
     )
 
 

@@ -80,13 +80,13 @@ def draw_bits(name: str, check: dict[str, Any]) -> Picture:
     grid.drawing.path("over", "".join(differs))
     grid.drawing.path("cross", "".join(crosses))
     y = grid.bottom + 26
-    for x, kind, words in ((0, "same", "equal to the bit"), (120, "over", "bits differ")):
+    for x, kind, words in ((0, "same", "bit-identical"), (120, "over", "bits differ")):
         grid.drawing.path(kind, cell(x, y, 12, 12))
         grid.drawing.text(x + 17, y + 10, words, kind="faint")
     grid.drawing.path("cross", cross(120, y, 12, 12))
     total = len(same) + len(differs)
     says = f"{plural(len(differs), 'cell')} of {total} differ. " if differs else ""
-    says += f"{len(same)} of {total} are equal to the bit."
+    says += f"{len(same)} of {total} are bit-identical."
     title = f"Bits: {check['check']}{layer_of(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
     table = Table(["parameter", "steps whose bits differ"], rows)
@@ -159,4 +159,4 @@ def _grouped(found: dict[str, Any]) -> str:
     tall, wide = found.get("parameters_per_row", 1), found.get("steps_per_column", 1)
     if tall == wide == 1:
         return ""
-    return f"A cell is the worst of {plural(tall, 'parameter')} and {plural(wide, 'step')}."
+    return f"Each cell shows the worst of {plural(tall, 'parameter')} and {plural(wide, 'step')}."

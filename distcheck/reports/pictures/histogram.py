@@ -58,12 +58,12 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     total = sum(bins.values()) + nonfinite
     title = f"Distance in ULP: {check['check']}{layer_of(check)}"
     equal_share = bins.get(0, 0) / total if total else 0.0
-    says = f"{_percent(equal_share)} of {count(total)} elements, over all ranks, have equal bits"
+    says = f"{_percent(equal_share)} of {count(total)} elements, over all ranks, are bit-identical"
     far = max((abs(b) for b in bins if b), default=0)
     says += f"; the furthest is {_edge(far)} ULP or more away." if far else "."
     if nonfinite:
-        says += f" {count(nonfinite)} are no number of ULP away (an infinity or NaN)."
-    says += " Heights are logarithmic."
+        says += f" {count(nonfinite)} are an infinity or NaN, and have no distance."
+    says += " The scale of the heights is logarithmic."
     rows = [[_bin_name(b), f"{n:,}"] for b, n in sorted(bins.items())]
     if nonfinite:
         rows.append(["infinity or NaN", f"{nonfinite:,}"])
@@ -89,7 +89,7 @@ def _bin_name(place: int) -> str:
     if abs(place) < 2:
         return _edge(place)
     if abs(place) > 10:
-        return f"{_edge(place)} and further, short of {_edge(place + (1 if place > 0 else -1))}"
+        return f"{_edge(place)} or further, but less than {_edge(place + (1 if place > 0 else -1))}"
     far = 2 ** abs(place) - 1
     return f"{_edge(place)} to {far}" if place > 0 else f"-{far} to {_edge(place)}"
 

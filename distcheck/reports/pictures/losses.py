@@ -67,8 +67,8 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
         else "The ranks' mean is within its bound"
         + (f" at all {len(steps)} steps." if len(steps) > 1 else ".")
     )
-    says += " Thin: ranks, numbered at the right where there is room. Dashed: reference."
-    says += " Below: their mean less the reference"
+    says += " Thin lines: ranks, numbered at the right where there is room. Dashed line: reference."
+    says += " Below: their mean minus the reference"
     says += ", shaded: the bound." if any(bound) else "; the bound is 0."
     stride = -(-len(steps) // _MOST_NUMBERED_STEPS)
     rows = [

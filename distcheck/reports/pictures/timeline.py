@@ -37,7 +37,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
         y = _TOP + _ROW * line_no
         drawing.text(_LABEL - 6, y + 14, f"{rank} {ended[rank]}", end="end")
         if not calls[rank]:
-            words = "left before it was asked" if ended[rank] != RankEnd.FINISHED else "not asked"
+            words = "exited; no data" if ended[rank] != RankEnd.FINISHED else "not asked"
             drawing.text(_LABEL, y + 14, words, kind="faint")
             rows.append([str(rank), "", "", words])
             continue
@@ -163,7 +163,7 @@ def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
         parts.append(f"Call {number} is missing on {ranks_in_words(ranks)}.")
     elif culprits and not parts:
         parts.append(
-            f"{ranks_in_words(culprits[:1]).capitalize()} failed first; what others did not call "
-            "came after it."
+            f"{ranks_in_words(culprits[:1]).capitalize()} failed first; the calls that others "
+            "lack are a consequence."
         )
-    return " ".join(parts) or "Ranks that were asked made the same calls."
+    return " ".join(parts) or "All ranks that gave data made the same calls."

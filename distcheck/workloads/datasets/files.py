@@ -21,6 +21,8 @@ from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
+MOST_BYTES = 1 << 30  # of an archive, unpacked: five times what the published ones take
+
 
 @dataclass(frozen=True)
 class Split:
@@ -182,6 +184,14 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
+def too_large(archive: Path) -> str:
+    """The sentence on an archive that would fill the disk."""
+    return (
+        f"{archive} unpacks to more than {MOST_BYTES >> 20} MiB, which is more than any data set "
+        "that distcheck knows; use the published file"
+    )
+
+
 def unpack(archive: Path, root: Path) -> None:
     """Unpacks a tar archive below `root`; refuses members that would leave it.
 
@@ -192,8 +202,13 @@ def unpack(archive: Path, root: Path) -> None:
             f"{archive} cannot be unpacked safely by Python {platform.python_version()}, which "
             "3.11.4 and later can; unpack it, and name its folder with --data-dir"
         )
+    left = MOST_BYTES
     with tarfile.open(archive) as tar:
-        tar.extractall(root, filter="data")
+        for member in tar:
+            left -= member.size
+            if left < 0:
+                raise CannotRunError(too_large(archive))
+            tar.extract(member, root, filter="data")
 
 
 def md5_matches(path: Path, expected: str) -> bool:

@@ -1,11 +1,12 @@
 """MNIST from a local folder: 60,000 + 10,000 images, 1x28x28, ten classes."""
 
 import gzip
-import shutil
 from pathlib import Path
 
-from distcheck.workloads.datasets.files import Split
+from distcheck.errors import CannotRunError
+from distcheck.workloads.datasets.files import MOST_BYTES, Split, too_large
 
+_PIECE_BYTES = 1 << 20
 _FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -40,8 +41,7 @@ class MNISTFiles:
             source = self._file(found, name)
             assert source is not None, "locate() found all four"
             if source.suffix == ".gz":
-                with gzip.open(source) as packed, (folder / name).open("wb") as plain:
-                    shutil.copyfileobj(packed, plain)
+                _unpack(source, folder / name)
             else:
                 (folder / name).symlink_to(source.resolve())
 
@@ -67,6 +67,16 @@ class MNISTFiles:
             if path.is_file():
                 return path
         return None
+
+
+def _unpack(source: Path, target: Path) -> None:
+    left = MOST_BYTES
+    with gzip.open(source) as packed, target.open("wb") as plain:
+        while piece := packed.read(_PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise CannotRunError(too_large(source))
+            plain.write(piece)
 
 
 files = MNISTFiles()

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from distcheck.errors import CannotRunError
 
+_MOST_DIGITS = 18
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -42,9 +44,9 @@ class Launch:
 
 def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
     """A variable that must be a whole number. Raises CannotRunError."""
-    text = environ.get(name, "")
-    if not text.strip().isdigit():
-        said = f"is {text!r}" if name in environ else "is missing"
+    text = environ.get(name, "").strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        said = f"is {environ[name][:80]!r}" if name in environ else "is missing"
         raise CannotRunError(
             f"{launcher} seems to have started this process, but {name} {said}; it takes a number"
         )

@@ -47,11 +47,12 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 def _tasks_here(environ: Mapping[str, str]) -> int:
     """This machine's entry in Slurm's list of tasks: "2(x3),1" is 2, 2, 2, 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
-    counts: list[int] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        counts += [int(tasks)] * int(times or 1)
     place = local_number(environ, "SLURM_NODEID", 0, launcher=NAME)
-    return counts[place] if place < len(counts) else 1
+    for tasks, times in re.findall(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", listed):
+        place -= int(times or 1)
+        if place < 0:
+            return int(tasks)
+    return 1
 
 
 def first_host(nodes: str) -> str:

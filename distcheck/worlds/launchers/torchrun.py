@@ -26,6 +26,6 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         local_rank=local_number(environ, "LOCAL_RANK", 0, launcher=NAME),
         local_world=local_number(environ, "LOCAL_WORLD_SIZE", 1, launcher=NAME),
         meeting=meeting,
-        restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restarts=local_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, launcher=NAME),
         run=environ["TORCHELASTIC_RUN_ID"],
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from distcheck.errors import DistcheckError
+from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
@@ -73,13 +73,13 @@ Target = Callable[[bytes, Descriptors, Reporter], bytes]
 def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     """Runs a job in this freshly forked process, and ends it. Never returns."""
     linux.die_with_parent(parent)
-    _settle(request, fds)
     reporter = Reporter(fds[EVENTS])
-    threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
-    _tell_before_exit(reporter)
     code = 0
     inherited = len(sys.modules)
     try:
+        _settle(request, fds)
+        threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
+        _tell_before_exit(reporter)
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
         end = FIRST_OF_JOB + len(request.given)
@@ -155,34 +155,41 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
     os.environ.update(request.env)
     named = fds[FIRST_OF_JOB + len(request.given) :]
     os.environ.update({n: str(fd) for n, fd in zip(request.fd_names, named, strict=True)})
-    os.chdir(request.cwd)
+    try:
+        os.chdir(request.cwd)
+    except OSError:  # between the request and the fork
+        raise FolderGoneError from None
     sys.path[:] = request.path
     random.seed(0)  # inherited from the helper, where it came from the system
 
 
 def keep_folder() -> None:
-    """Has Python refuse to remove the folder that all ranks and the front work in: the rank that
-    tries it says where it does.
+    """Has Python refuse to remove or rename the folder that all ranks and the front work in, or one
+    that it lies in: the rank that tries it says where it does.
     """
-    here = os.stat(".")
+    here = Path.cwd()
+    kept = [os.stat(folder) for folder in (here, *here.parents)]
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
-        if event != "os.rmdir":
+        if event == "os.rmdir":
+            path, dir_fd = given
+        elif event == "os.rename":  # that of os.replace and shutil.move, too
+            path, _, dir_fd, _ = given
+        else:
             return
-        path, dir_fd = given
         with contextlib.suppress(OSError, TypeError, ValueError):
-            found = os.stat(path, dir_fd=None if dir_fd == -1 else dir_fd)
-            if os.path.samestat(found, here):
+            found = os.stat(path, dir_fd=None if dir_fd == -1 else dir_fd, follow_symlinks=False)
+            if any(os.path.samestat(found, one) for one in kept):
                 raise _FolderError(
-                    "this is the working directory of the run, which other ranks need; remove "
-                    "folders of your own only"
+                    "this is the working directory of the run, or a folder that it lies in, which "
+                    "other ranks need; remove and rename folders of your own only"
                 )
 
     sys.addaudithook(hear)
 
 
 class _FolderError(RuntimeError):
-    """A rank removes the working directory."""
+    """A rank removes or renames the working directory."""
 
 
 def _flush() -> None:

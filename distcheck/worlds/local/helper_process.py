@@ -18,7 +18,7 @@ import warnings
 from typing import Protocol
 
 import distcheck
-from distcheck.errors import RankLostError
+from distcheck.errors import FolderGoneError
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds.local.forks import ManyForks
 from distcheck.worlds.surroundings import HASH_SEED
@@ -223,16 +223,13 @@ class ForkedHelper:
 
 
 def folder_and_path(helper: HelperProcess) -> tuple[str, list[str]]:
-    """The working directory, and `sys.path` for what a helper forks. Raises RankLostError where
+    """The working directory, and `sys.path` for what a helper forks. Raises FolderGoneError where
     the former is gone.
     """
     try:
         return os.getcwd(), helper.import_path()
     except FileNotFoundError:
-        raise RankLostError(
-            "the working directory is gone: the code under test removed it, or something else did, "
-            "while ranks ran; let the code remove folders of its own only"
-        ) from None
+        raise FolderGoneError from None
 
 
 def child_environment() -> dict[str, str]:

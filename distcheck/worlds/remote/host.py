@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, RankLostError
+from distcheck.machine.sealed_memory import open_memory, seal_content, sealed_memory
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, start_job
@@ -237,7 +238,7 @@ class Host:
     def _prepare(self, message: wire.Prepare) -> None:
         if self._data_fd >= 0:
             os.close(self._data_fd)
-        self._data_fd = os.memfd_create("distcheck-data")
+        self._data_fd = open_memory("distcheck-data")
         assert self._jobs is not None
         job, request = self._jobs.prepare(message.name, message.data_dir, download=message.download)
         fds = dict.fromkeys(job.descriptors, self._data_fd)
@@ -253,7 +254,9 @@ class Host:
             return
         self._preparing = None
         try:
-            self.send(wire.Prepared(job_result(world)))
+            result = job_result(world)
+            seal_content(self._data_fd)
+            self.send(wire.Prepared(result))
         except DistcheckError as error:
             self.send(wire.Prepared(b"", str(error)))
         finally:
@@ -300,8 +303,7 @@ class Host:
             fds = {}
             for one in given:
                 if one.kind == "trace" and one.key not in self._traces:
-                    self._traces[one.key] = fd = os.memfd_create("distcheck-trace")
-                    os.ftruncate(fd, one.size)
+                    self._traces[one.key] = sealed_memory("distcheck-trace", one.size)
                 known = {"trace": self._traces.get(one.key, -1), "data": self._data_fd}
                 fds[one.name] = known.get(one.kind, nothing)
             yield fds

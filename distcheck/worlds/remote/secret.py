@@ -85,9 +85,14 @@ def _kept(folder: Path) -> str:
 
 def _read(place: Path) -> str:
     try:
-        with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-            about = os.fstat(file.fileno())
-            if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no end
+        with open(fd, errors="surrogateescape") as file:
+            about = os.fstat(fd)
+            if (
+                not stat.S_ISREG(about.st_mode)
+                or about.st_uid != os.getuid()
+                or about.st_mode & 0o077
+            ):
                 raise CannotRunError(
                     f"{place} must be a file of your own that no other user can read; run chmod "
                     f"600 {place}, or set {VARIABLE}"

@@ -1,0 +1,214 @@
+"""R, the rounding bound: the mean of the ranks' own gradients, in any order of summation.
+
+The formula is in `rounding.py`. Here is what goes into it at a step: what each rank's gradient
+counts for, how often it is rounded, and what `--accept` widens (`quantum.py`, `low_rank.py`). Under
+`--accept local-sgd` it is the mean of parameters (`averaging.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.judge.oracles import low_rank, quantum, rounding
+from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles.forms import (
+    Averaged,
+    GradientForms,
+    Gradients,
+    Limit,
+    Projection,
+    Within,
+)
+from distcheck.judge.oracles.rounding import Interval
+from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.machine.numerics import real_parts, unit_roundoff
+from distcheck.records import LossName
+from distcheck.training.traces.layout import Kind
+
+Take = Callable[[torch.Tensor], torch.Tensor]
+
+
+def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Every so-many-th number [n] of a tensor; a complex element is two."""
+    return real_parts(tensor).reshape(-1)[::stride]
+
+
+@dataclass(frozen=True)
+class AnyOrder(GradientForms):
+    """One step's mean of the ranks' own gradients: `gradients` [rank][parameter].
+
+    `magnitudes` are what the absolute values of each rank's `passes` backward passes add up to,
+    and empty where there is one pass. `half_quanta` is empty where quantising is not accepted.
+    """
+
+    gradients: tuple[Gradients, ...]
+    magnitudes: tuple[Gradients, ...]
+    passes: int
+    half_quanta: tuple[float, ...]
+    nan_is_expected: bool
+
+    def of(self, index: int) -> Within | None:
+        """What a parameter's gradient may be."""
+        found = self.interval(index)
+        return None if found is None else Within(found.mean, found.bound, self.nan_is_expected)
+
+    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
+        """The bound, elementwise."""
+
+        def elementwise(stride: int) -> torch.Tensor:
+            found = self.interval(index, parts=own, take=lambda tensor: every(stride, tensor))
+            assert found is not None, "each rank has a gradient"
+            return found.bound
+
+        return elementwise
+
+    def interval(
+        self,
+        index: int,
+        *,
+        wire: str | None = None,
+        loss: LossName | None = None,
+        take: Take | None = None,
+        parts: Sequence[torch.Tensor | None] | None = None,
+    ) -> Interval | None:
+        """Mean and bound of one parameter's gradient; None where no rank has a gradient.
+
+        `wire` asks for the bound under another promise than the contract's. `loss` asks for what
+        the same exchange would have to give here to be right under another loss contract: there
+        rank r's gradient would be f'_r / f_r times as large, with f and f' what either multiplies
+        its loss by, so here the ranks count f_r / f'_r times their share.
+        `take` picks elements; `parts` are the ranks' own gradients, if they are known already.
+        """
+        parts = parts or [gradients[index] for gradients in self.gradients]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
+        magnitudes = self._magnitudes(index, like=filled[0])
+        if take is not None:
+            filled = [take(part) for part in filled]
+            magnitudes = None if magnitudes is None else [take(part) for part in magnitudes]
+        scaled = loss is not None or any(factor != 1.0 for factor in self.shares.loss_factors)
+        wire = wire or self.shares.contract.wire
+        shares = self.shares.in_mean
+        if loss is not None:
+            here, there = self.shares.declared(self.shares.loss), self.shares.declared(loss)
+            shares = [s * f / other for s, f, other in zip(shares, here, there, strict=True)]
+        found = rounding.interval(
+            filled,
+            shares,
+            rescaled=scaled,
+            wire=None if wire is None else getattr(torch, wire),
+            passes=self.passes,
+            magnitudes=magnitudes,
+        )
+        if not self.half_quanta:
+            return found
+        return quantum.widened(found, self.half_quanta, shares, present[0].dtype)
+
+    def _magnitudes(self, index: int, *, like: torch.Tensor) -> list[torch.Tensor] | None:
+        """Of each rank, zeros where it has no gradient; None where there is one pass."""
+        if not self.magnitudes:
+            return None
+        found = [of_rank[index] for of_rank in self.magnitudes]
+        nothing = torch.zeros_like(real_parts(like), dtype=torch.float64)
+        return [nothing if size is None else size for size in found]
+
+
+@dataclass(frozen=True)
+class LowRank(GradientForms):
+    """The same where a low-rank exchange is accepted: `given` has what went into it."""
+
+    projects = True
+    mean: AnyOrder
+    given: tuple[low_rank.Carried | None, ...]
+    rank: int
+    unit: float
+
+    def of(self, index: int) -> Projection | None:
+        """What a parameter's gradient may be."""
+        given, world = self.given[index], len(self.shares.ranks)
+        return None if given is None else Projection(given, self.rank, world, self.unit)
+
+    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
+        """That of the mean. A projection is tried by comparing it (`checks/sensitivity.py`)."""
+        return self.mean.limit(index, own)
+
+
+def gradients(at: AtStep) -> GradientForms:
+    """The synchronised gradients of a step. Raises NotBoundedError, NotRecordedError."""
+    mean, accepted = mean_at(at), at.accepted
+    if accepted is None or accepted.family != "low-rank":
+        return mean
+    return LowRank(
+        at.shares,
+        mean.computed,
+        mean=mean,
+        given=tuple(carried(at, mean, index) for index in range(len(at.specs))),
+        rank=accepted.amount,
+        unit=unit_roundoff(at.ingredients.dtype),
+        opening=at.shares.lost,
+    )
+
+
+def mean_at(at: AtStep) -> AnyOrder:
+    """The mean of a step, whatever is exchanged in its place. Raises NotBoundedError."""
+    passes = at.training.accumulate
+    return AnyOrder(
+        at.shares,
+        at.computed_where_unseen,
+        gradients=at.shard_gradients,
+        magnitudes=tuple(tuple(s.magnitudes) for s in at.shards) if passes > 1 else (),
+        passes=passes,
+        half_quanta=half_quanta(at),
+        nan_is_expected=at.nan_is_expected,
+        opening=at.shares.lost,
+    )
+
+
+def half_quanta(at: AtStep) -> tuple[float, ...]:
+    """As `quantum.half_quanta`; empty where quantising is not accepted. Raises NotBoundedError."""
+    if at.accepted is None or at.accepted.family != "quantised":
+        return ()
+    by_rank = dict(zip(at.trace.ranks, at.shard_gradients, strict=True))
+    return tuple(quantum.half_quanta(by_rank, at.accepted.amount, at.step))
+
+
+def carried(at: AtStep, mean: AnyOrder, index: int) -> low_rank.Carried | None:
+    """What went into the exchange of one parameter where a low-rank one is accepted. Raises
+    NotRecordedError.
+    """
+    accepted, now = at.accepted, mean.interval(index)
+    if accepted is None or now is None:
+        return None
+    earlier = []
+    for step in range(at.step) if accepted.feedback else ():
+        before = _intervals(at.references.at(step))[index]
+        result = at.trace.tensor(0, Kind.GRADIENT, step, index)
+        if before is None or result is None:
+            raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
+        earlier.append((before, result))
+    unit, world = unit_roundoff(at.ingredients.dtype), at.trace.layout.world
+    return low_rank.carried(now, earlier, unit=unit, world=world)
+
+
+def _intervals(at: AtStep) -> list[Interval | None]:
+    """R of every parameter at an earlier step; kept, as every later step needs it."""
+    kept = at.references.intervals
+    if at.step not in kept:
+        mean = mean_at(at)
+        kept[at.step] = [mean.interval(index) for index in range(len(at.specs))]
+    return kept[at.step]
+
+
+def parameters(at: AtStep) -> Averaged | None:
+    """Local SGD: what every rank's own update leaves, where parameters are averaged after the step.
+    Raises NotRecordedError.
+    """
+    averages = at.references.averages
+    if averages is None or not averages.at(at.step):
+        return None
+    ranks = range(at.trace.layout.world)
+    after = [at.references.update.run(rank, at.step)[Kind.PARAMETER] for rank in ranks]
+    return Averaged(tuple(tuple(of_rank) for of_rank in after))

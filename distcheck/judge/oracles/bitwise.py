@@ -1,0 +1,143 @@
+"""X, bitwise: the promised order of summation, and whatever follows from recorded state alone.
+
+What a rank computes by itself (its own gradients, its loss, the optimizer's step, its buffers) is
+computed again from what it recorded, and must have the same bits. So must the synchronised
+gradients where an order is promised (`order_exact.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.contract import DDPBuckets
+from distcheck.judge.oracles import any_order, order_exact
+from distcheck.judge.oracles.any_order import AnyOrder, every
+from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles.forms import (
+    After,
+    Bits,
+    BufferWays,
+    EachItsOwn,
+    GradientForms,
+    Gradients,
+    Limit,
+    RankLosses,
+    Updates,
+)
+from distcheck.judge.oracles.shards import NotRecordedError
+from distcheck.training.traces.layout import Kind
+
+
+@dataclass(frozen=True)
+class InOrder(GradientForms):
+    """The gradients in the promised order; `mean` says what a mistaken sum may be rounded by."""
+
+    gradients: Gradients
+    mean: AnyOrder
+
+    def of(self, index: int) -> Bits | None:
+        """What a parameter's gradient must be."""
+        return bits(self.gradients[index])
+
+    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
+        """How far a mistaken sum may be from its exact value, elementwise."""
+        return self.mean.limit(index, own)
+
+    def every(self, index: int, stride: int) -> torch.Tensor | None:
+        """Every so-many-th of the numbers that are compared."""
+        found = self.gradients[index]
+        return None if found is None else every(stride, found).double()
+
+
+def bits(tensor: torch.Tensor | None) -> Bits | None:
+    """A tensor that is computed again, if there is one."""
+    return None if tensor is None else Bits(tensor)
+
+
+def gradients(at: AtStep) -> GradientForms | EachItsOwn:
+    """The synchronised gradients; each rank's own where ranks may train by themselves."""
+    if at.references.averages is not None:
+        return local_gradients(at)
+    order, resumed = at.contract.order, at.training.resume_before
+    # The step before which the strategy was given the model: the first, or a resumption.
+    built_at = resumed if resumed is not None and at.step >= resumed else 0
+    rebuilt_at = order.rebuilt_at if isinstance(order, DDPBuckets) else None
+    # The step whose backward DDP's buckets are rebuilt after.
+    ordering_step = min(at.step, built_at + max(0, (rebuilt_at or 1) - 1))
+    reduced = order_exact.expected_gradients(
+        at.contract,
+        at.case.backend,
+        at.shard_gradients,
+        weights=at.shares.weights,
+        step=at.step - built_at,
+        ready_order=at.trace.header(0, ordering_step).ready_order,
+        like=at.references.parameters,
+    )
+    scale = at.shares.loss_scales[0]  # taken back after the exchange, which a power of two may be
+    if scale != 1.0:
+        reduced = [g if g is None else g / scale for g in reduced]
+    mean = any_order.mean_at(at)
+    return InOrder(at.shares, mean.computed, gradients=tuple(reduced), mean=mean)
+
+
+def local_gradients(at: AtStep) -> EachItsOwn:
+    """What every rank's backward leaves."""
+    return EachItsOwn(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
+
+
+def loss(at: AtStep) -> RankLosses:
+    """The loss of every rank's own shard."""
+    return RankLosses(tuple(shard.loss for shard in at.shards))
+
+
+def parameters(at: AtStep) -> Updates:
+    """What the optimizer makes of what each rank recorded."""
+    reference, step, averages = at.references.update, at.step, at.references.averages
+    known: dict[bytes, After | None] = {}
+    after = []
+    for rank in range(at.trace.layout.world):
+        inputs = reference.input_digest(rank, step)
+        if inputs not in known:
+            known[inputs] = _updated(at, rank)
+        after.append(known[inputs])
+    state = range(len(at.trace.layout.model.optimizer))
+    return Updates(
+        after=tuple(after),
+        holders={i: reference.holders(step + 1, i) for i in state if reference.is_sharded(i)},
+        averaged=averages is not None and averages.at(step),
+    )
+
+
+def _updated(at: AtStep, rank: int) -> After | None:
+    reference = at.references.update
+    try:
+        found = reference.run(rank, at.step)
+        if zeros := _zeros_for_none(at, rank):
+            moved = reference.run(rank, at.step, absent=zeros)
+            found[Kind.PARAMETER] = moved[Kind.PARAMETER]
+    except NotRecordedError:
+        return None
+    return found
+
+
+def _zeros_for_none(at: AtStep, rank: int) -> set[int]:
+    """Parameters that have a gradient of zero where they should have none. The optimizer may keep
+    state for them; it must not move them (momentum and weight decay do).
+    """
+    held = [at.trace.tensor(rank, Kind.GRADIENT, at.step, i) for i in range(len(at.specs))]
+    zeros = {i for i, tensor in enumerate(held) if tensor is not None and not bool(tensor.any())}
+    return zeros and {i for i in zeros if all(own[i] is None for own in at.shard_gradients)}
+
+
+def buffers(at: AtStep) -> BufferWays:
+    """What each rank's forward pass leaves, from its own buffers; where none is promised, or else
+    from rank 0's.
+    """
+    ways = []
+    for rank, shard in enumerate(at.shards):
+        of_rank = [tuple(shard.buffers)]
+        if at.contract.takes_any_buffers and rank != 0:
+            from_first = at.references.shards.run(rank, at.step, buffers_of=0)
+            of_rank.append(tuple(from_first.buffers))
+        ways.append(tuple(of_rank))
+    return BufferWays(tuple(ways), at.shares)

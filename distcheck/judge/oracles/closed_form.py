@@ -1,0 +1,213 @@
+"""The exact layer: the lattice's closed form, and what is expected once sums were rounded.
+
+Code that promises no order may divide before it adds up, or keep a running mean: a quotient that is
+not a dyadic fraction rounds where the lattice's sum would not. R allows that anywhere else. From
+the first such step on, the lattice's closed form describes another training, and what is expected
+starts from the state that was recorded: the shards' gradients, the loss and the update to the bit
+(X), the mean within R.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+
+from distcheck.judge.oracles import any_order, bitwise
+from distcheck.judge.oracles.any_order import AnyOrder, every
+from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles.forms import (
+    EachItsOwn,
+    Either,
+    ExactParameters,
+    Form,
+    GradientForms,
+    Limit,
+    Numbers,
+    RankLosses,
+    Updates,
+    Within,
+)
+from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
+from distcheck.judge.oracles.shards import declared_factor
+from distcheck.records import TensorSpec
+from distcheck.training.traces.layout import Kind
+
+Standing = Literal["exact", "rounded", "wrong"]
+# Derived: relative to a sum of absolute values, where bits are compared; 2^13 u of float64 has room
+# for the roundings of 8,000 ranks.
+_EXACT = 2.0**-40
+_ROUNDED = (
+    "sums are rounded on the way, by no more than R allows for any order: the exact ones "
+    "are asked of code that promises an order"
+)
+
+
+class ClosedForm:
+    """The lattice's training of one case, from its own beginning. What is known of a step is kept,
+    as every later one starts from it; it does not depend on which step was asked for first.
+    """
+
+    def __init__(self, at_first: AtStep) -> None:
+        self._at, self._references = at_first, at_first.references
+        self._oracle = LatticeOracle(at_first.contract, at_first.case.dtype)
+        self._steps: list[LatticeStep] = []
+        self._standings: dict[int, Standing] = {}
+
+    def step(self, step: int) -> LatticeStep:
+        """Exact values of a step. Raises HeadroomError."""
+        trace, loss = self._at.trace, self._at.case.loss
+        while len(self._steps) <= step:
+            done = len(self._steps)
+            headers = [trace.header(rank, done) for rank in range(trace.layout.world)]
+            ids = [header.ids for header in headers]
+            total = sum(map(len, ids))
+            factors = [
+                h.loss_factor * declared_factor(loss, len(h.ids), total, headers) for h in headers
+            ]
+            self._steps.append(self._oracle.step(ids, factors))
+        return self._steps[step]
+
+    def standing(self, step: int) -> Standing:
+        """What the gradients of a step, and of all before it, are: the lattice's own numbers;
+        within R from some step on; or neither. Where an order is promised, they are never
+        "rounded".
+        """
+        if self._at.contract.order is not None:
+            return "wrong"
+        before: Standing = "exact"
+        for earlier in range(step + 1):
+            if earlier not in self._standings:
+                self._standings[earlier] = self._look(earlier, before)
+            before = self._standings[earlier]
+            if before == "wrong":
+                break
+        return before
+
+    def began_rounded(self, step: int) -> bool:
+        """Whether a step's ranks began it where sums had been rounded before."""
+        return step > 0 and self.standing(step - 1) == "rounded"
+
+    def is_rounded_at(self, step: int) -> bool:
+        """Whether a step, and none before it, was wrong, and it is not exact."""
+        self.standing(step)
+        return self._standings.get(step) == "rounded"
+
+    def exact(self, step: int, index: int) -> torch.Tensor:
+        """The lattice's mean gradient of one parameter."""
+        spec = self._at.specs[index]
+        return as_tensor(spec, self.step(step).synced[spec.name])
+
+    def _look(self, step: int, before: Standing) -> Standing:
+        if before == "exact" and self._all_exact(step):
+            return "exact"
+        mean = any_order.mean_at(self._references.at(step))
+        for index in range(len(self._at.specs)):
+            interval = mean.interval(index)
+            for found in self._results(step, index):
+                if found is None or interval is None:
+                    return "wrong"
+                if not bool(((found.double() - interval.mean).abs() <= interval.bound).all()):
+                    return "wrong"
+        return "rounded"
+
+    def _all_exact(self, step: int) -> bool:
+        for index in range(len(self._at.specs)):
+            expected = self.exact(step, index)
+            for found in self._results(step, index):
+                if found is None or not torch.equal(found, expected):
+                    return False
+        return True
+
+    def _results(self, step: int, index: int) -> list[torch.Tensor | None]:
+        trace = self._at.trace
+        ranks = range(trace.layout.world)
+        return [trace.tensor(rank, Kind.GRADIENT, step, index) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class ExactGradients(GradientForms):
+    """The lattice's mean gradients; `mean`, within which they may be where sums are rounded."""
+
+    specs: tuple[TensorSpec, ...]
+    exact: LatticeStep
+    mean: AnyOrder | None
+
+    def of(self, index: int) -> Form:
+        """What a parameter's gradient may be."""
+        spec = self.specs[index]
+        exact = Numbers(as_tensor(spec, self.exact.synced[spec.name]))
+        interval = None if self.mean is None else self.mean.interval(index)
+        return exact if interval is None else Either(exact, Within(interval.mean, interval.bound))
+
+    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
+        """R's bound where sums are rounded on the way, and nothing but float64's rounding else."""
+        if self.mean is not None:
+            return self.mean.limit(index, own)
+
+        def elementwise(stride: int) -> torch.Tensor:
+            pairs = zip(self.shares.in_mean, own, strict=True)
+            sizes = [abs(share) * every(stride, g).double().abs() for share, g in pairs]
+            return torch.stack(sizes).sum(0) * _EXACT
+
+        return elementwise
+
+
+def as_tensor(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
+    """`values`, which the dtype holds exactly, in the shape of `spec`."""
+    floats = torch.frombuffer(expand(spec.name, values), dtype=torch.float64)
+    return floats.to(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def gradients(at: AtStep) -> ExactGradients:
+    """The synchronised gradients of a step. Raises HeadroomError."""
+    form, step = at.references.closed_form, at.step
+    return ExactGradients(
+        at.shares,
+        at.computed_where_unseen,
+        specs=at.specs,
+        exact=form.step(step),
+        mean=any_order.mean_at(at) if _rounds(at) else None,
+        excuse=_ROUNDED if form.is_rounded_at(step) else "",
+    )
+
+
+def local_gradients(at: AtStep) -> EachItsOwn:
+    """What every rank's backward leaves. Raises HeadroomError."""
+    exact = at.references.closed_form.step(at.step)
+    parts: list[list[Form]] = [
+        [Numbers(as_tensor(spec, own[spec.name])) for spec in at.specs] for own in exact.local
+    ]
+    if at.references.closed_form.began_rounded(at.step):
+        beside = bitwise.local_gradients(at).parts
+        parts = [
+            [one if other is None else Either(one, other) for one, other in zip(*pair, strict=True)]
+            for pair in zip(parts, beside, strict=True)
+        ]
+    return EachItsOwn(tuple(map(tuple, parts)))
+
+
+def loss(at: AtStep) -> RankLosses:
+    """The loss of every rank's own shard. Raises HeadroomError."""
+    form = at.references.closed_form
+    expected = tuple(float(value) for value in form.step(at.step).losses)
+    if not form.began_rounded(at.step):
+        return RankLosses(expected)
+    return RankLosses(expected, beside=bitwise.loss(at).expected)
+
+
+def parameters(at: AtStep) -> ExactParameters | Updates:
+    """Parameters after a step: as exact as gradients were; from where those were rounded on, what
+    follows from recorded state. Raises HeadroomError.
+    """
+    if _rounds(at):
+        return bitwise.parameters(at)
+    after = at.references.closed_form.step(at.step).after
+    return ExactParameters(tuple(Numbers(as_tensor(s, after[s.name])) for s in at.specs))
+
+
+def _rounds(at: AtStep) -> bool:
+    """Whether sums are rounded on the way in this step, or were in one before it."""
+    form = at.references.closed_form
+    return form.standing(at.step) == "rounded" or form.began_rounded(at.step)

@@ -1,0 +1,189 @@
+"""What a tensor may be: the frozen data that checks compare with. Nothing here compares or trains.
+
+An oracle layer answers with one of these for each tensor, so a check need not know which layer it
+is judging by.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+
+from distcheck.judge.oracles.low_rank import Carried
+from distcheck.judge.oracles.shares import Shares
+from distcheck.training.traces.layout import Kind
+
+Gradients = tuple[torch.Tensor | None, ...]  # of every parameter; None where there is none
+After = Mapping[Kind, Sequence[torch.Tensor | None]]
+Limit = Callable[[int], torch.Tensor | float]  # over every k-th number, or for the L2 norm
+
+
+@dataclass(frozen=True)
+class Bits:
+    """These bits."""
+
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """These numbers: -0 is +0."""
+
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Within:
+    """A number within `bound` of `mean`, elementwise; float64."""
+
+    mean: torch.Tensor
+    bound: torch.Tensor
+    nan_is_expected: bool = False
+
+
+@dataclass(frozen=True)
+class Near:
+    """Numbers whose difference from these has an L2 norm of at most `tolerance`."""
+
+    expected: torch.Tensor
+    tolerance: float
+    nan_is_expected: bool = False
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What went into a low-rank exchange, or its projection on at most `rank` directions."""
+
+    given: Carried
+    rank: int
+    world: int
+    unit: float
+
+
+@dataclass(frozen=True)
+class Either:
+    """The first of two, or else the second. An `excuse` is said where the second alone fits; what
+    fits neither is then measured by the first, and without an excuse by the second.
+    """
+
+    first: "Form"
+    second: "Form"
+    excuse: str = ""
+
+
+Form = Bits | Numbers | Within | Near | Projection | Either
+
+
+@dataclass(frozen=True)
+class GradientForms(ABC):
+    """What the synchronised gradients of a step may be, as a layer answers.
+
+    `computed` [rank][parameter] are the ranks' own gradients, computed again; empty where all were
+    recorded. `opening` and `closing` are said of the step in the report, before and after what the
+    comparisons say; `excuse` where nothing failed. `projects`: what `of` gives are projections.
+    """
+
+    projects = False
+    shares: Shares
+    computed: tuple[Gradients, ...]
+    opening: str = field(default="", kw_only=True)
+    closing: str = field(default="", kw_only=True)
+    excuse: str = field(default="", kw_only=True)
+
+    @abstractmethod
+    def of(self, index: int) -> Form | None:
+        """What a parameter's gradient may be; None where it has none."""
+
+    @abstractmethod
+    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
+        """The bound in force, in terms of the ranks' `own` gradients of a parameter."""
+
+    def every(self, index: int, stride: int) -> torch.Tensor | None:
+        """Every so-many-th number of what is compared, where bits are: then `limit` is only how far
+        a mistaken sum may be from its exact value.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class EachItsOwn:
+    """Tensors of every rank by itself: `parts` [rank][tensor]."""
+
+    parts: tuple[tuple[Form | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class RankLosses:
+    """The loss of each rank, to the bit; `beside` has the other value that each may be."""
+
+    expected: tuple[float, ...]
+    beside: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The mean loss over all ranks, within a bound."""
+
+    expected: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """A model as it was built: parameters and buffers."""
+
+    parameters: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class BufferWays:
+    """Of each rank, what its buffers may be after a step: one way, or two."""
+
+    ways: tuple[tuple[tuple[torch.Tensor, ...], ...], ...]
+    shares: Shares
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Of each rank, the parameters that its own update leaves: what is averaged."""
+
+    parts: tuple[Gradients, ...]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Of each rank, what the optimizer makes of a step; None where the trace lacks what it starts
+    from. `holders` are the ranks that hold each tensor of its state that is divided among them;
+    `averaged` says that parameters are averaged afterwards, and are not these.
+    """
+
+    after: tuple[After | None, ...]
+    holders: Mapping[int, Sequence[int]]
+    averaged: bool = False
+
+
+@dataclass(frozen=True)
+class ExactParameters:
+    """The lattice's parameters after a step."""
+
+    parameters: tuple[Numbers, ...]
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """A step as the workload has it, whatever a strategy does. Each rank's `own` gradients
+    [parameter][rank], and of a model of the workload's own, prepared as for this step: which
+    parameters train, whether all modules are in training mode, how often it is called, the groups'
+    learning rates; empty or 0 where no event that is declared needs it.
+    """
+
+    own: tuple[Gradients, ...]
+    trains: Mapping[str, bool]
+    training_mode: bool
+    calls: int
+    rates: tuple[float | None, ...]
+    starts_alike: bool
+    twice_named: Set[str]
+    kinds: Set[str]

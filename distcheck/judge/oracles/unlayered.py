@@ -1,0 +1,103 @@
+"""What is expected without a layer: the model that training begins with, and what the workload
+itself does at each step.
+"""
+
+from collections.abc import Set
+
+import torch
+from torch import nn
+
+from distcheck.judge.oracles.at_step import AtStep
+from distcheck.judge.oracles.forms import Gradients, InitialState, OwnStep
+from distcheck.records import expected_events as events
+from distcheck.training.building import trainable
+from distcheck.training.traces.layout import Kind
+
+
+def initial_state(at: AtStep) -> InitialState | None:
+    """A model built from the same seed; only step 0 has an initial state."""
+    if at.step != 0:
+        return None
+    model = at.ingredients.model()
+    return InitialState(
+        parameters=tuple(parameter.detach() for _, parameter in trainable(model)),
+        buffers=tuple(model.buffers()),
+    )
+
+
+def purpose(at: AtStep) -> OwnStep:
+    """What events are looked for in."""
+    declared = {type(event) for event in at.ingredients.must_happen}
+    of_model = declared & {events.Frozen, events.EvalMode, events.Tied, events.Kinds}
+    model = _prepared(at) if of_model or events.RateChanged in declared else nn.Module()
+    return OwnStep(
+        own=own_gradients(at),
+        trains={name: parameter.requires_grad for name, parameter in trainable(model)},
+        training_mode=all(module.training for module in model.modules()),
+        calls=_calls(at) if events.CalledTwice in declared and at.step == 0 else 0,
+        rates=_rates(at, model) if events.RateChanged in declared else (),
+        starts_alike=events.StartsApart not in declared or at.step != 0 or _starts_alike(at),
+        twice_named=_twice_named(model),
+        kinds={type(module).__name__ for module in model.modules()}
+        | {type(parameter).__name__ for parameter in model.parameters()},
+    )
+
+
+def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
+    """What backward left on each rank, [parameter][rank]: as it was recorded where it was seen on
+    every rank, and otherwise computed again.
+    """
+    return tuple(_own(at, index) for index in range(len(at.specs)))
+
+
+def _own(at: AtStep, index: int) -> Gradients:
+    trace, ranks = at.trace, range(at.trace.layout.world)
+    seen = tuple(trace.tensor(rank, Kind.LOCAL_GRADIENT, at.step, index) for rank in ranks)
+    if all(gradient is not None for gradient in seen):
+        return seen
+    return tuple(gradients[index] for gradients in at.shard_gradients)
+
+
+def _prepared(at: AtStep) -> nn.Module:
+    """A new model that was prepared for every step up to this one, as in a loop of its own."""
+    model = at.ingredients.model()
+    for step in range(at.step + 1):
+        at.ingredients.prepare(model, step)
+    return model
+
+
+def _calls(at: AtStep) -> int:
+    """How often rank 0's forward pass calls the model."""
+    model, calls = at.ingredients.model(), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    ids = torch.tensor(at.shares.headers[0].ids, dtype=torch.int64)
+    model.register_forward_hook(count)
+    at.ingredients.prepare(model, at.step)
+    at.ingredients.loaded.workload.loss(model, at.ingredients.batch(ids, len(ids)))
+    return calls
+
+
+def _rates(at: AtStep, model: nn.Module) -> tuple[float | None, ...]:
+    """The workload's schedule, called again for this step."""
+    optimizer = at.ingredients.optimizer(model.parameters())
+    at.ingredients.schedule(optimizer, at.step)
+    return tuple(group.get("lr") for group in getattr(optimizer, "param_groups", ()))
+
+
+def _starts_alike(at: AtStep) -> bool:
+    """What the workload does to each rank's model before the strategy is given it, again."""
+    models = [at.ingredients.model() for _ in range(at.trace.layout.world)]
+    for rank, model in enumerate(models):
+        at.ingredients.handed_over(model, rank)
+    flat = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    return all(torch.equal(flat[0], other) for other in flat[1:])
+
+
+def _twice_named(model: nn.Module) -> Set[str]:
+    every = list(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(every)}
+    return {first[id(p)] for name, p in every if name != first[id(p)]}
