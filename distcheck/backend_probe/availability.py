@@ -35,7 +35,7 @@ def _missing(job: LookRequest, device: str) -> str:
         if device != _OF_DEVICES[name]:
             return f"{name} moves {_OF_DEVICES[name]} tensors only, not those of {device}"
         if torch.cuda.device_count() < job.world:
-            return f"{name} needs a GPU per rank: {job.world}, and here are " + str(
+            return f"{name} needs a GPU for each of the {job.world} ranks; this machine has " + str(
                 torch.cuda.device_count()
             )
     elif reason := backends.missing(name):

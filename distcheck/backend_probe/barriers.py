@@ -32,7 +32,7 @@ def _barrier(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
 
 def _was_kept_waiting(call: Call) -> None:
     if not call.store.check([f"{call.turn}/last one"]):
-        raise WrongAnswerError(f"left the barrier before rank {call.root} had come to it")
+        raise WrongAnswerError(f"left the barrier before rank {call.root} had entered it")
 
 
 OPERATIONS = (

@@ -74,10 +74,12 @@ def read_sweeps(path: Path) -> list[Sweep]:
         raise UsageError(f"--baseline {path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"--baseline {path} is not what distcheck backends --json writes: {error}"
+            f"--baseline {path} was not written by distcheck backends --json: {error}"
         ) from error
     if document.schema != SCHEMA:
-        raise UsageError(f"--baseline {path} is {document.schema!r}; wanted is {SCHEMA!r}")
+        raise UsageError(
+            f"--baseline {path} has the schema {document.schema!r}; this version reads {SCHEMA!r}"
+        )
     return [
         Sweep(
             backend=entry.backend,

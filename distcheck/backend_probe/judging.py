@@ -71,7 +71,7 @@ def _describe(
         text = f"[{row},{col}] is {_show(actual[first])}, expected {_show(expected[first])}"
         text += f"; {len(inside)} of {rows * cols} elements differ"
         if all(actual[index] == before[index] for index in inside):
-            text += ", all left as they were"
+            text += ", all unchanged by the call"
         parts.append(text)
     if outside:
         parts.append(f"{outside} elements outside of it were written")

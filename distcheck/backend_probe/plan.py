@@ -27,8 +27,8 @@ def plan_probes(
     """
     if not _LEAST_RANKS <= world <= patterns.MOST_RANKS:
         raise UsageError(
-            f"--world {world}: backends are probed with {_LEAST_RANKS} to {patterns.MOST_RANKS} "
-            "ranks; beyond that the sums are not exact in uint8 and bfloat16"
+            f"--world {world} is out of range; backends are probed with {_LEAST_RANKS} to "
+            f"{patterns.MOST_RANKS} ranks, because larger sums are not exact in uint8 and bfloat16"
         )
     _check("--op", operations, OPERATIONS)
     _check("--dtype", dtypes, patterns.DTYPES)
@@ -45,8 +45,8 @@ def plan_probes(
     ]
     if not probes:
         raise UsageError(
-            "no cell is left: --op, --dtype, --form and --world together select nothing; "
-            f"sub-group needs --world {_SUB_GROUP_LEAST_RANKS}, and point-to-point is never async"
+            "--op, --dtype, --form and --world together select nothing; sub-group needs --world "
+            f"{_SUB_GROUP_LEAST_RANKS}, and point-to-point has no async form"
         )
     return probes
 

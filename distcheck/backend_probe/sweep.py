@@ -46,7 +46,7 @@ def sweep(
     while len(cells) < len(probes):
         following = probes[len(cells)]
         if ends[following.operation] >= _MOST_ENDS:
-            reason = f"{following.operation} had ended {_MOST_ENDS} worlds already"
+            reason = f"{following.operation} had already ended {_MOST_ENDS} worlds"
             cells.append(Cell(probe=following, verdict="not tried", detail=reason))
             continue
         episode = _Episode(probes, len(cells), world, on_cell)
@@ -55,7 +55,7 @@ def sweep(
             pool, backend=backend, device=device, refused=refused, deadline_s=deadline_s
         )
         if not episode.cells:
-            return cells, failure or "the ranks left without having probed anything"
+            return cells, failure or "the ranks exited before they probed anything"
         cells += episode.cells
         if cells[-1].verdict in ("crashes", "hangs"):
             ends[cells[-1].probe.operation] += 1

@@ -33,7 +33,7 @@ _STYLES: dict[VerdictName, str] = {
 _MEANINGS: dict[VerdictName, str] = {
     "right": "verified right",
     "refused": "refused, by an error on every rank",
-    "wrong": "runs, and is wrong",
+    "wrong": "runs, but gives wrong results",
     "crashes": "a rank died",
     "hangs": "did not come back",
     "not tried": "not tried",
@@ -79,7 +79,7 @@ def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console
     compared, known = baseline.overlap(sweeps)
     console.print(Text(f"{compared:,} of the baseline's {known:,} cells were probed now."))
     if compared and not changes:
-        console.print(Text("Each of them ended as it did there."))
+        console.print(Text("Each of them ended as in the baseline."))
     for change in changes:
         word = "better than" if change.excused else "worse than"
         cell = change.cell
@@ -144,15 +144,14 @@ def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
 def _legend(cells: Sequence[Cell]) -> Iterator[str]:
     there = {cell.verdict for cell in cells}
     known = [f"{_WORDS[v]}: {_MEANINGS[v]}" for v in _WORDS if v in there]
-    yield "; ".join([*known, "blank: means nothing, or was not asked for"]) + "."
+    yield "; ".join([*known, "blank: not applicable, or not selected"]) + "."
 
 
 def _remarks(cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
     forms = [form for form in dict.fromkeys(c.probe.form for c in cells) if form != "plain"]
     if forms and not verbose:
         yield (
-            f"Also probed: {', '.join(forms)}. "
-            "A form has a line of its own where it ended otherwise."
+            f"Also probed: {', '.join(forms)}. A form has its own line where its result differs."
         )
 
 

@@ -143,13 +143,17 @@ def saved_run(folder: Path) -> SavedRun:
     """What a run directory holds besides its tensors. Raises UsageError."""
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is not a folder; give one that distcheck record or verify --save has made"
+            f"{folder} is not a folder; give a folder that distcheck record or verify --save has "
+            "made"
         )
     found = {}
     for place in store.saved_cases(folder):
         saved = store.read_about(place)
         if saved.case.id != place.name:
-            raise UsageError(f"the trace in {place} is that of case {saved.case.id}: renamed?")
+            raise UsageError(
+                f"the trace in {place} is of case {saved.case.id}; the name of its folder must be "
+                "the case's"
+            )
         found[saved.case.id] = saved
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
     return SavedRun(folder, found, said)
@@ -168,7 +172,7 @@ def render_json(comparison: Comparison) -> str:
 def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:
     if name not in then.cases or name not in now.cases:
         there, missing = (then, now) if name in then.cases else (now, then)
-        return _unknown(name, f"{there.folder} has this case and {missing.folder} has not")
+        return _unknown(name, f"{there.folder} has this case; {missing.folder} does not")
     one, two = then.cases[name], now.cases[name]
     other = [
         f"{field} was {getattr(one.case, field)} and is {getattr(two.case, field)}"
@@ -176,7 +180,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
         if field not in _MAY_DIFFER and getattr(one.case, field) != getattr(two.case, field)
     ]
     if other:
-        return _unknown(name, f"it is not the same case: {'; '.join(other)}")
+        return _unknown(name, f"the cases are not the same: {'; '.join(other)}")
     found = _compare_traces(pool, [run.folder / "traces" / name for run in (then, now)], one, two)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
@@ -199,10 +203,14 @@ def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
     """What to do about a distance that digests do not show."""
     lacking = [name for name, run in (("earlier", one), ("later", two)) if not run.tensors]
     which = f"the {lacking[0]} run" if len(lacking) == 1 else "both runs"
-    where = "where it was made" if len(lacking) == 1 else "each where it was made"
+    where = (
+        ("on the machine on which it was madeeach on the machine on which it was made")
+        if len(lacking) == 1
+        else "each where it was made"
+    )
     return (
-        "the distance is not known from digests alone; to learn it, record "
-        f"{which} without --digests, {where}, and compare again"
+        f"digests alone do not give the distance; to learn it, record {which} without --digests, "
+        f"{where}, and compare again"
     )
 
 
@@ -242,10 +250,10 @@ def _judge(
         return "unknown", found.why_not
     if found.first is None:
         if now == "pass":
-            return "pass", "every bit is the same"
-        return now, f"every bit is the same, and the later run's own verdict is {now}"
+            return "pass", "all bits are identical"
+        return now, f"all bits are identical, but the later run's own verdict is {now}"
     if found.beyond is not None:
-        return "fail", "beyond what two right results may differ by"
+        return "fail", "beyond the largest difference of two correct results"
     if now != "pass" or then != "pass":
         verdict: VerdictName = "fail" if "fail" in said else "unknown"
         return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
@@ -253,13 +261,13 @@ def _judge(
         return "unknown", f"the runs do not compute the same from there on: {found.kind} differ"
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
-        return "unknown", f"bits of other machines need not be equal: {machine[0]}"
+        return "unknown", f"bits may differ between machines: {machine[0]}"
     if found.not_judged:
-        held = "whether the first step that differs is within the bound is not known"
+        held = "it is not known whether the first step that differs is within the bound"
     elif found.judged:
         held = "within the bound at the first step that differs"
     else:
-        held = "no bound is derived for what differs first"
+        held = "no bound is derived for the first difference"
     reason = f"{held}; both runs are correct by their own verdicts"
     if bits:
         return "fail", reason

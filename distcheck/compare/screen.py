@@ -22,7 +22,7 @@ def render(comparison: Comparison, console: Console, *, quiet: bool = False) -> 
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     common = [change for change in known[0] if all(change in own for own in known)] if known else []
     if not quiet and known:
-        lines = [str(change) for change in common] or ["nothing that a run records"]
+        lines = [str(change) for change in common] or ["no recorded setting changed"]
         console.print(Text(f"changed between the runs: {'; '.join(lines)}"), style="dim")
     for case in comparison.cases:
         text = Text()

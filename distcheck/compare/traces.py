@@ -58,7 +58,7 @@ def compare_traces(
         return TraceComparison(why_not="the model has other parameters, buffers or optimizer state")
     steps = min(then.steps_written(), now.steps_written())
     if steps < job.case.steps:
-        return TraceComparison(why_not=f"{steps} of {job.case.steps} steps were recorded by both")
+        return TraceComparison(why_not=f"both recorded {steps} of {job.case.steps} steps")
     pair = _Pair(job, then, now)
     for step in range(steps):
         if reporter is not None:

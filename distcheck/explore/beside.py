@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_DEADLINE_S = 3.0  # as `distcheck explore` has it: what is found is confirmed by replays
 _MOST_UNKNOWN = 3  # that are shown
-_AFTER_FAILURE = "not searched: its cases fail already"
+_AFTER_FAILURE = "not searched: its cases already fail"
 _FLOAT64_ALONE = "its code computes in float32 alone"
 
 Enter = Callable[[Explored, Sequence[CaseReport]], None]

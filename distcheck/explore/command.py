@@ -156,8 +156,8 @@ def settle_hypothesis() -> None:
     """Raises CannotRunError without it; with it, it leaves no folder of its own where one is."""
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
-            "distcheck explore draws its cases with hypothesis, which is not installed: "
-            "pip install 'distcheck[explore]'"
+            "distcheck explore draws its cases with hypothesis, which is not installed; run pip "
+            "install 'distcheck[explore]'"
         )
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(DEFAULT_FOLDER / "hypothesis"))
 
@@ -165,7 +165,7 @@ def settle_hypothesis() -> None:
 def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     """Strategy, budget in seconds, and what to vary. Raises UsageError or CannotRunError."""
     if any(name in os.environ for name in _LAUNCHED):
-        raise UsageError("explore starts ranks of its own, and runs under no launcher")
+        raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = seconds_of(asked["budget"])
     for option, value, least, most in (
         ("--world", asked["world"], 1, _MOST_WORLD),
@@ -177,13 +177,13 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
             raise UsageError(f"{option} {value} is out of range; it takes {least} to {most}")
     if asked["accept"] is not None:
         raise UsageError(
-            f"--accept {asked['accept']}: explore holds every result against the mean; for code "
-            "that differs from it by design, use distcheck verify"
+            f"--accept {asked['accept']} is not supported by explore, which compares every result "
+            "with the mean; use distcheck verify"
         )
     if asked["adaptation"].without_data:
         raise UsageError(
-            "explore draws cases in which every rank has a shard; --without-data is for "
-            "distcheck verify"
+            "--without-data is not supported by explore, whose cases give every rank a shard; "
+            "use distcheck verify"
         )
     vary = _varied(asked["vary"], asked["adaptation"])
     plan.check_request(
@@ -203,7 +203,7 @@ def _check_without(words: Sequence[str], known: Sequence[str]) -> None:
         raise UsageError(f"--without {strange[0]}: unknown word; choose from {', '.join(known)}")
     for what in (KINDS, OPTIMIZERS, EXPLORED_DTYPES):
         if set(what) <= set(words):
-            raise UsageError(f"--without {', '.join(what)}: one of them has to be left")
+            raise UsageError(f"--without {', '.join(what)} leaves none of them; remove one")
 
 
 def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
@@ -214,7 +214,7 @@ def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
         ((name, value),) = adaptation_of(arguments=[word]).arguments
         vary.setdefault(name, []).append(value)
         if name in dict(fixed.arguments):
-            raise UsageError(f"--vary {name}: --arg gives it one value already; leave one out")
+            raise UsageError(f"--vary {name} and --arg both give it values; remove one of them")
         check_adaptation(Adaptation(arguments=((name, value),)), "mean")
     combinations = 1
     for values in vary.values():

@@ -17,11 +17,12 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
     if not strategies and matrix.file:
         raise UsageError(
-            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given"
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given; "
+            "give one of the two"
         )
     if len(strategies) > 1 and asked["json_file"] is not None:
         raise UsageError(
-            f"--json takes the findings of one strategy, and {matrix.file} has {len(strategies)}: "
+            f"--json takes the findings of one strategy; {matrix.file} has {len(strategies)}: "
             f"{', '.join(strategies)}; choose one with --strategy"
         )
     searches = []

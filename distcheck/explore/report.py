@@ -150,11 +150,11 @@ def _headline(story: Story) -> Text:
     if search.finding is not None:
         said = f"found in {cases}, {search.shrunk_in} of them to shrink it; {spent}"
     elif search.once:
-        said = f"a failure that was not repeated, in {cases}; {spent}"
+        said = f"a failure that did not repeat, in {cases}; {spent}"
     elif not count:
         said = "no case was run"
         if not story.interrupted:
-            said += f", since the budget was used up after {spent}: give a longer one (--budget 1m)"
+            said += f", since the budget ended after {spent}; give a longer one (--budget 1m)"
     else:
         said = f"nothing found in {cases}; {spent}"
     interrupted = ", interrupted" if story.interrupted else ""
@@ -171,9 +171,9 @@ def _lines(story: Story) -> Iterator[tuple[str, str]]:
         outcome = "a rank failed" if report.ranks_failed else "a mismatch"
         yield (
             "once",
-            f"{outcome} in {report.case.workload}, world {report.case.world}, among ranks that had "
-            "trained other cases; not repeated by fresh ones: a rare race, or state that is kept "
-            "from one model to the next",
+            f"{outcome} in {report.case.workload}, world {report.case.world}, among ranks that "
+            "had trained other cases. It did not repeat in fresh ranks: a rare race, or state "
+            "that is kept from one model to the next",
         )
     for report in search.unknown[:3]:
         reasons = {c.reason for c in report.checks if c.verdict == "unknown"}
@@ -221,9 +221,9 @@ def _about_insensitive(search: Search) -> str:
     first = search.insensitive[0]
     count, of = len(search.insensitive), len(search.cases)
     return (
-        f"{count} of {of} cases {'are' if count > 1 else 'is'} not counted as passed: nothing "
-        f"differed, but not every simple mistake could have shown. In {first.case.workload}, world "
-        f"{first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
+        f"{count} of {of} cases {'do' if count > 1 else 'does'} not count as passed: nothing "
+        f"differed, but not every simple mistake would have shown. In {first.case.workload}, "
+        f"world {first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
     )
 
 

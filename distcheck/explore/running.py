@@ -38,8 +38,9 @@ class Runner:
             contract = about.contract
             if contract.backend not in (None, "gloo") or contract.device not in (None, "cpu"):
                 raise CannotRunError(
-                    f"strategy {case.strategy} works on {contract.backend or contract.device} "
-                    "only, and explore searches with gloo on the CPU; use distcheck verify"
+                    f"strategy {case.strategy} works only on "
+                    f"{contract.backend or contract.device}; explore searches with gloo on the "
+                    "CPU; use distcheck verify"
                 )
             self._contracts[case.adaptation] = contract
             self._files[case.adaptation] = about.strategy_file

@@ -227,7 +227,7 @@ class Search:
             return report
         if after.verdict == "fail":
             self.runner.distrusts_kept = (
-                "the strategy cannot be used twice in one process; every case had fresh ranks"
+                "the strategy cannot be used twice in one process; every case ran in fresh ranks"
             )
             return fresh
         if case.rerun and self.runner.run(case).verdict == "fail":
@@ -240,7 +240,7 @@ class Search:
 
     def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
         """Replays what was found in fresh ranks, as `distcheck replay` will."""
-        self.show("replaying what was found")
+        self.show("replaying the failure")
         self.finding = self._replayed(report, unshrunk, replays)
         if self.finding.failed == replays and report.case.world == 1:
             self.finding = self._with_a_cause(self.finding)

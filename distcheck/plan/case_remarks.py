@@ -21,24 +21,26 @@ _LEAST_NORMALISED = 4
 _MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
 _BY_OTHERS = "X and R judge instead"
 _HARDLY_NORMALISED = (
-    "BatchNorm sees fewer than 4 samples at a time, which leaves nothing but rounding of some "
-    f"gradients: S32 and S64 have no bound for that, and {_BY_OTHERS}"
+    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: S32 and "
+    f"S64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm sees rows that do not come sample after sample, so S32 and S64 cannot tell which of "
-    f"them a rank normalises by themselves: {_BY_OTHERS}"
+    "BatchNorm gets rows that are not in the order of the samples, so S32 and S64 cannot know "
+    f"which rows a rank normalises together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
-    "the strategy's file makes SyncBatchNorm of the model's BatchNorm, which exchanges statistics "
-    "in the forward pass: no rank's part can be computed again, and on a CPU it does not run"
+    "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which exchanges "
+    "statistics in the forward pass: no rank's part can be computed again, and it does not run "
+    "on a CPU"
 )
 ONE_GROUP = (
-    "the strategy's optimizer has one group of all parameters, so the workload's groups are not "
-    "made, and their settings are not checked"
+    "the strategy's optimizer has one group of all parameters, so the workload's groups do not "
+    "exist, and their settings are not checked"
 )
 NOT_REPEATED = (
     "the optimizer keeps more than tensors and numbers of its parameters and groups, or draws "
-    "random numbers: built anew, it does not repeat its own step, and its step is not checked"
+    "random numbers. It does not repeat its own step when it is built again, so its step is not "
+    "checked"
 )
 
 
@@ -49,40 +51,43 @@ def notes_on(
     notes = []
     if case.world == 1:
         notes.append(
-            "world 1 has nothing to synchronise: it shows that the code runs and leaves the "
-            "gradients of one rank alone, nothing about scale, order or agreement"
+            "world 1 has nothing to synchronise: it shows that the code runs and does not change "
+            "the gradients of one rank, but nothing about scale, order or agreement"
         )
     shards = len(case.with_data)
     if shards < case.world:
         without = ", ".join(str(r) for r in range(case.world) if r not in case.with_data)
         notes.append(
-            f"rank {without} has no data, as was said: no forward and backward there, gradients of "
-            f"zero when the code is called; expected is the mean over the {shards} with data"
+            f"rank {without} has no data (--without-data): it runs no forward and no backward, "
+            "and its gradients are zero when the code is called; expected is the mean over the "
+            f"{shards} with data"
         )
     if shards == 1 < case.world:
-        notes.append("one rank with data has nothing to average: its own gradient is expected")
+        notes.append(
+            "only one rank has data, so there is nothing to average: its own gradient is expected"
+        )
     if shards == 2:
         notes.append(
-            f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot tell orders of "
-            "summation apart: every order adds the same two numbers"
+            f"{'world 2' if case.world == 2 else 'two ranks with data'} cannot tell orders "
+            "of summation apart: every order adds the same two numbers"
         )
     contract = contract or Contract()
     if contract.sync == "out-of-sight":
         notes.append(
-            "gradients are exchanged out of sight: what each rank's own backward left is not "
-            "checked by itself, only what all of them together became"
+            "no hook can see the gradients before the exchange: each rank's own backward is not "
+            "checked by itself, only the result of the exchange"
         )
     if contract.optimizer_state == "sharded":
         notes.append("optimizer state is sharded: each part is compared on the rank that holds it")
     if rounds_by_position(case, contract):
         notes.append(
             f"in {case.dtype} torch rounds an update by an element's position, and ranks update "
-            "pieces: the optimizer's step need not be bit-identical, and is not checked"
+            "pieces: the optimizer's step need not be bit-identical, so it is not checked"
         )
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:
         parts = " + ".join(map(str, uneven))
-        notes.append(f"unequal shards ({parts}): each must count by its number of samples")
+        notes.append(f"unequal shards ({parts}): each must be weighted by its number of samples")
     return notes
 
 
@@ -109,11 +114,11 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         return declined
     if case.reference_device is not None and facts.draws_random_numbers:
         return (
-            f"it draws random numbers, which are others on {case.reference_device} than on "
+            f"it draws random numbers, which differ between {case.reference_device} and "
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"held against the {case.reference_device} it would be judged by S32 alone. {why}"
+        return f"compared with the {case.reference_device}, only S32 would judge it. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"
@@ -127,7 +132,7 @@ def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
     ranks, least = len(case.with_data), least_ranks(facts.must_happen)
     if ranks >= least:
         return ""
-    return f"what it is for takes at least {least} ranks with data, and this world has {ranks}"
+    return f"it needs at least {least} ranks with data to show its purpose; this world has {ranks}"
 
 
 def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
@@ -139,18 +144,21 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     accepted = read(case.accept)
     lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
     if lossy and case.workload == "loss_scaling":
-        return f"--accept {case.accept} has no bound where a gradient overflows, as one does there"
+        return (
+            f"--accept {case.accept} has no bound for a gradient that overflows, and one "
+            "overflows there"
+        )
     if lossy and passes > 1:
         return (
-            f"--accept {case.accept} has a bound for one exchange in a step, and each of its "
-            f"{passes} backward passes may have one"
+            f"--accept {case.accept} has a bound for one exchange in a step; each of its {passes} "
+            "backward passes may have one"
         )
     unit = max(map(unit_roundoff, (case.dtype, contract.wire or case.dtype)))
     if passes * (case.world + _MOST_OTHER_ROUNDINGS) * unit >= 1 / 2:
         what = "gradients" if passes == 1 else f"{passes} backward passes, each"
         return (
-            f"{what} exchanged over {case.world} ranks in {contract.wire or case.dtype} may round "
-            "by more than they add up: no bound is left"
+            f"{what} exchanged over {case.world} ranks in {contract.wire or case.dtype} may have "
+            "a rounding error as large as the sum itself: no bound is left"
         )
     return ""
 
@@ -175,7 +183,7 @@ def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int
     enough = _LONG_ENOUGH[layers[0]]
     if short := [dtype for dtype in facts.rounds_to if dtype not in enough]:
         return (
-            f"the workload computes in {' and '.join(short)} as well, in its parameters or its "
+            f"the workload also computes in {' and '.join(short)}, in its parameters or its "
             f"forward pass: {layers[0]} has no bound for such rounding, and {_BY_OTHERS}"
         )
     if facts.rows_apart:
@@ -201,5 +209,5 @@ def not_run_after_hang(case: Case, hung: Case) -> str:
     """Why a case of a strategy was not run that has hung in another one."""
     return (
         f"not run: the strategy hung in {hung.workload} {hung.dtype}, and every other case could "
-        f"cost {hung.deadline_s:g} s; --workload {case.workload} runs this one"
+        f"take another {hung.deadline_s:g} s; --workload {case.workload} runs this one"
     )

@@ -68,7 +68,7 @@ def check_request(request: Request) -> None:
     if not request.strategies:
         known = ", ".join(sorted(loading.strategy_names()))
         raise UsageError(
-            f"no strategy was given; known are {known}, or give path/to/file.py:object, or a "
+            f"no strategy was given; choose from {known}, give path/to/file.py:object, or write a "
             "matrix under [tool.distcheck] in pyproject.toml"
         )
     for spec in request.strategies:
@@ -99,8 +99,8 @@ def check_request(request: Request) -> None:
         raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
     if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
         raise UsageError(
-            f"workload lattice does not run in {request.dtype}, which holds no sum of a batch of "
-            f"integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
+            f"workload lattice does not run in {request.dtype}, which cannot hold sums of a batch "
+            f"of integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
         )
     backends.check_name(request.backend)
     if request.device not in devices.DEVICES:
@@ -138,8 +138,8 @@ def _check_numbers(request: Request) -> None:
             raise UsageError(f"{what} {value} is out of range; it takes {least} to {most}")
     if not 0 < request.deadline_s <= MOST_DEADLINE_S:
         raise UsageError(
-            f"--deadline-s {request.deadline_s} is out of range; it takes seconds, more than 0 and "
-            f"at most {MOST_DEADLINE_S}"
+            f"--deadline-s {request.deadline_s} is out of range; it takes a number of seconds "
+            f"above 0, and at most {MOST_DEADLINE_S}"
         )
     if not request.worlds:
         raise UsageError("no world was given; give at least one number of ranks")
@@ -151,8 +151,8 @@ def _check_numbers(request: Request) -> None:
         if request.batch < shards:
             ranks = f"--world {world}" if shards == world else f"the {shards} ranks with data"
             raise UsageError(
-                f"--batch {request.batch} is smaller than {ranks}: a rank would have no sample; "
-                f"give --batch {shards} or more, or fewer ranks"
+                f"--batch {request.batch} is smaller than {ranks}, so a rank would have no "
+                f"sample; give --batch {shards} or more, or fewer ranks"
             )
 
 
@@ -186,7 +186,7 @@ def check_case(case: Case) -> Case:
     allowed = {planned.layers, (IN_FLOAT64,)} if case.dtype == "float64" else {planned.layers}
     if case.layers not in allowed:
         raise UsageError(
-            f"layers {list(case.layers)} are not those of {case.workload} in {case.dtype}, "
+            f"layers {list(case.layers)} do not fit {case.workload} in {case.dtype}, which has "
             f"{list(planned.layers)}"
         )
     if (planned.dtype, planned.data) != (case.dtype, case.data):
@@ -400,7 +400,7 @@ def _fallback_note(
         notes.append(f"X falls back to R: {calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
-            "the forward pass draws random numbers (dropout?), each rank its own: judged by R "
-            "against every rank's own draws, no full batch could repeat them"
+            "the forward pass draws random numbers (dropout?), different ones on every rank: R "
+            "judges with every rank's own draws, because no full batch could repeat them"
         )
     return "; ".join(notes)

@@ -65,8 +65,8 @@ TAKES = {
     "reset": "the name of a method",
     "without_data": "numbers of ranks, from 0, as in [0]",
     "loss": "mean, mean/world or sum/global",
-    "accept": 'what differs by design, as --accept takes it: "low-precision:bf16"',
-    "without": "names of cells that --thorough would run",
+    "accept": 'an intended deviation, as --accept takes it: "low-precision:bf16"',
+    "without": "names of cells of --thorough",
     **{name: setting.takes for name, setting in SETTINGS.items()},
 }
 # Keys, by the parameter that the option of the same purpose has in `distcheck.cli.commands.verify`.

@@ -66,8 +66,8 @@ def plan_run(
     assigned = split(every, parts)
     if part > len(set(assigned.values())):
         raise UsageError(
-            f"--shard {shard} has nothing to run: {len(every)} cases make "
-            f"{len(set(assigned.values()))} parts, as those of one strategy and world stay "
+            f"--shard {shard} has nothing to run; the {len(every)} cases make "
+            f"{len(set(assigned.values()))} parts, because cases of one strategy and world stay "
             f"together; use --shard {part}/N with N at most that"
         )
     part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
@@ -146,7 +146,8 @@ def _requests(
     strategies = asked["strategies"] if "strategies" in given else matrix.strategies
     if not strategies and matrix.file:
         raise UsageError(
-            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given"
+            f"{matrix.file}: {matrix.key('strategies')} is missing, and no --strategy is given; "
+            "give one of the two"
         )
     if not strategies:
         yield Request(strategies=())  # refused, with what there is
@@ -163,8 +164,8 @@ def _requests(
             yield thorough.widened(request, world_given=world_given)
     if left_out and len(left_out) == len(strategies) and launch is not None:
         raise UsageError(
-            f"{launch.launcher} has started {launch.world} ranks, and {matrix.file} gives no "
-            f"strategy that world: {', '.join(left_out)}; start another number of ranks"
+            f"{launch.launcher} started {launch.world} ranks; {matrix.file} gives that world to "
+            f"no strategy ({', '.join(left_out)}); start another number of ranks"
         )
 
 

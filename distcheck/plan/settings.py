@@ -39,8 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=bool,
             takes="true or false",
-            help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in worlds 2 "
-            "to 6, or those of --world, and search for a minute. The cost is printed first.",
+            help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) in "
+            "worlds 2 to 6, or those of --world, and search for a minute. The cost is printed "
+            "first.",
         ),
     ] = False
     explore_s: Annotated[
@@ -48,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Annotated[float, Meta(ge=0)],
             takes="seconds to search with --thorough, from 0 (no search)",
-            help="With --thorough: the seconds to search for a failure of each strategy; 0: no search.",
+            help="With --thorough: the seconds to search for a failure of each strategy; 0: none.",
             metavar="S",
         ),
     ] = 60.0
@@ -67,8 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=bool,
             takes="true or false",
-            help="Rerun in separate interpreters, as on several machines. Without them a run is about "
-            "2 s faster.",
+            help="Rerun in separate interpreters, as on several machines. Without them a run is "
+            "about 2 s faster.",
         ),
     ] = True
 

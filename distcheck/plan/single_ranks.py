@@ -43,11 +43,11 @@ def check_without_data(
     in_cells = [name for name in workloads if name in CELLS]
     if thorough or in_cells:
         raise UsageError(
-            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}: in a "
-            "cell every rank computes; give the usual workloads"
+            f"--without-data does not go with {in_cells[0] if in_cells else '--thorough'}, "
+            "because in a cell every rank computes; give another workload"
         )
     if accept is not None:
         raise UsageError(
-            f"--without-data does not go with --accept {accept}, whose bounds are derived "
-            "for ranks that all give a gradient; leave one of the two out"
+            f"--without-data does not go with --accept {accept}, because its bounds assume a "
+            "gradient from every rank; remove one of the two"
         )

@@ -112,12 +112,12 @@ def _search(request: Request, strategy: str, *, launched: bool) -> Search:
 
 def _why_not(request: Request, *, launched: bool) -> str:
     if launched or any(name in os.environ for name in _LAUNCHED):
-        return "not searched: explore starts ranks of its own, and a launcher has started these"
+        return "not searched: explore starts its own ranks, and a launcher has started these"
     if request.backend != "gloo" or request.device != "cpu":
         what = request.backend if request.backend != "gloo" else request.device
-        return f"not searched: explore runs with gloo on the CPU, and {what} was asked for"
+        return f"not searched: explore runs only with gloo on the CPU, not with {what}"
     if request.accept is not None:
-        return f"not searched: no explored case has the bounds of --accept {request.accept}"
+        return f"not searched: explored cases do not have the bounds of --accept {request.accept}"
     if request.dtype == "float16":
         return "not searched: explore draws no case in float16"
     return ""
@@ -126,14 +126,14 @@ def _why_not(request: Request, *, launched: bool) -> str:
 def _check_budget(explore_s: float) -> None:
     if not 0 <= explore_s <= MOST_EXPLORE_S:
         raise UsageError(
-            f"--explore-s {explore_s:g} is out of range; it takes seconds from 0 (no search) to "
-            f"{MOST_EXPLORE_S:g}"
+            f"--explore-s {explore_s:g} is out of range; it takes a number of seconds from 0 (no "
+            f"search) to {MOST_EXPLORE_S:g}"
         )
 
 
 def _check_hypothesis() -> None:
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
-            "--thorough searches with hypothesis, which is not installed: "
-            "pip install 'distcheck[explore]', or give --explore-s 0"
+            "--thorough searches with hypothesis, which is not installed; run pip install "
+            "'distcheck[explore]', or give --explore-s 0"
         )

@@ -38,8 +38,8 @@ def plan_selftest(zoo: Zoo, *, patterns: Sequence[str] = (), quick: bool = False
         if not any(_is_meant(name, [pattern]) for name in names):
             first = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UsageError(
-                f"-k {pattern}: no mutant and no correct strategy is called so; names begin with "
-                f"{first}, as in {names[0]}"
+                f"-k {pattern}: no mutant and no correct strategy has such a name; names begin "
+                f"with {first}, as in {names[0]}"
             )
     mutants = tuple(m for m in zoo.mutants if _is_meant(f"{m.file}.{m.name}", patterns))
     strategies = tuple(s for s in zoo.strategies if _is_meant(f"correct.{s}", patterns))

@@ -20,8 +20,8 @@ def look() -> Zoo:
     """What is installed. Raises CannotRunError where the mutants are not."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise CannotRunError(
-            f"the mutants are not installed: package {PACKAGE} is missing, which comes with "
-            "distcheck; install distcheck again, from its wheel or a checkout"
+            f"the mutants are not installed; their package {PACKAGE} comes with distcheck; "
+            "install distcheck again, from its wheel or a checkout"
         )
     return run_job(shared_pool(), LIST, b"")
 

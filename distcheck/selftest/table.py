@@ -85,7 +85,7 @@ def totals(found: Detection) -> Iterator[str]:
     for name, why in found.elsewhere:
         yield f"          {name} is not among them: it {why}"
     if counts.unknown:
-        yield f"unknown   {counts.unknown} of what was planned reached no verdict"
+        yield f"unknown   {counts.unknown} of those planned have no verdict"
     yield f"time      {found.seconds:.0f} s"
 
 

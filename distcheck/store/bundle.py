@@ -51,8 +51,8 @@ A run of distcheck {version}, with the code that it judged.
 
     distcheck replay {name}
 
-runs its {count} again; that executes the files in sources/. What is not the same where you
-are (versions, machine, settings, files) is said in the report.
+runs its {count} again; that executes the files in sources/. The report says what differs where
+you are (versions, machine, settings, files).
 """
 
 
@@ -108,9 +108,9 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     members["README.txt"] = text.encode()
     kept = _traces(run) if traces else []
     if traces and not kept:
-        raise UsageError(f"{run} holds no traces; leave --traces away, or verify with --save")
+        raise UsageError(f"{run} holds no traces; remove --traces, or verify with --save")
     if kept and not any(path.suffix == ".safetensors" for path in kept):
-        remarks.append(f"{run} keeps digests and no tensors: recheck refuses its traces")
+        remarks.append(f"{run} keeps digests and no tensors, so recheck cannot read its traces")
     _write(target, members, run, kept)
     return manifest, remarks
 
@@ -124,8 +124,8 @@ def _traces(run: Path) -> list[Path]:
     for path in found:
         if path.is_symlink() or not path.is_file() or not path.resolve().is_relative_to(inside):
             raise UsageError(
-                f"{path} is a link or a special file, which is never part of a run; remove it, or "
-                "leave --traces away"
+                f"{path} is a link or a special file, which a run never contains; remove it, or "
+                "remove --traces"
             )
     return found
 
@@ -175,7 +175,7 @@ def open_bundle(path: Path) -> Replay:
     cases = [store.read_case(folder / "cases" / f"{name}.json") for name in manifest.cases]
     for name, case in zip(manifest.cases, cases, strict=True):
         if case.id != name:
-            raise UsageError(f"{path} is damaged: the file of case {name!r} holds {case.id!r}")
+            raise UsageError(f"{path} is damaged: the file of case {name!r} holds case {case.id!r}")
     unpacked = {file: spec.rpartition(":")[0] for spec, file in moved.items()}
     return Replay(cases=cases, made=made, folder=folder, unpacked=unpacked)
 
@@ -207,7 +207,8 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
         raise UsageError(f"{path} is not a bundle of distcheck: {error}") from error
     if manifest.schema != SCHEMA:
         raise UsageError(
-            f"{path} has the schema {manifest.schema!r}, and this version reads {SCHEMA!r}"
+            f"{path} has the schema {manifest.schema!r}; this version reads {SCHEMA!r}; bundle "
+            "the run with this version"
         )
     files = {member.filename for member in archive.infolist() if not member.is_dir()}
     for name in manifest.cases:
@@ -261,13 +262,16 @@ def _sources(
         if not path.is_file():
             if runs:
                 raise UsageError(
-                    f"the file of {what} {spec} is not where it was; bundle the run in the folder "
-                    "that it was made in"
+                    f"the file of {what} {spec} is missing; bundle the run in the folder in which "
+                    "it was made"
                 )
             continue
         now = code_digest(what, spec)
         if digest and now != digest:
-            remarks.append(f"the code of {what} {spec} has changed since the run; it is as now")
+            remarks.append(
+                f"the code of {what} {spec} has changed since the run; the bundle has it as it is "
+                "now"
+            )
         folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
         beside = modules_beside(path) if runs else {}
         for name, content in {path.name: path.read_bytes(), **beside}.items():

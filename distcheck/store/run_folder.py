@@ -99,9 +99,9 @@ class Store:
         if launch is not None and _takes_up(folder, launch):
             return cls(folder, keep_everything=True, run=run, tensors=tensors)
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file; give a folder that is new or empty")
+            raise UsageError(f"{folder} is a file; give a new or an empty folder")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; give a folder that is new or empty")
+            raise UsageError(f"{folder} is not empty; give a new or an empty folder")
         store = cls(folder, keep_everything=True, run=run, tensors=tensors)
         store._make()
         if run:
@@ -181,8 +181,8 @@ class Store:
         free = shutil.disk_usage(self.folder).free
         if total_bytes > free:
             raise CannotRunError(
-                f"{self.folder} needs about {total_bytes / 2**20:.0f} MiB and "
-                f"{free / 2**20:.0f} MiB are free there; free some space or save elsewhere"
+                f"{self.folder} needs about {total_bytes / 2**20:.0f} MiB; {free / 2**20:.0f} "
+                "MiB are free there; free some space or save elsewhere"
             )
 
     def wants_trace(self, stored_bytes: int, *, failed: bool) -> bool:
@@ -231,7 +231,7 @@ class Store:
         except OSError as error:
             raise CannotRunError(
                 f"{self.folder} cannot be written: {error.strerror}; save elsewhere, or run in a "
-                "folder that can be written"
+                "writable folder"
             ) from error
 
 
@@ -278,7 +278,7 @@ def latest_run() -> Path:
     """The last run that was kept in `.distcheck/`. Raises UsageError where there is none."""
     runs = kept_runs()
     if not runs:
-        raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of one")
+        raise UsageError(f"{DEFAULT_FOLDER} holds no run; give the folder of a run")
     return runs[-1]
 
 
@@ -341,14 +341,14 @@ def read_trace(
     saved, indexes = _read_about(folder)
     if not saved.tensors and not digests_suffice:
         raise UsageError(
-            f"the trace in {folder} keeps digests and no tensors, and judging needs the tensors; "
+            f"the trace in {folder} keeps digests and no tensors; judging needs the tensors; "
             "compare it with distcheck compare, or record the run again without --digests"
         )
     case, layout = saved.case, saved.layout
     if (layout.world, layout.steps) != (case.world, case.steps):
         raise UsageError(
-            f"the trace in {folder} is of {layout.world} ranks and {layout.steps} steps, its case "
-            f"says {case.world} and {case.steps}"
+            f"the trace in {folder} has {layout.world} ranks and {layout.steps} steps; its case "
+            f"has {case.world} and {case.steps}"
         )
     if not 1 <= len(indexes) <= len(TRACES):
         raise UsageError(

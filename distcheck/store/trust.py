@@ -76,16 +76,14 @@ def require_trust(given: str, code: Sequence[Code], *, trusted: bool, may_ask: b
     listed = [shown(str(one)) for one in code]
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(
-            f"replaying {given} runs code that is not of this checkout: {'; '.join(listed)}; read "
+            f"replaying {given} runs code from outside this checkout: {'; '.join(listed)}; read "
             "it, then add --trust to run it"
         )
-    click.echo(f"Replaying {shown(given)} runs code that is not of this checkout:", err=True)
+    click.echo(f"Replaying {shown(given)} runs code from outside this checkout:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
-        raise UsageError(
-            f"{given} was not replayed; add --trust to run its code without a question"
-        )
+        raise UsageError(f"{given} was not replayed; add --trust to run its code without asking")
 
 
 def is_own_run(given: str) -> bool:

@@ -147,8 +147,8 @@ def read_member(path: Path, archive: zipfile.ZipFile, name: str, *, most: int) -
 
 def _too_large(path: Path) -> str:
     return (
-        f"{path} would unpack to more than {MOST_BYTES >> 20} MiB, the most that a bundle's "
-        "compressed files may take; it was not unpacked"
+        f"{path} would unpack to more than {MOST_BYTES >> 20} MiB, the limit for the compressed "
+        "files of a bundle; it was not unpacked"
     )
 
 
@@ -167,7 +167,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     for file in files:
         if counts[file] > 1:
             raise UsageError(
-                f"{path} is not a bundle of distcheck: member {str(file)!r} is there more than once"
+                f"{path} is not a bundle of distcheck: member {str(file)!r} is in it more than once"
             )
     if sum(member.file_size for member in members if member.compress_type) > MOST_BYTES:
         raise UsageError(_too_large(path))
@@ -180,7 +180,7 @@ def _why_not(member: zipfile.ZipInfo) -> str:
     path = PurePosixPath(plain)
     kind = stat.S_IFMT(member.external_attr >> 16)
     if _COMPILED in path.parts or path.suffix in (".pyc", ".so"):
-        return "is compiled code; a bundle has sources only"
+        return "is compiled code; a bundle has only sources"
     if not name.isprintable():
         return "has a name with characters that do not print"
     if path.is_absolute() or ".." in path.parts or "\\" in name:

@@ -51,7 +51,7 @@ class Allowed:
     def check(self, target: str, payload: bytes) -> None:
         """Raises CannotRunError for a rank's job that would run other code."""
         if target not in _TARGETS:
-            raise CannotRunError(f"rank 0 asks for {target}, which is not a job of a rank")
+            raise CannotRunError(f"rank 0 asks for {target}; that is not a job of a rank")
         try:
             if target == CALIBRATE.target:
                 job = msgspec.msgpack.decode(payload, type=_Calibration)
@@ -60,11 +60,11 @@ class Allowed:
                 training = msgspec.msgpack.decode(payload, type=_Training)
                 asked = {*named(training.case), ("backend", training.rendezvous.backend)}
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise CannotRunError(f"rank 0 asks for a job that makes no sense: {error}") from None
+            raise CannotRunError(f"rank 0 asks for a job that is malformed: {error}") from None
         for what, spec in sorted(asked - self._named):
             if not is_built_in(what, spec):
                 raise CannotRunError(
-                    f"rank 0 asks for {what} {spec}, and this process was started for other code; "
+                    f"rank 0 asks for {what} {spec}; this process was started for other code; "
                     "start every process with the same options"
                 )
 

@@ -99,10 +99,10 @@ def _with_vector(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
     if report.case.id != follow_up.case.id or not follow_up.replaces(done):
         return report
     note = (
-        "parameters of no dimension are not judged: the code fails on the one that "
-        f"{follow_up.of.case.workload} has ({_error(follow_up.of)}), and not on a vector of one "
-        "element in its place, which was run instead; a model with such a parameter (a logit "
-        f"scale) fails; --workload {follow_up.of.case.workload} asks for it"
+        "parameters without dimensions are not judged: the code fails on the one of "
+        f"{follow_up.of.case.workload} ({_error(follow_up.of)}), but not on a vector of one "
+        "element, which was run instead; a model with such a parameter (a logit scale) fails; "
+        f"--workload {follow_up.of.case.workload} makes it count"
     )
     return msgspec.structs.replace(done, notes=(*done.notes, note))
 
@@ -164,16 +164,16 @@ def _is_companion(case: Case) -> bool:
 
 def _why_not_float64(report: CaseReport) -> str:
     if report.verdict == "fail" and report.rounded_to == "float32":
-        return "every gradient that it leaves is a number of float32"
+        return "every gradient that it leaves is a float32 number"
     return f"it fails on other gradients ({_error(report)})" if _crashed(report) else ""
 
 
 def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
-    so = "the verdict is that of float32" if passed else "it says nothing of the gradients"
+    so = "it says nothing about the gradients" if passed else "it says nothing of the gradients"
     return (
         f"{report.case.workload} in float64 does not count: the code computes in float32 alone, "
-        f"{why}; {so}, in which errors below about 1e-7 of a gradient are not seen; --dtype "
-        "float64 asks for it"
+        f"{why}; {so}, which cannot show errors below about 1e-7 of a gradient; --dtype float64 "
+        "makes it count"
     )
 
 

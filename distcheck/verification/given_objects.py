@@ -25,20 +25,19 @@ def names_of(
             return tuple(os.fspath(name) for name in names)
     if not callable(strategy):
         raise UsageError(
-            f"strategy {strategy!r} is nothing that can be judged; give a name, "
+            f"strategy {strategy!r} is of a type that is not supported; give a name, "
             '"path/to/file.py:object", a function or class, or several names'
         )
     module, name = getattr(strategy, "__module__", ""), getattr(strategy, "__qualname__", "")
     if not module or not name or "<" in name:
         raise UsageError(
-            f"strategy {strategy!r} has no name that ranks could import it by; define it at the "
-            'top level of a module, or give "path/to/file.py:object"'
+            f"strategy {strategy!r} has no name that ranks could import; define it at the top "
+            'level of a module, or give "path/to/file.py:object"'
         )
     if not _is(strategy, _found(module, name)):
         raise UsageError(
-            f"strategy {strategy!r} is not what ranks find as {name} in {module}, and they would "
-            "judge that; assign it to a name at the top level of a module and give "
-            '"module:name"'
+            f"strategy {strategy!r} is not the object that ranks find as {name} in {module}; "
+            'assign it to a name at the top level of a module and give "module:name"'
         )
     if module == "__main__":  # a script: ranks import it by its file
         module = getattr(sys.modules[module], "__file__", "") or module

@@ -112,7 +112,7 @@ class InProgress:
         """
         case = self.case
         if not case.separate:
-            why_not = "as was asked for"
+            why_not = "because of --no-separate"
         elif not is_separate(case):
             why_not = "ranks on a GPU" if case.device != "cpu" else f"backend {case.backend}"
         if why_not:
@@ -149,6 +149,6 @@ def new_trace(layout: TraceLayout) -> int:
         return sealed_memory("distcheck-trace", layout.total_bytes)
     except OSError as error:
         raise CannotRunError(
-            f"a trace of {layout.total_bytes / 2**30:.1f} GiB cannot be laid out in shared memory: "
+            f"a trace of {layout.total_bytes / 2**30:.1f} GiB does not fit in shared memory: "
             f"{error.strerror} (ulimit -f?)"
         ) from error

@@ -99,8 +99,8 @@ def _check_loss(case: Case, strategy: LoadedStrategy) -> None:
         return
     if not _takes_loss(strategy):
         raise UsageError(
-            f"--loss {case.loss} is for code that promises nothing; {case.strategy} promises how "
-            "it weights and scales, or has a backward() of its own: leave --loss at mean"
+            f"--loss {case.loss} is for code without promises; {case.strategy} promises how it "
+            "weights and scales, or has its own backward(); leave --loss at mean"
         )
 
 
@@ -114,9 +114,9 @@ def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
         return
     if strategy.backward is not None or about_gradients != Contract():
         raise UsageError(
-            f"--without-data is for code that promises nothing and is called after backward; "
-            f"{case.strategy} promises how every rank's gradient is exchanged, or has a backward() "
-            "of its own: leave --without-data out, or the promise"
+            "--without-data is for code without promises that is called after backward; "
+            f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "
+            "backward(); remove --without-data, or the promise"
         )
 
 
@@ -276,8 +276,8 @@ def _check_statistics(case: Case, model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
             raise UsageError(
                 f"workload {case.workload}: {name or 'its model'} is a SyncBatchNorm, which "
-                "exchanges statistics in the forward pass: no rank's part can be computed again "
-                "by itself, so nothing is known to compare with; give the model BatchNorm"
+                "exchanges statistics in the forward pass, so no rank's part can be computed "
+                "again for comparison; give the model BatchNorm"
             )
 
 

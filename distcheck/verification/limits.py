@@ -54,15 +54,15 @@ def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here:
     descriptors = _FDS_PER_RANK * ranks_here + case.world + _FDS_SPARE
     if soft != resource.RLIM_INFINITY and descriptors > soft:
         raise CannotRunError(
-            f"--world {case.world} needs about {descriptors} open files in one process and the "
-            f"limit is {soft}; raise it with ulimit -n, or use fewer ranks"
+            f"--world {case.world} needs about {descriptors} open files in one process; the limit "
+            f"is {soft}; raise it with ulimit -n, or use fewer ranks"
         )
     needed = needed_bytes(case, facts, layout, ranks_here=ranks_here)
     available = available_bytes()
     if needed > available:
         raise CannotRunError(
-            f"case {case.id} needs about {_gib(needed)} GiB of memory and {_gib(available)} GiB "
-            "are available; use fewer ranks, fewer steps or a smaller workload"
+            f"case {case.id} needs about {_gib(needed)} GiB of memory; {_gib(available)} GiB are "
+            "available; use fewer ranks, fewer steps or a smaller workload"
         )
 
 

@@ -78,7 +78,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
                 found_by_search.append(case)
                 continue
             if name not in planned:
-                raise UsageError(f"{part.file} holds case {name}, which its own plan does not have")
+                raise UsageError(f"{part.file} holds case {name}, which is not in its own plan")
             if name in cases:
                 _check_alike(name, holders[name], cases[name], part, case)
                 continue
@@ -142,7 +142,7 @@ def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, 
             strategy=search["strategy"],
             verdict="unknown",
             budget_s=search["budget_s"],
-            reason=f"planned in part {search['shard']}, and no report holds it",
+            reason=f"planned in part {search['shard']}, but in no report",
         )
         found.append(msgspec.to_builtins(missing))
     return found
@@ -152,8 +152,8 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
     for part in parts:
         if not part.document.get("plan"):
             raise UsageError(
-                f"{part.file} holds no plan, so what is missing cannot be known; merge "
-                "takes what distcheck verify --json wrote"
+                f"{part.file} has no plan, so missing cases cannot be found; merge takes reports "
+                "of distcheck verify --json"
             )
     first = parts[0]
     plan: dict[str, Any] = first.document["plan"]
@@ -161,12 +161,15 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
         other = part.document["plan"]
         if other["digest"] != plan["digest"] or other["shards"] != plan["shards"]:
             raise UsageError(
-                f"{part.file} is of another plan than {first.file} ({other['digest']} in "
+                f"{part.file} has another plan than {first.file} ({other['digest']} in "
                 f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): other options, "
                 "files or versions; merge the parts of one run"
             )
         if other["cases"] != plan["cases"]:
-            raise UsageError(f"{part.file} and {first.file} disagree about one plan: edited?")
+            raise UsageError(
+                f"{part.file} and {first.file} have one plan, but different cases in it; use the "
+                "reports as they were written"
+            )
     return plan
 
 
@@ -177,9 +180,9 @@ def _check_alike(
     different = [key for key in keys if case.get(key) != again.get(key)]
     if different:
         raise UsageError(
-            f"{one.file} and {other.file} both hold case {name}, and differ in "
+            f"{one.file} and {other.file} both hold case {name}, but differ in "
             f"{', '.join(different)} (verdict {case['verdict']} there, {again['verdict']} here); "
-            "leave one of them away"
+            "remove one of them"
         )
 
 
@@ -201,7 +204,7 @@ def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
         "verdict": "unknown",
         "replay": "",
         "command": "",
-        "notes": [f"planned{where}, and no report holds it"],
+        "notes": [f"planned{where}, but in no report"],
     }
 
 

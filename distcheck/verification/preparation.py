@@ -79,7 +79,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
         for where, other in pool.share_data(name, folder, download=download).items():
             if msgspec.msgpack.decode(other, type=ArrayDescription).digest != about.digest:
                 raise CannotRunError(
-                    f"{where} has other files of {name} than rank 0; copy the same ones to every "
+                    f"{where} has other files of {name} than rank 0; copy the same files to every "
                     "machine"
                 )
         yield Data(fd, description, about.note)
@@ -279,7 +279,10 @@ def calibrate(
             lost = [child.lost for child in ranks.children if child.lost]
             if lost:
                 raise RankLostError(lost[0])
-            why = f"nothing moved for {deadline_s:g} s; give more with --deadline-s, or fewer ranks"
+            why = (
+                f"there was no progress for {deadline_s:g} s; raise --deadline-s, or use fewer "
+                "ranks"
+            )
             if not ranks.hung:
                 raised = blame.own_defect(ranks.children, hung=False)
                 if raised is not None and backend in backend_names():

@@ -83,10 +83,10 @@ def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
     if wrong == {PURPOSE}:
         own = CELLS[workload].steps
         few = f"{workload} trains {own} steps by itself, and this run took {case.steps}"
-        return [f"{few}: leave out --steps"] if case.steps < own else []
+        return [f"{few}; remove --steps"] if case.steps < own else []
     return [
-        f"{workload} is a cell in which {CELLS[workload].about}; if this need not work, give "
-        f"--without {workload}, or decline it in the contract"
+        f"{workload} is a cell in which {CELLS[workload].about}; if the code need not support "
+        f"this, give --without {workload}, or decline it in the contract"
     ]
 
 
@@ -101,7 +101,7 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
     ]
     if not other:
         return ""
-    return f"recorded elsewhere ({'; '.join(other)}): bits computed here need not be the same"
+    return f"recorded elsewhere ({'; '.join(other)}): bits computed here may differ"
 
 
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
@@ -182,7 +182,9 @@ def _of_rerun(run: RecordedRun, result: CheckResult) -> CheckResult:
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":
         result = msgspec.structs.replace(result, verdict="pass")
         factor = run.separation.factors[0]
-        note += f"; there bits differ, by {factor} alone, and pass every check as well"
+        note += (
+            f"; there the bits differ, because of {factor} alone, and every check passes as well"
+        )
     return _with_note(result, note) if result.verdict != "unknown" else result
 
 

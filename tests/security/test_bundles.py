@@ -84,8 +84,8 @@ MEMBERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "with an escape": (lambda b: zips.add(b, "a\x1b[2J"), "characters that do not print"),
     "deep": (lambda b: zips.add(b, "a/" * 500 + "x.py"), "is in more than 32 folders"),
     "long": (lambda b: zips.add(b, "a" * 2000), "a name of more than 1000 bytes"),
-    "twice": (lambda b: zips.add(b, "sources/x.py", twice=True), "is there more than once"),
-    "a file and a folder": (lambda b: zips.add(b, "sources/there"), "is there more than once"),
+    "twice": (lambda b: zips.add(b, "sources/x.py", twice=True), "is in it more than once"),
+    "a file and a folder": (lambda b: zips.add(b, "sources/there"), "is in it more than once"),
     "compiled": (
         lambda b: zips.add(b, "sources/there/__pycache__/sync.cpython-311.pyc"),
         "is compiled code",
@@ -198,7 +198,7 @@ def test_a_bundle_in_use_stays_where_it_is(tmp_path: Path) -> None:
 def test_code_of_others_is_named_and_not_run(tmp_path: Path) -> None:
     bundle = zips.bundle(tmp_path / "b.zip")
     said = refuse(str(bundle))
-    assert "runs code that is not of this checkout: strategy .distcheck/bundles/b-" in said
+    assert "runs code from outside this checkout: strategy .distcheck/bundles/b-" in said
     (code,) = trust.unknown_code(*unpacked(bundle))
     assert len(code.digest) == 32
     assert code.digest in said

@@ -94,7 +94,7 @@ def test_a_case_that_names_a_function_of_the_system_runs_nothing(tmp_path: Path)
         "adaptation": {"arguments": [["command", repr(f"touch {mark}")]]},
     }  # fmt: skip
     (tmp_path / "case.json").write_text(json.dumps(case))
-    with pytest.raises(UsageError, match="runs code that is not of this checkout"):
+    with pytest.raises(UsageError, match="runs code from outside this checkout"):
         _group.main(["replay", str(tmp_path / "case.json")], standalone_mode=False)
     assert not mark.exists()
 

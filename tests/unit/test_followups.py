@@ -69,7 +69,7 @@ def test_a_float64_case_that_does_not_count(
     kept, out = leave_out(reports)
     assert set(out) == ({"cnn-float64"} if is_left_out else set())
     assert len(kept) == 3 - is_left_out
-    said = [any("--dtype float64 asks for it" in note for note in r.notes) for r in kept]
+    said = [any("--dtype float64 makes it count" in note for note in r.notes) for r in kept]
     assert said == [is_left_out] * len(kept)
 
 
@@ -123,7 +123,7 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place() -> None:
     assert [r.case.workload for r in taken] == [
         "lattice:no-scalar", "cnn", "composite:no-scalar", "composite",
     ]  # fmt: skip
-    assert "the one that composite has" in taken[2].notes[0]
+    assert "the one of composite" in taken[2].notes[0]
     kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
     assert list(out) == [reports[3].case.id]
     assert [r.verdict for r in kept] == ["pass"] * 3
@@ -137,7 +137,7 @@ def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
     assert (first.verdict, first.case.workload) == ("pass", "lattice:no-scalar")
     (note,) = first.notes
     assert "(IndexError: slice() of a 0-dim tensor.)" in note
-    assert "--workload lattice asks for it" in note
+    assert "--workload lattice makes it count" in note
     assert second == reports[1]
     wrong = msgspec.structs.replace(done, verdict="fail")
     assert take_in(reports, [(follow_up, wrong)])[0].verdict == "fail"

@@ -173,9 +173,7 @@ def test_a_launcher_has_made_the_world(folder: Path) -> None:
     three = plan(launch=launch_of(3), worlds=(3,))
     assert {c.world for c in three.cases} == {3}
     write(folder, "[tool.distcheck.strategy.ddp]\nworlds = [2]\n")
-    with pytest.raises(
-        UsageError, match=r"torchrun has started 3 ranks, and pyproject\.toml gives"
-    ):
+    with pytest.raises(UsageError, match=r"torchrun started 3 ranks; pyproject\.toml gives"):
         plan(launch=launch_of(3), worlds=(3,))
 
 
@@ -259,7 +257,9 @@ def test_parts_that_are_none(shard: str) -> None:
 def test_a_part_without_a_case_is_refused(folder: Path) -> None:
     write(folder, "[tool.distcheck]\nstrategies = ['ddp']\nworlds = [2, 3]\n")
     assert len(plan(shard="2/3").cases) == 4
-    with pytest.raises(UsageError, match="--shard 3/3 has nothing to run: 8 cases make 2 parts"):
+    with pytest.raises(
+        UsageError, match="--shard 3/3 has nothing to run; the 8 cases make 2 parts"
+    ):
         plan(shard="3/3")
 
 

@@ -32,7 +32,7 @@ def document() -> dict[str, Any]:
     cases = (
         CaseComparison(id="a", verdict="fail", bits="changed", reason="beyond what is right",
                        found=found, changes=(TORCH,)),
-        CaseComparison(id="b", verdict="pass", bits="same", reason="every bit is the same"),
+        CaseComparison(id="b", verdict="pass", bits="same", reason="all bits are identical"),
         CaseComparison(id="c", verdict="unknown", bits="not compared", reason="one run lacks it"),
     )  # fmt: skip
     saved: Any = {
@@ -60,7 +60,7 @@ def test_every_format_tells_the_three_verdicts_apart() -> None:
     assert error.startswith("::error file=a.py,line=3,title=distcheck%3A fail")
     assert warning.startswith("::warning file=c.py")
     page = html_report.render(found).replace("<wbr>", "")
-    assert "every bit is the same" in page
+    assert "all bits are identical" in page
     assert "distcheck compare golden" in page
 
 

@@ -81,11 +81,11 @@ def test_a_planned_cell_that_is_missing_is_unknown() -> None:
     assert (whole["verdict"], whole["exit_code"]) == ("unknown", ExitCode.UNKNOWN)
     missing = [case for case in whole["cases"] if case["verdict"] == "unknown"]
     assert [case["id"] for case in missing] == ["s1-w2", "s3-w2"]
-    assert missing[0]["notes"] == ["planned in part 2 of 2, and no report holds it"]
+    assert missing[0]["notes"] == ["planned in part 2 of 2, but in no report"]
     root = ElementTree.fromstring(junit.render(whole).encode())
     assert (root.get("tests"), root.get("errors")) == ("4", "2")
     (warning, _) = github.annotations(whole, Path("/"))
-    assert parsed(warning)[2] == "planned in part 2 of 2, and no report holds it"
+    assert parsed(warning)[2] == "planned in part 2 of 2, but in no report"
     # A report that was cut out of its own plan is noticed as well.
     (one, two) = parts(*passed)
     del two.document["cases"][0]
@@ -99,7 +99,7 @@ def test_a_missing_cell_has_the_keys_of_any_other_and_knows_of_no_part_where_the
     assert set(whole["cases"][1]) == set(whole["cases"][0])
     alone = document_of(PASSED, plan=(PASSED, FAILED))
     (_, missing) = join([Part("a.json", alone)])["cases"]
-    assert missing["notes"] == ["planned, and no report holds it"]
+    assert missing["notes"] == ["planned, but in no report"]
     assert join(parts(PASSED, FAILED))["plan"]["shard"] == 0
 
 
@@ -126,26 +126,26 @@ def test_the_same_case_twice() -> None:
     one, two = parts(PASSED, FAILED)
     again = edited(one, timings_s={"world": 9.0}, replay="distcheck replay elsewhere")
     assert join([one, again, two])["exit_code"] == ExitCode.MISMATCH
-    with pytest.raises(UsageError, match=r"1.json and edited.json both hold case ddp-w2, and diff"):
+    with pytest.raises(UsageError, match=r"1.json and edited.json both hold case ddp-w2, but diff"):
         join([one, edited(one, notes=["other"]), two])
 
 
 def test_parts_of_other_plans_are_refused() -> None:
     one, two = parts(PASSED, FAILED)
     other = parts(PASSED, FAILED, digest="e")[1]
-    with pytest.raises(UsageError, match=r"2.json is of another plan than 1.json \(e in 2 parts"):
+    with pytest.raises(UsageError, match=r"2.json has another plan than 1.json \(e in 2 parts"):
         join([one, other])
     three = parts(PASSED, FAILED, CRASHED, shards=3)[2]
     with pytest.raises(UsageError, match="other options, files or versions; merge the parts of"):
         join([one, three])
     cut = copy.deepcopy(two)
     del cut.document["plan"]["cases"][0]
-    with pytest.raises(UsageError, match="disagree about one plan"):
+    with pytest.raises(UsageError, match="have one plan, but different cases in it"):
         join([one, cut])
     stray = edited(one, id="stray")
-    with pytest.raises(UsageError, match="holds case stray, which its own plan does not have"):
+    with pytest.raises(UsageError, match="holds case stray, which is not in its own plan"):
         join([stray])
-    with pytest.raises(UsageError, match="holds no plan"):
+    with pytest.raises(UsageError, match="has no plan"):
         join([Part("r.json", as_document(Report(environment={}, cases=ALL)))])
 
 

@@ -55,15 +55,15 @@ def test_what_its_module_has_under_its_name(given: Callable[..., None], name: st
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (Sync().sync, "is not what ranks find as Sync.sync in "),
-        (assigned, "is not what ranks find as once in "),
-        (lambda model: None, "has no name that ranks could import it by"),
-        (functools.partial(once), "has no name that ranks could import it by"),
-        (Sync(), "has no name that ranks could import it by"),
-        (None, "is nothing that can be judged"),
-        (3, "is nothing that can be judged"),
-        ([3], "is nothing that can be judged"),
-        ({}, "is nothing that can be judged"),
+        (Sync().sync, "is not the object that ranks find as Sync.sync in "),
+        (assigned, "is not the object that ranks find as once in "),
+        (lambda model: None, "has no name that ranks could import"),
+        (functools.partial(once), "has no name that ranks could import"),
+        (Sync(), "has no name that ranks could import"),
+        (None, "is of a type that is not supported"),
+        (3, "is of a type that is not supported"),
+        ([3], "is of a type that is not supported"),
+        ({}, "is of a type that is not supported"),
     ],
 )
 def test_what_ranks_would_not_find_is_refused(given: object, why: str) -> None:
@@ -74,7 +74,7 @@ def test_what_ranks_would_not_find_is_refused(given: object, why: str) -> None:
 def test_a_name_that_stands_for_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     given = once
     monkeypatch.setattr(sys.modules[__name__], "once", twice)
-    with pytest.raises(UsageError, match="is not what ranks find"):
+    with pytest.raises(UsageError, match="is not the object that ranks find"):
         names_of(given)
 
 

@@ -91,7 +91,7 @@ def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
     gradients = cnn.world * cnn.steps * 10
     rerun = ("rerun", "-")
     assert unseen[rerun].required.elements == seen[rerun].required.elements - gradients
-    assert "out of sight" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
+    assert "no hook can see the gradients" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
 
 
 def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
@@ -115,7 +115,7 @@ def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
     (short,) = cases(workloads=["cnn"], dtype="bfloat16")
     assert ("parameters", "X") in checks(short, Contract(weighting="loss"))
     assert ("parameters", "X") not in checks(short, cut)
-    assert "and is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
+    assert "so it is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
@@ -210,7 +210,7 @@ def test_an_edited_device_cannot_run() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategies": []}, "no strategy was given; known are allreduce"),
+        ({"strategies": []}, "no strategy was given; choose from allreduce"),
         ({"worlds": [0]}, "--world 0 is out of range"),
         ({"worlds": [-3]}, "--world -3 is out of range"),
         ({"worlds": [1000]}, "--batch 256 is smaller than --world 1000"),
@@ -259,10 +259,10 @@ def test_random_forward_passes_have_no_full_batch() -> None:
     [
         ("float32", ("float32",), ""),
         ("float32", ("complex64", "float32", "float64"), ""),
-        ("float32", ("bfloat16", "float32"), "computes in bfloat16 as well"),
-        ("float32", ("float16", "float32", "float8_e4m3fn"), "in float16 and float8_e4m3fn as"),
+        ("float32", ("bfloat16", "float32"), "also computes in bfloat16"),
+        ("float32", ("float16", "float32", "float8_e4m3fn"), "in float16 and float8_e4m3fn,"),
         ("float64", ("float64",), ""),
-        ("float64", ("complex64", "float32", "float64"), "in complex64 and float32 as well"),
+        ("float64", ("complex64", "float32", "float64"), "in complex64 and float32,"),
         ("bfloat16", ("bfloat16",), ""),
     ],
 )
@@ -291,7 +291,7 @@ def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
         layers = {check.layer for check in planned if check.check == "gradients"}
         assert "R" in layers
         assert layers.isdisjoint({"S32", "S64"})
-        assert "sample after sample" in why_no_full_batch(case, facts, [(64,) * 4])
+        assert "in the order of the samples" in why_no_full_batch(case, facts, [(64,) * 4])
 
 
 def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
@@ -319,7 +319,7 @@ def test_notes() -> None:
     assert "cannot tell orders" in notes_on(two, [(128, 128)])[0]
     (three, *_) = cases(worlds=[3])
     assert notes_on(three, [(86, 85, 85)]) == [
-        "unequal shards (86 + 85 + 85): each must count by its number of samples"
+        "unequal shards (86 + 85 + 85): each must be weighted by its number of samples"
     ]
 
 

@@ -162,7 +162,7 @@ def test_differences_in_words() -> None:
         "[0,1] is 5, expected 2; 1 of 3 elements differ"
     )
     assert differ([251.0, 251.0, 3.0], after=[1, 2, 3]).endswith(
-        "2 of 3 elements differ, all left as they were"
+        "2 of 3 elements differ, all unchanged by the call"
     )
     assert differ([1.0, 2.0, 3.0, 0.0], after=[1, 2, 3]) == (
         "1 elements outside of it were written"
@@ -250,7 +250,7 @@ def test_a_document_is_read_back(tmp_path) -> None:  # type: ignore[no-untyped-d
     again = read_sweeps(file)
     assert Baseline(again).changes(sweeps) == []
     assert [c.verdict for c in again[0].cells] == ["right", "wrong", "refused"]
-    for content, said in (("{}", "is not what"), ("[", "is not what")):
+    for content, said in (("{}", "was not written by"), ("[", "was not written by")):
         file.write_text(content)
         with pytest.raises(UsageError, match=said):
             read_sweeps(file)
@@ -294,7 +294,7 @@ def test_the_table_fits_80_columns_without_colour() -> None:
         for number, probe in enumerate(probes)
     ]
     text = render_text(Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells)), width=80)
-    table = text.partition("runs, and is wrong")[0]
+    table = text.partition("runs, but gives wrong results")[0]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
     assert all(word in text for word in ("ok", "no", "BAD", "DIED", "HUNG", "?"))
     assert "\x1b" not in text

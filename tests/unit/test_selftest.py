@@ -168,7 +168,7 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
         "mutants   3 planted: 1 caught, 1 missed; 1 named right, 0 named wrong, 0 unexplained",
         "correct   1 cases: 0 passed, 1 false alarms",
         "          data_parallel is not among them: it needs device cuda",
-        "unknown   1 of what was planned reached no verdict",
+        "unknown   1 of those planned have no verdict",
         "time      0 s",
     ]
     document = json.loads(render_json(found))

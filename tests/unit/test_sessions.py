@@ -95,7 +95,7 @@ def of_calibrating(monkeypatch: pytest.MonkeyPatch, found: Calibration) -> list[
 @pytest.mark.parametrize(
     ("change", "why_not", "reason"),
     [
-        ({"separate": False}, "no room", "as was asked for"),
+        ({"separate": False}, "no room", "because of --no-separate"),
         ({"backend": "mpi"}, "", "backend mpi"),
         ({"device": "cuda"}, "", "ranks on a GPU"),
         ({}, "no room", "no room"),

@@ -147,7 +147,7 @@ def test_other_roundings_on_other_machines_pass_and_are_said() -> None:
     report = run([OUTCOME, RERUN], [failing], separation=machines, rerun_in="in two")
     assert (report.verdict, report.diagnosis) == ("pass", ())
     assert checks(report)["rerun"][1] == (
-        "in two; there bits differ, by nodes alone, and pass every check as well"
+        "in two; there the bits differ, because of nodes alone, and every check passes as well"
     )
     wrong = msgspec.structs.replace(machines, harmless=False)
     report = run([OUTCOME, RERUN], [failing], separation=wrong)
@@ -217,8 +217,8 @@ def test_a_failed_cell_says_what_it_is_about() -> None:
     cell = sorted(CELLS)[0]
     failed = run([GRADIENTS], [result(GRADIENTS, "fail", at=0)], workload=cell)
     assert failed.notes[1:] == (
-        f"{cell} is a cell in which {CELLS[cell].about}; if this need not work, give "
-        f"--without {cell}, or decline it in the contract",
+        f"{cell} is a cell in which {CELLS[cell].about}; if the code need not support this, "
+        f"give --without {cell}, or decline it in the contract",
     )
     assert run([GRADIENTS], [result(GRADIENTS)], workload=cell).notes == ("a note",)
     assert run([GRADIENTS], [result(GRADIENTS, "fail", at=0)]).notes == ("a note",)
@@ -249,7 +249,7 @@ HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkl
 )
 def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) -> None:
     note = f"recorded elsewhere ({name} {there} there, {HERE.get(name)} here): bits computed here"
-    assert recorded_elsewhere({**HERE, name: there}, HERE) == f"{note} need not be the same"
+    assert recorded_elsewhere({**HERE, name: there}, HERE) == f"{note} may differ"
     assert not recorded_elsewhere(dict(HERE), dict(HERE))
     assert not recorded_elsewhere({**HERE, "python": "4"}, HERE)
 

@@ -255,7 +255,10 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["explore", "--strategy", "ddp"], "explore draws cases in which every rank has a shard"),
+        (
+            ["explore", "--strategy", "ddp"],
+            "not supported by explore, whose cases give every rank a shard",
+        ),
         (["train", "--strategy", "ddp", "--world", "2"], "train, which gives every rank a shard"),
         (["verify", "--strategy", "ddp", "--world", "1"], "leaves no rank of --world 1 a shard"),
     ],

@@ -268,7 +268,10 @@ def test_code_that_takes_every_gradient_for_granted_is_told_what_the_cell_is_abo
     assert int(report.exit_code) == 4
     (case,) = report.cases
     assert {d.cause for d in case.diagnosis} == {"crash"}
-    assert "p.grad is None, on every rank; if this need not work, give --without" in str(case.notes)
+    assert (
+        "p.grad is None, on every rank; if the code need not support this, give --without"
+        in str(case.notes)
+    )
 
 
 def zeros(model):  # type: ignore[no-untyped-def]

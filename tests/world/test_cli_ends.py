@@ -70,7 +70,7 @@ def test_an_edited_case_does_not_pass(distcheck: Run, tmp_path: Path) -> None:
     case.write_text(json.dumps({**document, "layers": []}))
     again = distcheck("replay", str(case))
     assert again.returncode == 2
-    assert "is not a case that can run: layers [] are not those of mlp in float32" in again.stderr
+    assert "is not a case that can run: layers [] do not fit mlp in float32" in again.stderr
 
 
 def _is_there(process: psutil.Process) -> bool:

@@ -269,7 +269,7 @@ def test_a_budget_that_is_too_short_for_one_case_says_so(
     found = Search(Runner(pool), st.nothing(), seed=0, until=0.0)
     story = Story(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0, unreadable=(),
                   interrupted=False, kept_as=None)  # fmt: skip
-    said = "no case was run, since the budget was used up after 1 s: give a longer one"
+    said = "no case was run, since the budget ended after 1 s; give a longer one"
     show(story, quiet=False)
     assert said in " ".join(capsys.readouterr().out.split())
 

@@ -54,13 +54,13 @@ def of(name: str) -> Report:
         (
             "through_numpy",
             ["lattice float32", "mlp float32"],
-            "every gradient that it leaves is a number of float32",
+            "every gradient that it leaves is a float32 number",
         ),
-        ("gathers_floats", ["lattice float32", "mlp float32"], "--dtype float64 asks for it"),
+        ("gathers_floats", ["lattice float32", "mlp float32"], "--dtype float64 makes it count"),
         (
             "slices",
             ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
-            "parameters of no dimension are not judged",
+            "parameters without dimensions are not judged",
         ),
     ],
 )
@@ -121,5 +121,6 @@ def test_a_hang_ends_the_other_cases_of_its_world() -> None:
         assert {check.verdict for check in case.checks} == {"unknown"}
         for check in case.checks:
             assert check.reason.startswith(
-                "not run: the strategy hung in lattice float32, and every other case could cost 2 s"
+                "not run: the strategy hung in lattice float32, and every other case "
+                "could take another 2 s"
             )

@@ -122,7 +122,7 @@ def test_the_same_code_gives_the_same_bits(
     assert kinds["gradients"] == kinds["local gradients"] == 6 * 3 * 2
     assert kinds["initial state"] == 2 * 6 * 3
     assert kinds["loss"] == 3 * 2
-    assert "every bit is the same" in capsys.readouterr().out
+    assert "all bits are identical" in capsys.readouterr().out
 
 
 def test_another_order_of_rounding_is_within(golden: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_ten_thousandth_is_beyond(
     found = compare(golden / "golden", later, tmp_path)
     (case,) = found["cases"]
     assert (found["code"], case["verdict"], case["found"]["kind"]) == (1, "fail", kind)
-    assert "beyond what two right results may differ by" in case["reason"]
+    assert "beyond the largest difference of two correct results" in case["reason"]
     assert case["found"]["beyond"]["error"] > case["found"]["beyond"]["bound"] > 0
     if kind == "loss":
         assert {m["kind"] for m in case["found"]["moments"] if m["changed"]} > {"local gradients"}
@@ -167,13 +167,13 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
     later = record(golden, str(tmp_path / "later"), seed=1)
     found = compare(golden / "golden", later, tmp_path)
     assert found["code"] == 5
-    assert "it is not the same case: seed was 0 and is 1" in found["cases"][0]["reason"]
+    assert "the cases are not the same: seed was 0 and is 1" in found["cases"][0]["reason"]
 
     shutil.copytree(golden / "golden", tmp_path / "fewer")
     traces = tmp_path / "fewer" / "traces"
     (name,) = (place.name for place in traces.iterdir())
     (traces / name).rename(traces / "other")
-    with pytest.raises(UsageError, match="is that of case"):
+    with pytest.raises(UsageError, match="is of case"):
         compare(golden / "golden", str(tmp_path / "fewer"), tmp_path)
     rewrite_about(traces / "other", lambda text: text.replace(f'"id":"{name}"', '"id":"other"'))
     found = compare(golden / "golden", str(tmp_path / "fewer"), tmp_path)
@@ -188,7 +188,7 @@ def test_what_cannot_be_compared_is_unknown(golden: Path, tmp_path: Path) -> Non
         ('{"schema": "distcheck.report/1", "cases": [{}]}', {}, "is damaged: Object missing"),
         ("[" * 10_000, {}, "is not a report that --json wrote"),
         ('{"schema": ' + "[" * 10_000, {}, "is not a report that --json wrote"),
-        ("", {"id": "../x"}, "is that of case ../x: renamed"),
+        ("", {"id": "../x"}, "is of case ../x; the name of its folder"),
         ("", {"world": -1}, "holds a case that cannot run: --world -1 is out of range"),
     ],
 )
@@ -217,7 +217,7 @@ def test_bits_of_another_machine_are_not_held_against_it(golden: Path, tmp_path:
     rewrite_about(file.parent, lambda _: json.dumps(about))
     found = compare(golden / "golden", later, tmp_path, bits=True)
     assert found["code"] == 5
-    assert "bits of other machines need not be equal: cpu was" in found["cases"][0]["reason"]
+    assert "bits may differ between machines: cpu was" in found["cases"][0]["reason"]
     assert compare(golden / "golden", later, tmp_path)["code"] == 0, "bounds hold anywhere"
 
 
@@ -233,7 +233,7 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     saved = again.stdout.rpartition("saved: ")[2].strip()
     assert list((tmp_path / saved).glob("traces/*/run-1")), "the second run is kept whole"
     for words, sentence in (
-        (("compare", "nowhere"), "nowhere is not a folder; give one that distcheck record"),
+        (("compare", "nowhere"), "nowhere is not a folder; give a folder that distcheck record"),
         (("compare", "."), "holds no traces"),
         (("record", "--strategy", "ddp"), "the first argument of record is the folder"),
         (("record", "other", "--strategy", "ddp", "--save", "x"), "remove --save"),
@@ -263,7 +263,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in (tmp_path / "golden").rglob("*") if path.is_file())
     assert size < 150_000
     same = command("compare", "golden", "--bits", "-q")
-    assert (same.returncode, "bits same; every bit is the same" in same.stdout) == (0, True)
+    assert (same.returncode, "bits same; all bits are identical" in same.stdout) == (0, True)
 
     (tmp_path / "my_lib.py").write_text(MEAN.format(scale="*= 1 / 3"))
     changed = command("compare", "golden")
@@ -280,7 +280,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
 
     rechecked = command("recheck", "golden")
     assert (rechecked.returncode, len(complaints(rechecked.stderr))) == (2, 1)
-    assert "keeps digests and no tensors, and judging needs the tensors" in rechecked.stderr
+    assert "keeps digests and no tensors; judging needs the tensors" in rechecked.stderr
     bundled = command("bundle", "golden", "--traces", "-o", "golden.zip")
     assert "golden keeps digests and no tensors" in bundled.stderr
     refused = command("verify", *words, "--digests")
@@ -317,7 +317,7 @@ def test_an_initial_state_that_rounds_differently_is_taken_from_the_record(
     assert (apart.returncode, "initial state differ" in apart.stdout) == (5, True)
     again = command("compare", "golden")
     assert again.returncode == 0, again.stdout
-    assert "bits same; every bit is the same" in again.stdout
+    assert "bits same; all bits are identical" in again.stdout
 
 
 def test_a_comparison_that_is_killed_leaves_no_folder(
@@ -433,7 +433,7 @@ def test_a_replay_says_what_has_changed(tmp_path: Path, command: Run) -> None:
     assert f"the code of strategy {tmp_path}/my_sync.py:sync has changed" in note
     assert "torch was 1.0 and is " in note
     _, remarks = make_bundle(run, tmp_path / "late.zip", traces=True)
-    assert "has changed since the run; it is as now" in remarks[0]
+    assert "has changed since the run; the bundle has it as it is now" in remarks[0]
 
 
 def test_a_bundle_writes_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

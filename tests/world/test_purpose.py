@@ -118,7 +118,7 @@ def test_too_few_steps_are_unknown_and_the_report_says_how_many_it_takes() -> No
         "expected a step with fewer samples than the batch has; seen: 256, 256 samples, step by "
         "step"
     )
-    assert "ragged_batch trains 4 steps by itself, and this run took 2: leave out --steps" in (
+    assert "ragged_batch trains 4 steps by itself, and this run took 2: remove --steps" in (
         case.notes
     )
     assert not any("is a cell in which" in note for note in case.notes)
@@ -140,7 +140,7 @@ def test_a_name_that_the_model_does_not_have_is_unknown() -> None:
 
 
 def test_what_takes_two_ranks_is_left_out_of_a_world_of_one() -> None:
-    with pytest.raises(UsageError, match="what it is for takes at least 2 ranks with data"):
+    with pytest.raises(UsageError, match="it needs at least 2 ranks with data to show its purpose"):
         distcheck.verify("allreduce", world=1, workload="dropout")
 
 

@@ -113,14 +113,15 @@ def test_what_is_right_on_any_machines_passes_with_other_roundings(code: str) ->
     case = only(distcheck.verify(f"{code}:by_machine", workload=SMALL, dtype="float32"))
     assert (case.verdict, case.diagnosis) == ("pass", ())
     assert (
-        "there bits differ, by nodes alone, and pass every check as well" in rerun_of(case).reason
+        "there the bits differ, because of nodes alone, and every check passes as well"
+        in rerun_of(case).reason
     )
 
 
 def test_without_separate_interpreters_it_is_not_seen_and_said() -> None:
     case = only(distcheck.verify(BY_SET, workload=SMALL, dtype="float32", separate=False))
     assert case.verdict == "pass"
-    assert rerun_of(case).reason == "not in separate interpreters: as was asked for"
+    assert rerun_of(case).reason == "not in separate interpreters: because of --no-separate"
 
 
 def test_chance_is_not_taken_for_process_state() -> None:

@@ -62,7 +62,7 @@ def test_a_world_that_does_not_fit_is_left_out_unless_it_was_asked_for(
 
     def little_room(case, *about, **more) -> None:  # type: ignore[no-untyped-def]
         if case.world > 4:
-            raise CannotRunError("needs about 9 GiB of memory and 1 GiB are available")
+            raise CannotRunError("needs about 9 GiB of memory; 1 GiB are available")
         check_room(case, *about, **more)
 
     monkeypatch.setattr(preparation.limits, "check_room", little_room)
@@ -72,7 +72,7 @@ def test_a_world_that_does_not_fit_is_left_out_unless_it_was_asked_for(
     report.raise_for_verdict()
     assert {case.case.world for case in report.cases} == {2, 3, 4}
     assert {name: why for name, why in report.left_out.items() if "mlp" in name} == {
-        f"allreduce-w{world}-mlp-float32": "needs about 9 GiB of memory and 1 GiB are available"
+        f"allreduce-w{world}-mlp-float32": "needs about 9 GiB of memory; 1 GiB are available"
         for world in (5, 6)
     }
     notes = [note for case in report.cases for note in case.notes]

@@ -105,7 +105,7 @@ def test_a_function_is_found_by_its_name() -> None:
 
 
 def test_a_function_without_a_name_is_refused() -> None:
-    with pytest.raises(UsageError, match="no name that ranks could import it by"):
+    with pytest.raises(UsageError, match="no name that ranks could import"):
         distcheck.verify(lambda model: None)
 
 

@@ -72,7 +72,9 @@ def test_one_rank_with_data_owes_its_own_gradient() -> None:
         without_data=(0,),
     )  # fmt: skip
     report.raise_for_verdict()
-    assert "one rank with data has nothing to average" in " ".join(report.cases[0].notes)
+    assert "only one rank has data, so there is nothing to average" in " ".join(
+        report.cases[0].notes
+    )
 
 
 def test_a_sum_is_divided_by_the_ranks_that_have_data() -> None:
