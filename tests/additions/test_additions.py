@@ -300,6 +300,43 @@ def test_it_takes_what_the_table_says(name: str, tmp_path: Path) -> None:
     assert re.search(rf"(^|\W){re.escape(added.says)}(\W|$)", said), said
 
 
+CAUSE = Added(
+    row="cause",
+    named=("judge/diagnosis/", "CAUSES"),
+    files={},
+    lines={
+        "distcheck/judge/diagnosis/outcomes.py": (
+            "    cause = bad[0]",
+            '    if "NoHopeError" in cause.detail:\n'
+            '        return [Diagnosis(cause="no-hope", evidence=cause.detail, suggestion="hope")]',
+        ),
+        "distcheck/judge/diagnosis/__init__.py": ("CAUSES = (", '    "no-hope",'),
+    },
+    use=(),
+    says="no-hope: sync: NoHopeError; hope",
+)
+USES_CAUSE = """
+from distcheck.judge import diagnosis
+from distcheck.records import CheckResult, Outcome
+ends = (Outcome(rank=0, outcome="raised", detail="sync: NoHopeError"),)
+failed = [CheckResult(check="outcome", layer="-", verdict="fail")]
+(found,) = diagnosis.diagnose(ends, failed)
+assert found.cause in diagnosis.CAUSES
+print(f"{found.cause}: {found.evidence}; {found.suggestion}")
+"""
+
+
+def test_a_cause_takes_what_the_table_says(tmp_path: Path) -> None:
+    (folder := tmp_path / "copy").mkdir()
+    add(CAUSE, copied(folder))
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", USES_CAUSE],
+        cwd=tmp_path, env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.stdout.strip() == CAUSE.says, ran.stderr
+
+
 SETTING = """
     most_cases: Annotated[
         int | None,
@@ -366,10 +403,18 @@ def test_an_option_takes_its_declaration_and_the_place_that_reads_it(tmp_path: P
     assert len(OPTION) == 2
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_the_table_names_each_place_that_is_touched(name: str) -> None:
-    added = ADDED[name]
+@pytest.mark.parametrize("added", [*ADDED.values(), CAUSE], ids=lambda added: added.row)
+def test_the_table_names_each_place_that_is_touched(added: Added) -> None:
     rows = (ROOT / "docs" / "whats-here.md").read_text().splitlines()
     (row,) = [line for line in rows if line.startswith(f"| {added.row} |")]
     assert all(word in row for word in added.named), row
     assert len(added.files) + len(added.lines) <= len(added.named)
+
+
+def test_each_kind_of_addition_is_made() -> None:
+    """Those by which distcheck is meant to grow; others of the table are for its own rooms."""
+    made = {"option of `verify`", CAUSE.row, *(added.row for added in ADDED.values())}
+    assert made >= {
+        "strategy", "workload", "check", "oracle layer", "cause", "launcher", "backend",
+        "report format", "command", "cell",
+    }  # fmt: skip
