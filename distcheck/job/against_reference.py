@@ -21,11 +21,16 @@ def explain(
     if rates is not None and ("learning rate", "-") not in failed:
         yield _of_rates(job, rates)
     exchanged = ("gradients", ROUNDING) not in failed and ("loss scale", "-") not in failed
+    # What ranks compute once their parameters have parted follows from that.
+    start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
+    from_step = job.steps[0] if start is not None else _step(later) + 1 if later else None
     wrong = failed.get(("gradients", IN_FLOAT32))
-    if wrong is not None and wrong.first is not None and exchanged:
+    follows = from_step is not None and wrong is not None and _step(wrong) >= from_step
+    if wrong is not None and wrong.first is not None and exchanged and not follows:
         yield from _of_factor(job, reference, wrong.first.step)
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
-    if wrong is None and clipped is not None and exchanged and ("clipping", ROUNDING) not in failed:
+    alone = wrong is None and from_step is None and exchanged
+    if clipped is not None and alone and ("clipping", ROUNDING) not in failed:
         yield Diagnosis(
             cause="clip-by-local-norm",
             evidence=f"step {_step(clipped)}: gradients before clipping are those of one process, "

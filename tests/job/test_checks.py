@@ -232,6 +232,15 @@ def test_the_reference_shows_what_ranks_have_in_common(
     assert [one.cause for one in causes.diagnose(job, results, alone)] == [cause]
 
 
+def test_what_follows_from_ranks_that_have_parted_is_not_named(tmp_path: Path) -> None:
+    job = make(tmp_path, lambda facts: (other_rate(facts), drift(facts))[0])
+    alone = reference(job, tmp_path, raw=0.9)
+    results = checks.without_reference(job) + with_reference(job, alone)
+    assert ("agreement", "-") in failed(results)
+    named = {one.cause for one in causes.diagnose(job, results, alone)}
+    assert named == {"learning-rate-differs", "wrong-divisor"}  # the factor is there before
+
+
 def test_what_the_optimizer_was_given_is_compared_where_it_clips(tmp_path: Path) -> None:
     def clipped(facts: Facts) -> None:
         facts.clips = (Clip(kind="norm", most=1e9, norm=1.0),)

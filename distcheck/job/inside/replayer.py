@@ -10,14 +10,14 @@ parameter moves by one ULP.
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 
 from distcheck.job import reading, recording
 from distcheck.job.checks.exchange import token_weights
-from distcheck.job.inside import tensors
+from distcheck.job.inside import state, tensors
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.forks import Forks, Role
 from distcheck.job.inside.loaders import Loaders
@@ -25,6 +25,7 @@ from distcheck.job.inside.recorder import numbers_of
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Replayed, Seen, Settings
 
 DRAWS = 2
+_SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 
 
 class Replayer:
@@ -84,7 +85,8 @@ class Replayer:
                 self._mode, self._why = BY_RANK, why
                 break
             self._mode = mode
-            tried = self._forks.run([role])
+            each = [Role(rank) for rank in range(self._job.world)] if mode == TOGETHER else []
+            tried = self._forks.run([role, *each])
             if isinstance(tried, Role):
                 self._copy = tried
                 return True
@@ -103,7 +105,20 @@ class Replayer:
                     )
             elif found is None:
                 self._mode, self._why = BY_RANK, "the ranks' batches do not fit into one"
+            elif self._depends_on_size(tried, found):
+                self._mode = BY_RANK
+                self._why = "the loss of a larger batch is not the mean of its parts' losses"
         return False
+
+    def _depends_on_size(
+        self, tried: dict[Role, dict[str, torch.Tensor] | None], together: dict[str, torch.Tensor]
+    ) -> bool:
+        """Whether all samples in one batch have another gradient than the ranks' mean, as where a
+        loss is divided by a batch size that is written into the script.
+        """
+        self._found = tried
+        mean = self._mean(0)
+        return mean is not None and state.distance(together, mean) > _SAME
 
     def _interacts(self) -> str:
         """Why samples of several ranks may not share a batch; empty where they may."""
@@ -117,6 +132,8 @@ class Replayer:
         return ""
 
     def _fail(self, why: str) -> None:
+        if self._copy is not None:
+            os._exit(1)
         replayed = Replayed(mode=self._mode, why=self._why, steps=tuple(self._seen), failure=why)
         recording.write_json(self._folder / "replayed.json", replayed)
         os._exit(0)
@@ -161,7 +178,7 @@ class Replayer:
             rank = (number // each) % world
             place = (loader, epoch, number // (each * world) * each + number % each)
         leaves = self._feeding.batch(place, rank)
-        return None if leaves is None else _replaced(batch, leaves)
+        return None if leaves is None else self._replaced("a batch", batch, leaves)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Puts the recorded state in at the first pass of a step, and the recorded inputs."""
@@ -180,34 +197,33 @@ class Replayer:
             torch.set_rng_state(self._feeding.random(self._step, number, rank))
         inputs = self._feeding.inputs(self._step, number, rank)
         if inputs is None:
-            if self._copy is not None:
-                os._exit(1)
+            self._fail(f"step {self._step}: the ranks' batches do not fit into one")
             return None
-        return _replaced((args, kwargs), inputs)  # type: ignore[no-any-return]
+        if not inputs and not self._job.records[0, self._step].batches:
+            self._fail("no tensor of a batch was seen that the replay could hand out")
+        replaced = self._replaced("the model's arguments", (args, kwargs), inputs)
+        return cast("tuple[Any, Any]", replaced)
+
+    def _replaced(self, what: str, value: Any, given: list[torch.Tensor]) -> Any:
+        """The same structure with other tensors; the replay ends where it is not the same."""
+        free = [t for t in tensors.leaves(value) if not t.requires_grad]
+        if len(free) != len(given):
+            self._fail(
+                f"step {self._step}: {what} had {len(given)} tensors on a rank, and {len(free)} as "
+                "one process"
+            )
+        following = iter(given)
+        return tensors.replace_leaves(
+            value, lambda own: own if own.requires_grad else next(following).to(own.device).clone()
+        )
 
     def leaves(self, model: torch.nn.Module) -> None:
         """Nothing is to be noted."""
 
     def _load_state(self) -> None:
+        draw = 0 if self._copy is None else self._copy.draw
         kept = self._job.tensors(0, self._step)
-        generator = torch.Generator()
-        if self._copy is not None:
-            generator.manual_seed(self._copy.draw)
-        with torch.no_grad():
-            for model in self._models.values():
-                for long_name, parameter in model.named_parameters():
-                    name = tensors.plain_name(long_name)
-                    self._parameters[name] = parameter
-                    before = kept.get(f"before/{name}")
-                    if before is None:
-                        continue
-                    if self._copy is not None and self._copy.draw:
-                        before = _moved(before, generator)
-                    _local(parameter).copy_(before)
-                for long_name, buffer in model.named_buffers():
-                    value = kept.get(f"buffer/{tensors.plain_name(long_name)}")
-                    if value is not None:
-                        _local(buffer).copy_(value)
+        self._parameters = state.load(list(self._models.values()), kept, draw)
 
     def target(self, name: str, target: Any) -> Any:
         """The recorded target of the same loss."""
@@ -273,22 +289,17 @@ class Replayer:
         """The gradients of the copies of one draw: of all ranks together, or their mean."""
         if self._mode != BY_RANK:
             return self._found.get(Role(ALL, draw))
+        return self._mean(draw)
+
+    def _mean(self, draw: int) -> dict[str, torch.Tensor] | None:
         parts = [self._found.get(Role(rank, draw)) for rank in range(self._job.world)]
-        weights = token_weights(self._job, self._step)
-        total: dict[str, torch.Tensor] = {}
-        for part, weight in zip(parts, weights, strict=True):
-            if part is None:
-                return None
-            for name, gradient in part.items():
-                term = gradient.double() * weight
-                total[name] = total[name] + term if name in total else term
-        return {n: t if n in ("loss", "passes") else t.float() for n, t in total.items()}
+        return state.mean(parts, token_weights(self._job, self._step))
 
     def _put(self, raw: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None and name in raw:
-                    _local(parameter.grad).copy_(raw[name] * self._scale)
+                    state.local(parameter.grad).copy_(raw[name] * self._scale)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {
@@ -325,7 +336,7 @@ class Replayer:
             for name, parameter in self._parameters.items():
                 then_held = self._job.gradient("step", 0, self._step, name)
                 if parameter.grad is not None and then_held is not None:
-                    _local(parameter.grad).copy_(then_held)
+                    state.local(parameter.grad).copy_(then_held)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters, and gives the script its own settings back."""
@@ -361,28 +372,3 @@ class Replayer:
 
     def _whole(self) -> bool:
         return all(record.whole for record in self._job.at(self._step))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What one rank holds of a tensor that is divided among ranks: of one rank, all."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _replaced(value: Any, given: list[torch.Tensor]) -> Any:
-    """The same structure with other tensors, where it has as many that may be replaced."""
-    free = [t for t in tensors.leaves(value) if not t.requires_grad]
-    if len(free) != len(given):
-        return None
-    following = iter(given)
-    return tensors.replace_leaves(
-        value, lambda own: own if own.requires_grad else next(following).to(own.device).clone()
-    )
-
-
-def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every element one ULP up or down, by chance."""
-    if not tensor.is_floating_point():
-        return tensor
-    up = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.bool)
-    end = torch.where(up, float("inf"), float("-inf")).to(tensor.dtype)
-    return torch.nextafter(tensor, end)
