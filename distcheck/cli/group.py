@@ -12,12 +12,13 @@ _GROUPS = (
     ("What is judged", (
         "strategies", "strategy", "worlds", "workloads", "thorough", "explore_s", "without",
         "vary", "dtype",
-        "steps", "config", "shard",
+        "steps", "from_step", "reference", "config", "shard",
     )),
     ("How the strategy is called", (
         "form", "arguments", "variables", "finish", "reset", "without_data", "loss", "accept",
     )),
     ("Data and ranks", (
+        "nproc", "keep_going",
         "world", "batch", "data", "data_dir", "download", "seed", "backend", "device", "deadline_s",
         "separate", "budget", "max_cases", "epochs", "rate",
     )),

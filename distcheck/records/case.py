@@ -67,6 +67,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str = ""  # why it is not to run, where the person has said so
     delays: tuple[Delay, ...] = ()
     separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
+    job: tuple[str, ...] = ()  # of a whole training job: what was given to distcheck job
     initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
 
     @property
@@ -105,6 +106,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def command_line(self) -> str:
         """What runs the case's cell from its strategy's code alone, on any machine."""
+        if self.job:
+            return shlex.join(["distcheck", "job", *self.job])
         words = ["distcheck", "verify", "--strategy", self.strategy, "--world", str(self.world)]
         words += ["--workload", self.workload, "--dtype", self.dtype, "--batch", str(self.batch)]
         words += ["--steps", str(self.steps), "--seed", str(self.seed), "--backend", self.backend]

@@ -20,6 +20,8 @@ def next_step(report: Report) -> str:
     if failed and report.exit_code is not ExitCode.INTERRUPTED:
         return failed[0].replay
     case = report.cases[0].case
+    if case.job:
+        return case.command_line if report.exit_code is ExitCode.INTERRUPTED else ""
     words = _typed(report)
     if report.exit_code is ExitCode.INTERRUPTED:
         if words is None:

@@ -113,6 +113,8 @@ LIGHT = (
     "distcheck.cli.rendering",
     "distcheck.reports.html_report",
     "distcheck.store.last_pass",
+    "distcheck.job.running",
+    "distcheck.job.inside.start",
 )
 
 
@@ -128,6 +130,7 @@ def test_the_front_imports_no_torch(module: str) -> None:
         ["--help"],
         ["verify", "--help"],
         ["selftest", "--help"],
+        ["job", "--help"],
         ["list"],
         ["plan", "--strategy", "ddp"],
     ],

@@ -6,6 +6,7 @@ A file imports nothing heavy at its top: `distcheck --help` reads them all.
 # In the order of `distcheck --help`, with what it says of each: a line of 80 columns.
 COMMANDS = {
     "verify": "Judge strategies against single-process training.",
+    "job": "Judge a whole training job, unchanged.",
     "plan": "Print what verify would run, and about how long it takes.",
     "merge": "Join the reports of the parts of verify --shard.",
     "replay": "Run a kept case, a run or a bundle again.",

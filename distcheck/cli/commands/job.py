@@ -1,0 +1,60 @@
+"""`distcheck job`: a whole training job, unchanged."""
+
+from typing import Any
+
+import click
+
+from distcheck.cli.group import Command
+from distcheck.reports.files import errors_told, output_options, taken_from
+
+
+@click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.option("--nproc", type=int, metavar="N", help="Start N ranks of COMMAND by torchrun.")
+@click.option("--steps", default=8, show_default=True, metavar="N",
+              help="Optimizer steps to record.")  # fmt: skip
+@click.option("--from-step", default=0, show_default=True, metavar="N",
+              help="Optimizer steps that come before them.")  # fmt: skip
+@click.option("--budget", default="4GB", show_default=True, metavar="SIZE",
+              help="Whole tensors to keep, of all ranks; gradients beyond it as sums.")  # fmt: skip
+@click.option("--keep-going", is_flag=True,
+              help="Let the job go on after the last recorded step, to its own end.")  # fmt: skip
+@click.option("--reference/--no-reference", default=True,
+              help="Whether the script runs as one process too, to be compared with. "
+              "[default: --reference]")  # fmt: skip
+@output_options
+@click.option(
+    "--save", metavar="DIR", type=click.Path(), help="Keep the recording in a new folder."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Every table in full.")
+@click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
+def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
+    """Judge a whole training job; not a line of its script is changed.
+
+    \b
+    distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
+    distcheck job --nproc 4 -- python train.py
+    distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
+
+    The command runs as it is given, and the first optimizer steps of every rank are recorded:
+    samples, random streams, gradients before and after the exchange, clipping, learning rates,
+    parameters. Then they are judged: ranks have different samples, gradients are the mean of the
+    ranks', all ranks hold the same model after every step. The job is ended after the last
+    recorded step, unless --keep-going is given. Last, the script runs as one process, in a copy of
+    the folder, with the samples that the ranks had: each step must reach the same.
+    """  # fmt: skip
+    from distcheck.errors import UsageError
+    from distcheck.job.command import Asked, judge_job
+    from distcheck.job.settings import bytes_of
+    from distcheck.reports.files import check_outputs, write_outputs
+    from distcheck.reports.terminal import console_for, render
+
+    files = taken_from(asked)
+    if "-" in files.values():
+        raise UsageError("the command writes to standard output as well; give the report a file")
+    check_outputs(files)
+    with errors_told(files):
+        report = judge_job(Asked(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
+    render(report, console_for(), verbose=verbose, quiet=quiet)
+    write_outputs(files, report)
+    return int(report.exit_code)

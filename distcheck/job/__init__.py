@@ -1,0 +1,20 @@
+"""Whole training jobs, unchanged: `distcheck job -- torchrun --nproc-per-node 4 train.py`.
+
+In the process that a person starts:
+
+    command     the story: run the command, read what its ranks wrote, judge, report
+    running     starts the command, passes its output on, says why nothing was recorded
+    settings    what the ranks are asked for, as a file
+    recording   what a rank writes of one optimizer step, and its files
+    reading     reads it again; everything there may be damaged
+    sketches    64 sums in place of a tensor that is too large to keep
+    facts       a recording, as the checks see it: one view of all ranks
+    checks/     comparisons; pure functions of the facts
+    causes      from failed checks to named causes
+
+In the processes of the job, by way of `hook/sitecustomize.py`:
+
+    inside/start      waits for `import torch`
+    inside/hooks      the places in torch where a training script passes
+    inside/recorder   writes down what passes there
+"""

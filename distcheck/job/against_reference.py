@@ -1,0 +1,128 @@
+"""Causes that a comparison with the reference carries, each with its evidence."""
+
+from collections.abc import Iterator, Sequence
+
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.layers import IN_FLOAT32, ROUNDING
+
+# Chosen: as in `causes`, a factor is named where it leaves a thousandth of the gradient; one that
+# is nearer to 1 than that, where it leaves a tenth of what it changes.
+_LEFT, _SHARE = 1e-3, 0.1
+
+
+def explain(
+    job: Recording, reference: Reference, results: Sequence[CheckResult]
+) -> Iterator[Diagnosis]:
+    """What the failed checks with the reference mean, where those without it passed."""
+    failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
+    rates = failed.get(("learning rate", IN_FLOAT32))
+    if rates is not None and ("learning rate", "-") not in failed:
+        yield _of_rates(job, rates)
+    exchanged = ("gradients", ROUNDING) not in failed and ("loss scale", "-") not in failed
+    # What ranks compute once their parameters have parted follows from that.
+    start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
+    from_step = job.steps[0] if start is not None else _step(later) + 1 if later else None
+    wrong = failed.get(("gradients", IN_FLOAT32))
+    follows = from_step is not None and wrong is not None and _step(wrong) >= from_step
+    if wrong is not None and wrong.first is not None and exchanged and not follows:
+        yield from _of_factor(job, reference, wrong.first.step)
+    clipped = failed.get(("clipped gradients", IN_FLOAT32))
+    alone = wrong is None and from_step is None and exchanged
+    if clipped is not None and alone and ("clipping", ROUNDING) not in failed:
+        yield Diagnosis(
+            cause="clip-by-local-norm",
+            evidence=f"step {_step(clipped)}: gradients before clipping are those of one process, "
+            "and those after it are not",
+            suggestion="clip by the norm of the exchanged gradients, once, after the exchange",
+        )
+    updated = failed.get(("parameters", "-"))
+    if updated is not None:
+        yield Diagnosis(
+            cause="wrong-update",
+            evidence=f"step {_step(updated)}: from the same gradients, settings and parameters the "
+            "optimizer of one process steps elsewhere",
+            suggestion="look at what the script does to parameters beside optimizer.step()",
+        )
+
+
+def _step(result: CheckResult) -> int:
+    return result.first.step if result.first is not None else 0
+
+
+def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
+    first = result.first
+    assert first is not None
+    at_once = first.step == job.steps[0]
+    by = float(first.actual) / float(first.expected) if float(first.expected or 0.0) else 0.0
+    said = result.reason.partition("; ")[0]
+    if at_once:
+        return Diagnosis(
+            cause="learning-rate-differs",
+            evidence=f"{said}: {by:.6g} times as much, with {job.world} ranks",
+            suggestion="if the learning rate is meant to grow with the number of ranks, judge the "
+            "rest and leave this; otherwise do not multiply it by the world",
+        )
+    return Diagnosis(
+        cause="scheduler-steps-per-rank",
+        evidence=f"{said}; steps before that have the same",
+        suggestion="step the scheduler once per optimizer step, whatever the number of ranks",
+    )
+
+
+def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diagnosis]:
+    """The gradients are a multiple of the reference's: which one, and what leaves it."""
+    found = reference.tensors(step)
+    product = square = total = 0.0
+    pairs = []
+    for name in job.parameters(step):
+        raw, expected = job.gradient("raw", 0, step, name), found.get(f"raw/{name}")
+        if raw is None or expected is None or raw.shape != expected.shape:
+            continue
+        pairs.append((raw.double(), expected.double()))
+        product += float((raw.double() * expected.double()).sum())
+        square += float(expected.double().square().sum())
+        total += float(raw.double().square().sum())
+    if not square or not total:
+        return
+    factor = product / square
+    left = (sum(float((r - factor * e).square().sum()) for r, e in pairs) / total) ** 0.5
+    if left > min(_LEFT, _SHARE * abs(factor - 1)):
+        yield Diagnosis(
+            cause="unexplained",
+            evidence=f"step {step}: gradients are the mean of the ranks', and differ from those of "
+            f"one process with the same samples by more than a factor ({left:.2g} of their norm is "
+            "left)",
+            suggestion="look for what the script computes from its rank or from the world: "
+            "weights of samples, masks, padding",
+        )
+        return
+    passes = max(1, sum(one.loss is not None for one in job.records[0, step].passes))
+    yield _named(factor, step, world=job.world, passes=passes)
+
+
+def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
+    evidence = f"step {step}: gradients are {factor:.9g} times those of one process"
+
+    def close(other: float) -> bool:
+        return abs(factor - other) <= _LEFT * other
+
+    if close(world):
+        also = " (or the number of accumulated passes)" if passes == world else ""
+        return Diagnosis(
+            cause="missing-division",
+            evidence=f"{evidence}: the number of ranks{also}",
+            suggestion=f"divide the sum over the ranks by {world}, or do not multiply the loss",
+        )
+    if close(1 / world):
+        return Diagnosis(
+            cause="double-division",
+            evidence=f"{evidence}: one over the number of ranks, beside the mean of the exchange",
+            suggestion="do not divide the loss by the number of ranks: the exchange has the mean",
+        )
+    return Diagnosis(
+        cause="wrong-divisor",
+        evidence=evidence,
+        suggestion="look for a factor of the loss that depends on the rank or on the world",
+    )

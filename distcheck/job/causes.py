@@ -1,0 +1,251 @@
+"""From failed checks of a job to named causes, each with its evidence and one thing to do."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from distcheck.job import against_reference
+from distcheck.job.checks.exchange import local_gradients, token_weights
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.layers import NO_LAYER, ROUNDING
+
+# Chosen: a factor is named where what it leaves is a thousandth of the gradient; rounding leaves
+# 1e-6 of it, and another mistake beside the factor leaves more.
+_LEFT = 1e-3
+
+
+def diagnose(
+    job: Recording, results: Sequence[CheckResult], reference: Reference | None = None
+) -> list[Diagnosis]:
+    """The causes behind failed checks; nothing where none failed."""
+    failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
+    checks = {check for check, _ in failed}
+    if not checks:
+        return []
+    found = [*_of_data(failed), *_of_state(failed)]
+    step = _first_step(failed)
+    if ("gradients", ROUNDING) in failed:
+        found += _of_exchange(job, _step_of(failed["gradients", ROUNDING]))
+    elif "clipping" in checks:
+        found += _of_clipping(job, step)
+    if "loss scale" in checks:
+        found += _of_loss_scale(failed)
+    if ("learning rate", NO_LAYER) in failed:
+        found.append(_of_settings(failed))
+    if "loss scaler" in checks:
+        found.append(
+            Diagnosis(
+                cause="scaler-skips-differ",
+                evidence=_reason(failed, "loss scaler"),
+                suggestion="have every rank see the same gradients before GradScaler.unscale_: "
+                "exchange first, and give all ranks one initial scale",
+            )
+        )
+    if reference is not None:
+        found += against_reference.explain(job, reference, results)
+    return found or [_unexplained(failed, step)]
+
+
+def _reason(failed: dict[tuple[str, str], CheckResult], check: str) -> str:
+    result = next(r for (name, _), r in failed.items() if name == check)
+    return result.reason.partition("; ")[0]
+
+
+def _step_of(result: CheckResult) -> int:
+    return result.first.step if result.first is not None else 0
+
+
+def _first_step(failed: dict[tuple[str, str], CheckResult]) -> int:
+    return min((_step_of(result) for result in failed.values()), default=0)
+
+
+def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
+    checks = {check for check, _ in failed}
+    if "data" in checks:
+        reason = _reason(failed, "data")
+        same = "have the same" in reason
+        yield Diagnosis(
+            cause="same-data" if same else "overlapping-data",
+            evidence=reason,
+            suggestion="give the DataLoader a DistributedSampler; where the script draws samples "
+            "itself, seed that by the rank",
+        )
+    if "epoch order" in checks:
+        yield Diagnosis(
+            cause="no-set-epoch",
+            evidence=_reason(failed, "epoch order"),
+            suggestion="call sampler.set_epoch(epoch) at the start of every epoch",
+        )
+    if "random streams" in checks:
+        yield Diagnosis(
+            cause="same-randomness",
+            evidence=_reason(failed, "random streams"),
+            suggestion="seed by the rank after the model was built: torch.manual_seed(seed + rank)",
+        )
+
+
+def _of_state(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
+    result = failed.get(("initial state", "-"))
+    if result is not None and result.first is not None:
+        yield Diagnosis(
+            cause="initial-state-differs",
+            evidence=f"before the first recorded step {result.first.parameter} of rank "
+            f"{result.first.rank} differs from rank 0's",
+            suggestion="build the model from one seed on all ranks, or broadcast rank 0's "
+            "parameters before training",
+        )
+
+
+def _of_settings(failed: dict[tuple[str, str], CheckResult]) -> Diagnosis:
+    return Diagnosis(
+        cause="learning-rate-differs",
+        evidence=_reason(failed, "learning rate"),
+        suggestion="step the scheduler equally often on all ranks, and compute settings from "
+        "numbers that all ranks share",
+    )
+
+
+def _of_loss_scale(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
+    result = next(r for (check, _), r in failed.items() if check == "loss scale")
+    twice = result.first is not None and float(result.first.actual) < 1
+    yield Diagnosis(
+        cause="scaled-twice" if twice else "accumulation-not-scaled",
+        evidence=_reason(failed, "loss scale"),
+        suggestion="divide the loss by the number of accumulated passes once; a library that "
+        "accumulates (accelerate, Trainer) divides by itself"
+        if twice
+        else "divide the loss of every pass by the number of accumulated passes",
+    )
+
+
+def _of_clipping(job: Recording, step: int) -> Iterator[Diagnosis]:
+    yield Diagnosis(
+        cause="clip-by-local-norm",
+        evidence=f"step {step}: what the optimizer was given is not the exchanged gradient times "
+        "the factor that clipping's own norm gives",
+        suggestion="clip once, after the exchange, by the norm of the exchanged gradients",
+    )
+
+
+def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:
+    """Why what the ranks hold is not the mean of what they had computed."""
+    records = job.at(step)
+    alone = _unexchanged(job, step)
+    names = job.parameters(step)
+    passes = [[p for p in record.passes if p.loss is not None] for record in records]
+    flags = [p.exchanges for p in passes[0]]
+    if len(flags) > 1 and True in flags and flags[-1] is False:
+        at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
+        yield Diagnosis(
+            cause="sync-on-wrong-micro-step",
+            evidence=f"step {step}: of {len(flags)} backward passes DistributedDataParallel "
+            f"exchanged in number {at} (from 0), and not in the last one",
+            suggestion="leave no_sync() (or set require_backward_grad_sync) for the last pass "
+            "before the step",
+        )
+    elif alone and len(alone) == len(names) and _agree_at_step(job, step) and records[0].clips:
+        yield Diagnosis(
+            cause="clip-before-sync",
+            evidence=f"step {step}: clipping was given each rank's own gradients, and the ranks "
+            "exchanged afterwards",
+            suggestion="exchange gradients first, and clip what the exchange has left",
+        )
+    elif alone and len(alone) == len(names):
+        yield Diagnosis(
+            cause="no-sync",
+            evidence=f"step {step}: after backward every rank has its own gradients, bit for bit",
+            suggestion="wrap the model in DistributedDataParallel, or all-reduce the gradients "
+            "before the step; in accumulation, exchange in the last pass",
+        )
+    elif alone:
+        yield Diagnosis(
+            cause="partial-sync",
+            evidence=f"step {step}: {len(alone)} of {len(names)} parameters were not exchanged, "
+            f"the first is {alone[0]}",
+            suggestion="call the wrapped model, and not model.module, in the forward pass",
+        )
+    else:
+        yield from _of_factor(job, step)
+
+
+def _unexchanged(job: Recording, step: int) -> list[str]:
+    """The parameters of which every rank holds what its own backward passes have left."""
+    found = []
+    for name in job.parameters(step):
+        local = local_gradients(job, step, name)
+        if local is None or not any(bool(one.any()) for one in local):
+            continue
+        raw = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
+        own = all(r is not None and torch.equal(r, g) for r, g in zip(raw, local, strict=True))
+        if own and not all(torch.equal(local[0], one) for one in local[1:]):
+            found.append(name)
+    return found
+
+
+def _agree_at_step(job: Recording, step: int) -> bool:
+    digests = [
+        {n: d for n, d in record.digests.items() if n.startswith("step/")}
+        for record in job.at(step)
+    ]
+    return all(one == digests[0] for one in digests[1:])
+
+
+def _of_factor(job: Recording, step: int) -> Iterator[Diagnosis]:
+    weights, world = token_weights(job, step), job.world
+    weighted = len(set(weights)) > 1
+    for given, cause in (([1 / world] * world, ""), (weights, "")):
+        fitted = _fit(job, step, given)
+        if fitted is None:
+            continue
+        factor, left = fitted
+        if left > _LEFT:
+            continue
+        if weighted and abs(factor - 1) < _LEFT:
+            counts = [r.passes[0].losses[0].counted for r in job.at(step)]
+            yield Diagnosis(
+                cause="unweighted-tokens",
+                evidence=f"step {step}: the ranks' mean losses count alike, over "
+                f"{', '.join(map(str, counts))} targets",
+                suggestion="divide each rank's summed loss by the mean number of targets per rank, "
+                "which takes an all-reduce of the counts",
+            )
+            return
+        cause = "double-division" if abs(factor * world - 1) < _LEFT else "wrong-divisor"
+        yield Diagnosis(
+            cause=cause,
+            evidence=f"step {step}: the gradients are {factor:.6g} times the mean of the ranks'",
+            suggestion=f"divide the sum of {world} ranks by {world}, once",
+        )
+        return
+
+
+def _fit(job: Recording, step: int, weights: Sequence[float]) -> tuple[float, float] | None:
+    """The factor between what rank 0 holds and a mean of the ranks, and what it leaves."""
+    product = square = total = 0.0
+    pairs = []
+    for name in job.parameters(step):
+        local = local_gradients(job, step, name)
+        raw = job.gradient("raw", 0, step, name)
+        if local is None or raw is None or raw.shape != local[0].shape:
+            continue
+        mean = sum((g.double() * w for g, w in zip(local, weights, strict=True)), torch.zeros(()))
+        pairs.append((raw.double(), mean))
+        product += float((raw.double() * mean).sum())
+        square += float((mean * mean).sum())
+        total += float((raw.double() * raw.double()).sum())
+    if not square or not total:
+        return None
+    factor = product / square
+    left = sum(float((raw - factor * mean).square().sum()) for raw, mean in pairs)
+    return factor, (left / total) ** 0.5
+
+
+def _unexplained(failed: dict[tuple[str, str], CheckResult], step: int) -> Diagnosis:
+    names = ", ".join(dict.fromkeys(check for check, _ in failed))
+    return Diagnosis(
+        cause="unexplained",
+        evidence=f"from step {step} on: {names}; no known mistake leaves what was seen",
+        suggestion="look at the first divergence in the JSON, and at what the script does there",
+    )

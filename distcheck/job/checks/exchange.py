@@ -1,0 +1,220 @@
+"""Gradients at the step are the mean of the ranks' gradients; clipping; the scale of the loss."""
+
+from collections.abc import Iterator
+
+import torch
+
+from distcheck.job import sketches
+from distcheck.job.reading import Recording
+from distcheck.judge.checks.comparison import Comparison, within
+from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles.rounding import interval
+from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
+from distcheck.records import CheckResult
+from distcheck.records.layers import NO_LAYER, ROUNDING
+
+# Chosen: two losses in float32 and their quotient round to some 1e-7; factors that mean something
+# (an accumulation of 2, a world of 2) differ from 1 by a half.
+_SAME_FACTOR = 1e-4
+NOT_SEEN = "no gradient before the exchange was seen"
+_AUTOCAST = 1e-2  # chosen: the same, where the loss is of a 16-bit dtype
+
+
+def local_gradients(job: Recording, step: int, name: str) -> list[torch.Tensor] | None:
+    """The ranks' gradients before the exchange; None where a rank has none."""
+    found = [job.gradient("local", rank, step, name) for rank in range(job.world)]
+    raw = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
+    if all(one is None for one in found):
+        return None
+    like = next(one for one in found if one is not None)
+    if any(one is None and other is None for one, other in zip(found, raw, strict=True)):
+        return None
+    return [torch.zeros_like(like) if one is None else one for one in found]
+
+
+def token_weights(job: Recording, step: int) -> list[float]:
+    """What each rank's mean loss counts for: its targets, where every rank's loss is a mean over
+    them, and nothing beside it, in one backward pass; otherwise all alike.
+    """
+    equal = [1 / job.world] * job.world
+    counts, factors = [], []
+    for record in job.at(step):
+        passes = [one for one in record.passes if one.loss is not None]
+        if len(passes) != 1 or len(passes[0].losses) != 1:
+            return equal
+        call = passes[0].losses[0]
+        if call.reduction != "mean" or call.counted == 0 or not call.value:
+            return equal
+        counts.append(call.counted)
+        factors.append((passes[0].loss or 0.0) / call.value / (record.scale or 1.0))
+    room = _AUTOCAST if any(p.autocast for r in job.at(step) for p in r.passes) else _SAME_FACTOR
+    if max(factors) - min(factors) > room * max(map(abs, factors)):
+        return equal  # something else is in the loss
+    return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
+
+
+def gradients(job: Recording) -> CheckResult:
+    """What the last backward pass (and the script's own exchange) left is the mean of the ranks'
+    local gradients within the rounding of any order, or their sum.
+    """
+    tally = Tally("gradients", ROUNDING)
+    nothing, sums = True, 0
+    for step in job.steps:
+        weights = token_weights(job, step)
+        if any(record.skipped for record in job.at(step)):
+            continue  # its gradients are not finite
+        for name in job.parameters(step):
+            local = local_gradients(job, step, name)
+            if local is None:
+                continue
+            nothing = nothing and not any(bool(one.any()) for one in local)
+            sums += _compare(job, tally, step, name, local, weights)
+    result = tally.result()
+    if not result.compared.elements:
+        tally.missing(NOT_SEEN)
+    elif nothing:
+        tally.missing("every gradient is exactly zero, so nothing can be compared")
+    elif sums:
+        tally.remark(
+            "gradients are the sum of the ranks' gradients, which is right where the loss is "
+            "divided by the number of ranks"
+        )
+    return tally.result()
+
+
+def _compare(
+    job: Recording,
+    tally: Tally,
+    step: int,
+    name: str,
+    local: list[torch.Tensor],
+    weights: list[float],
+) -> int:
+    """Compares one parameter on every rank; returns on how many it is a sum."""
+    sums = 0
+    records = job.at(step)
+    passes = max(1, max(sum(p.loss is not None for p in r.passes) for r in records))
+    wholes = all(record.whole for record in records)
+    dtype = getattr(torch, records[0].dtypes.get(name, "float32"))
+    sizes = None
+    if not wholes:
+        local = [_as_sums(one, record.whole) for one, record in zip(local, records, strict=True)]
+        sizes = [_magnitude(job, rank, step, name) for rank in range(job.world)]
+    try:
+        found = interval(
+            local, weights, rescaled=True, passes=passes, magnitudes=sizes,
+            wire=None if wholes else dtype,
+        )  # fmt: skip
+    except NotBoundedError as error:
+        tally.missing(f"{name}: {error}")
+        return 0
+    for rank, record in enumerate(records):
+        raw = job.gradient("raw", rank, step, name)
+        if raw is None:
+            tally.fail(f"step {step}: rank {rank} has no gradient of {name}",
+                       parameter=name, rank=rank, step=step)  # fmt: skip
+            continue
+        if not wholes:
+            raw = _as_sums(raw, record.whole)
+        mean = within(raw, found.mean, found.bound)
+        if not mean.ok and job.world > 1:
+            total = within(raw, found.mean * job.world, found.bound * job.world)
+            if total.ok:
+                mean, sums = total, sums + 1
+        tally.add(mean, parameter=name, rank=rank, step=step)
+    return sums
+
+
+def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
+    return sketches.sketch(tensor) if whole else tensor
+
+
+def _magnitude(job: Recording, rank: int, step: int, name: str) -> torch.Tensor:
+    kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
+    if kept is not None:
+        return kept
+    local = job.gradient("local", rank, step, name)
+    return torch.zeros(sketches.SLOTS) if local is None else sketches.magnitudes(local)
+
+
+def clipping(job: Recording) -> Iterator[CheckResult]:
+    """Clipping by norm multiplies what the exchange left by one factor, which its norm says."""
+    if not any(clip.kind == "norm" for record in job.records.values() for clip in record.clips):
+        return
+    tally = Tally("clipping", ROUNDING)
+    for step in job.steps:
+        for rank, record in enumerate(job.at(step)):
+            factor = 1.0
+            for clip in record.clips:
+                if clip.kind == "norm" and clip.norm is not None:
+                    factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
+            if record.skipped or any(clip.kind != "norm" for clip in record.clips):
+                continue
+            for name in job.parameters(step):
+                raw = job.gradient("raw", rank, step, name)
+                clipped = job.gradient("step", rank, step, name)
+                if raw is not None and clipped is not None and record.whole:
+                    tally.add(
+                        _multiplied(clipped, raw, factor, 2 * len(record.clips) + 4),
+                        parameter=name, rank=rank, step=step,
+                    )  # fmt: skip
+    yield tally.result()
+
+
+def _multiplied(
+    clipped: torch.Tensor, raw: torch.Tensor, factor: float, roundings: int
+) -> Comparison:
+    """A factor that torch computes in three roundings, rounded again where it is multiplied."""
+    expected = raw.double() * factor
+    bound = expected.abs() * gamma(roundings, unit_roundoff(raw.dtype)) + 2.0**-126
+    return within(clipped, expected, bound)
+
+
+def loss_factors(job: Recording, step: int) -> list[float] | None:
+    """By rank: what the losses that backward starts from, over torch's own mean losses, add up to
+    over the passes of a step; None where a loss is another thing than a multiple of one of those.
+    """
+    found = []
+    for record in job.at(step):
+        passes = [one for one in record.passes if one.loss is not None]
+        total, factors = 0.0, set[float]()
+        for one in passes:
+            if len(one.losses) != 1 or one.losses[0].reduction != "mean" or not one.losses[0].value:
+                return None
+            assert one.loss is not None
+            factor = one.loss / one.losses[0].value / (record.scale or 1.0)
+            factors.add(factor)
+            total += factor
+        room = _AUTOCAST if any(one.autocast for one in passes) else _SAME_FACTOR
+        if not passes or max(factors) - min(factors) > room * max(map(abs, factors)):
+            return None
+        found.append(total)
+    return found
+
+
+def loss_scale(job: Recording) -> Iterator[CheckResult]:
+    """Accumulated over several backward passes, the loss is divided by their number, once."""
+    steps = [s for s in job.steps if all(len(r.passes) > 1 for r in job.at(s))]
+    if not steps:
+        return
+    tally = Tally("loss scale", NO_LAYER)
+    for step in steps:
+        factors = loss_factors(job, step)
+        if factors is None:
+            continue
+        for rank, total in enumerate(factors):
+            passes = sum(one.loss is not None for one in job.records[rank, step].passes)
+            tally.count(parameter="loss", rank=rank, step=step, elements=passes)
+            for wrong in (float(passes), 1 / passes):
+                if abs(total - wrong) <= _SAME_FACTOR * wrong and passes > 1:
+                    tally.fail(
+                        f"step {step}: over {passes} backward passes the mean loss counts "
+                        f"{total:.6g} times",
+                        parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
+                    )  # fmt: skip
+    result = tally.result()
+    if not result.compared.elements:
+        tally.remark(
+            "the loss is not a multiple of one of torch's mean losses; its scale is not judged"
+        )
+    yield tally.result()

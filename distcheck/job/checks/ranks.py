@@ -1,0 +1,136 @@
+"""What is the same on all ranks: parameters, settings, scales; and what differs: random streams."""
+
+from collections.abc import Iterator
+
+import torch
+
+from distcheck.job.reading import Recording
+from distcheck.judge.checks.comparison import Comparison, Place
+from distcheck.judge.checks.tally import Tally
+from distcheck.records import CheckResult
+from distcheck.records.layers import NO_LAYER
+
+
+def _same_digests(job: Recording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
+    first = job.records[0, step].digests
+    names = [name for name in first if name.startswith(prefixes)]
+    for rank in range(1, job.world):
+        own = job.records[rank, step].digests
+        for name in names:
+            plain = name.partition("/")[2]
+            same = own.get(name) == first[name]
+            place = None if same else _distance(job, rank, step, name)
+            places = () if place is None else (place,)
+            tally.add(
+                Comparison(same, 1, worst=place, first=place, places=places),
+                parameter=plain, rank=rank, step=step,
+            )  # fmt: skip
+
+
+def _distance(job: Recording, rank: int, step: int, name: str) -> Place:
+    """How far apart two ranks are, as the norm that their 64 sums estimate."""
+    from distcheck.job.sketches import sketch
+
+    own = job.tensors(rank, step).get(f"sums/{name}")
+    base = job.tensors(0, step)
+    other = base.get(f"sums/{name}")
+    if other is None and name in base:
+        other = sketch(base[name])
+    if own is None or other is None or own.shape != other.shape:
+        zero = torch.zeros(1)
+        own, other = zero + float("inf"), zero
+    return Place(
+        index=(),
+        actual=float(own.norm()),
+        expected=float(other.norm()),
+        error=float((own - other).norm()),
+        bound=0.0,
+        ulp=None,
+        unit="L2 norm",
+    )
+
+
+def initial_state(job: Recording) -> CheckResult:
+    """Before the first recorded step all ranks have the same parameters and buffers."""
+    tally = Tally("initial state", NO_LAYER)
+    _same_digests(job, tally, job.steps[0], ("before/", "buffer/"))
+    if job.world == 1:
+        tally.remark("one rank has nothing to be compared with")
+    return tally.result()
+
+
+def agreement(job: Recording) -> CheckResult:
+    """After every step all ranks have the same parameters."""
+    tally = Tally("agreement", NO_LAYER)
+    for step in job.steps:
+        _same_digests(job, tally, step, ("after/",))
+    return tally.result()
+
+
+def random_streams(job: Recording) -> Iterator[CheckResult]:
+    """Where forward passes draw random numbers, no two ranks draw the same ones."""
+    tally = Tally("random streams", NO_LAYER)
+    compared = False
+    for step in job.steps:
+        seen: dict[str, int] = {}
+        for rank in range(job.world):
+            for one in job.records[rank, step].passes:
+                if not one.draws or job.world == 1:
+                    continue
+                compared = True
+                tally.count(parameter="torch", rank=rank, step=step, elements=1)
+                other = seen.setdefault(one.random["torch"], rank)
+                if other != rank:
+                    tally.fail(
+                        f"step {step}: ranks {other} and {rank} draw the same random numbers "
+                        "in the forward pass",
+                        parameter="torch", rank=rank, step=step,
+                    )  # fmt: skip
+    if compared:
+        yield tally.result()
+
+
+def settings(job: Recording) -> CheckResult:
+    """The optimizer's settings, learning rates included, are the same on all ranks."""
+    tally = Tally("learning rate", NO_LAYER)
+    for step in job.steps:
+        first = job.records[0, step].groups
+        for rank in range(job.world):
+            own = job.records[rank, step].groups
+            tally.count(parameter="groups", rank=rank, step=step, elements=sum(map(len, own)))
+            if len(own) != len(first):
+                tally.fail(
+                    f"step {step}: rank {rank} has {len(own)} groups, rank 0 {len(first)}",
+                    parameter="groups", rank=rank, step=step,
+                )  # fmt: skip
+                continue
+            for number, (mine, other) in enumerate(zip(own, first, strict=True)):
+                for key in sorted(set(mine) | set(other)):
+                    if mine.get(key) != other.get(key):
+                        tally.fail(
+                            f"step {step}: {key} of group {number} is {mine.get(key)} on rank "
+                            f"{rank} and {other.get(key)} on rank 0",
+                            parameter=f"param_groups[{number}]/{key}", rank=rank, step=step,
+                            actual=mine.get(key, ""), expected=other.get(key, ""),
+                        )  # fmt: skip
+    return tally.result()
+
+
+def scaler(job: Recording) -> Iterator[CheckResult]:
+    """Loss scales, and the steps that a scaler skips, are the same on all ranks."""
+    if all(record.scale is None for record in job.records.values()):
+        return
+    tally = Tally("loss scaler", NO_LAYER)
+    for step in job.steps:
+        first = job.records[0, step]
+        for rank in range(job.world):
+            own = job.records[rank, step]
+            tally.count(parameter="scale", rank=rank, step=step, elements=1)
+            if own.skipped != first.skipped or own.scale != first.scale:
+                did = {True: "skips the step", False: "makes the step"}
+                tally.fail(
+                    f"step {step}: rank {rank} {did[own.skipped]} at scale {own.scale}, rank 0 "
+                    f"{did[first.skipped]} at scale {first.scale}",
+                    parameter="scale", rank=rank, step=step,
+                )  # fmt: skip
+    yield tally.result()

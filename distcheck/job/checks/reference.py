@@ -1,0 +1,194 @@
+"""Held against the script as one process with the ranks' batches, step by step.
+
+A gradient is within
+
+    8 max_d |g_d - g| + gamma(W + 1) |g| + u |G|
+
+of the reference's g in the L2 norm, where g_d are its gradients after every parameter moved by one
+ULP at random (measured, in the same process), gamma(W + 1) |g| is the rounding of the exchange
+(`judge/oracles/rounding.py`), and u |G|, with G all parameters' gradients, is a floor for those
+that are nothing but rounding. 8 is chosen: the ranks' sums run in another order in every layer,
+which moves a gradient about as far as one ULP of the parameters does; right jobs were measured
+at up to 1.5 times the largest of two draws.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from distcheck.job.checks.exchange import token_weights
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.judge.checks.comparison import Comparison, Place, by_norm, within
+from distcheck.judge.checks.tally import Tally
+from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.records import CheckResult
+from distcheck.records.layers import IN_FLOAT32, NO_LAYER
+
+_SPREADS = 8.0  # chosen: see above
+
+
+def tolerance(
+    spread: float, norm: float, whole_norm: float, *, world: int, dtype: torch.dtype
+) -> float:
+    """How far a right gradient may be from the reference's, as an L2 norm."""
+    unit = unit_roundoff(dtype)
+    measured = 0.0 if math.isnan(spread) else _SPREADS * spread
+    return measured + gamma(world + 1, unit) * norm + unit * whole_norm
+
+
+def with_reference(job: Recording, reference: Reference) -> list[CheckResult]:
+    """Every check that compares with the reference, in the order of the report."""
+    return [
+        *losses(job, reference),
+        gradients(job, reference, "raw", "gradients"),
+        *clipped(job, reference),
+        settings(job, reference),
+        parameters(job, reference),
+    ]
+
+
+def gradients(job: Recording, reference: Reference, kind: str, name: str) -> CheckResult:
+    """The gradients that rank 0 holds are those of one process with all ranks' batches."""
+    tally = Tally(name, IN_FLOAT32)
+    for seen in reference.replayed.steps:
+        found = reference.tensors(seen.step)
+        if any(record.skipped for record in job.at(seen.step)):
+            continue
+        bounds = _bounds(job, found, seen.step)
+        if not any(bounds.values()):
+            tally.missing(f"step {seen.step}: every gradient of the reference is exactly zero")
+            continue
+        if kind == "step":
+            bounds = _bounds_clipped(found, bounds)
+        for parameter in job.parameters(seen.step):
+            expected = found.get(f"{kind}/{parameter}")
+            if expected is None or parameter not in bounds:
+                continue
+            bound = bounds[parameter]
+            for rank in range(job.world):
+                actual = job.gradient(kind, rank, seen.step, parameter)
+                if actual is None or actual.shape != expected.shape:
+                    tally.fail(f"step {seen.step}: rank {rank} has no gradient of {parameter} "
+                               "in the shape that it has as one process",
+                               parameter=parameter, rank=rank, step=seen.step)  # fmt: skip
+                else:
+                    tally.add(by_norm(actual, expected, bound),
+                              parameter=parameter, rank=rank, step=seen.step)  # fmt: skip
+    return tally.result()
+
+
+def _bounds(job: Recording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+    """The tolerance of every parameter's gradient; 0 for all where all are exactly zero."""
+    raw = {n.removeprefix("raw/"): t for n, t in found.items() if n.startswith("raw/")}
+    total = math.hypot(*(_norm(t) for t in raw.values()))
+    return {
+        name: tolerance(
+            float(found[f"spread/{name}"]), _norm(t), total, world=job.world, dtype=t.dtype
+        )
+        if total
+        else 0.0
+        for name, t in raw.items()
+    }
+
+
+def _bounds_clipped(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> dict[str, float]:
+    """The same after clipping: shrunk as the gradient was, and the factor itself may be off by as
+    much as the norm of all gradients is, and by the eight roundings that it goes through.
+    """
+    total = math.hypot(*(_norm(found[f"raw/{name}"]) for name in bounds))
+    of_factor = math.hypot(*bounds.values()) / total
+    clipped = {}
+    for name, bound in bounds.items():
+        norm, given = _norm(found[f"raw/{name}"]), found.get(f"step/{name}")
+        if given is not None:
+            left = _norm(given)
+            unit = unit_roundoff(given.dtype)
+            shrunk = bound * left / norm if norm else bound
+            clipped[name] = shrunk + left * (of_factor + gamma(8, unit))
+    return clipped
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+def clipped(job: Recording, reference: Reference) -> Iterator[CheckResult]:
+    """The same, of what the optimizer was given, where the script clips."""
+    if any(record.clips for record in job.records.values()):
+        yield gradients(job, reference, "step", "clipped gradients")
+
+
+def losses(job: Recording, reference: Reference) -> Iterator[CheckResult]:
+    """The mean of the ranks' losses is the loss of one process."""
+    tally = Tally("loss", IN_FLOAT32)
+    for seen in reference.replayed.steps:
+        found = reference.tensors(seen.step)
+        records = job.at(seen.step)
+        if any(one.loss is None for record in records for one in record.passes):
+            continue
+        weights = token_weights(job, seen.step)
+        own = [
+            sum(one.loss or 0.0 for one in record.passes) / (record.scale or 1.0)
+            for record in records
+        ]
+        actual = sum(loss * weight for loss, weight in zip(own, weights, strict=True))
+        expected, spread = float(found["loss"]), float(found["spread/loss"])
+        size = sum(abs(one.loss or 0.0) for record in records for one in record.passes)
+        size /= records[0].scale or 1.0
+        is_short = any(one.autocast for record in records for one in record.passes)
+        unit = unit_roundoff("bfloat16" if is_short else "float32")
+        # Derived: a loss is rounded once, and each rank's mean is a sum of its samples' losses.
+        count = max(1, max(len(one.rows) for record in records for one in record.passes))
+        bound = (0.0 if math.isnan(spread) else _SPREADS * spread) + unit * count * size
+        error = abs(actual - expected)
+        place = Place(index=(), actual=actual, expected=expected, error=error, bound=bound,
+                      ulp=None, unit="absolute")  # fmt: skip
+        ok = error <= bound
+        tally.add(Comparison(ok, 1, worst=place, first=None if ok else place),
+                  parameter="loss", rank=0, step=seen.step)  # fmt: skip
+        tally.sums.add_losses(seen.step, own, mean=actual, expected=expected, bound=bound)
+    result = tally.result()
+    if result.compared.elements:  # not where some pass has no loss of its own
+        yield result
+
+
+def settings(job: Recording, reference: Reference) -> CheckResult:
+    """The optimizer's settings are those of one process: learning rates above all."""
+    tally = Tally("learning rate", IN_FLOAT32)
+    for seen in reference.replayed.steps:
+        own = job.records[0, seen.step].groups
+        if seen.skipped or job.records[0, seen.step].skipped:
+            continue
+        tally.count(parameter="groups", rank=0, step=seen.step, elements=sum(map(len, own)))
+        for number, (mine, other) in enumerate(zip(own, seen.groups, strict=False)):
+            for key in sorted(set(mine) & set(other)):
+                if mine[key] != other[key]:
+                    tally.fail(
+                        f"step {seen.step}: {key} of group {number} is {mine[key]:.9g}, and "
+                        f"{other[key]:.9g} as one process",
+                        parameter=f"param_groups[{number}]/{key}", rank=0, step=seen.step,
+                        actual=mine[key], expected=other[key],
+                    )  # fmt: skip
+    return tally.result()
+
+
+def parameters(job: Recording, reference: Reference) -> CheckResult:
+    """Given the recorded gradients, the optimizer steps to the recorded parameters."""
+    tally = Tally("parameters", NO_LAYER)
+    for seen in reference.replayed.steps:
+        found, own = reference.tensors(seen.step), job.tensors(0, seen.step)
+        for name in job.parameters(seen.step):
+            actual, expected = own.get(f"after/{name}"), found.get(f"after/{name}")
+            if actual is None or expected is None or not actual.is_floating_point():
+                continue
+            before = own[f"before/{name}"].double()
+            # Derived: an update of some ten operations (AdamW has eleven), each rounded, in
+            # whichever order a kernel with more threads has them.
+            room = gamma(16, unit_roundoff(actual.dtype))
+            size = torch.maximum(before.abs(), expected.double().abs())
+            bound = size * room + (expected.double() - before).abs() * room
+            tally.add(within(actual, expected.double(), bound + 2.0**-126),
+                      parameter=name, rank=0, step=seen.step)  # fmt: skip
+    return tally.result()

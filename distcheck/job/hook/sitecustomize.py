@@ -1,0 +1,44 @@
+"""Runs in every Python of a job: first the interpreter's own sitecustomize, then recording.
+
+The folder of this file is the first of PYTHONPATH. Nothing here imports torch.
+"""
+
+import importlib
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_one_behind() -> None:
+    """Runs the sitecustomize that Python would have found without this one."""
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if own is not None:
+            sys.modules.setdefault("sitecustomize", own)
+
+
+def _begin() -> None:
+    settings = os.environ.get("DISTCHECK_JOB")
+    if not settings:
+        return
+    try:
+        from distcheck.job.inside import start
+    except ImportError as error:
+        try:
+            with open(os.path.join(os.path.dirname(settings), "no-distcheck"), "w") as note:
+                note.write(f"{sys.executable}\n{error}\n")
+        except OSError:
+            pass
+        return
+    start.begin(settings)
+
+
+_begin()
+_run_the_one_behind()

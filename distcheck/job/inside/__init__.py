@@ -1,0 +1,1 @@
+"""What runs in the processes of a job; `hook/sitecustomize.py` begins it."""

@@ -1,0 +1,161 @@
+"""A process group of one rank, without threads or sockets: every collective is a copy.
+
+A replay forks, and what a backend's threads were doing would be lost in the fork.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+NAME = "distcheck_alone"
+Tensors = list[torch.Tensor]
+
+
+class _Done(Work):
+    """An operation that is complete."""
+
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self._results = results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Nothing is left to be waited for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def result(self) -> Any:
+        """What was written."""
+        return self._results
+
+    def get_future(self) -> Any:
+        """A completed future."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    getFuture = get_future  # noqa: N815
+
+
+class Alone(ProcessGroup):
+    """The group of one rank."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._named = str(options.group_id)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch prints."""
+        return NAME
+
+    name = getBackendName
+
+    def rank(self) -> int:
+        """The only one."""
+        return 0
+
+    def size(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave to the group."""
+        return self._named
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._named = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing takes time."""
+
+    def shutdown(self) -> None:
+        """Nothing is to be ended."""
+
+    abort = shutdown
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        """The sum, mean or maximum of one is that one."""
+        return _Done(tensors)
+
+    allreduce_coalesced = broadcast = reduce = allreduce
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """The one input."""
+        for output, given in zip(outputs, inputs, strict=True):
+            output[0].copy_(given)
+        return _Done(outputs)
+
+    gather = allgather
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """The one input of each."""
+        for output, given in zip(outputs[0], inputs, strict=True):
+            output.copy_(given)
+        return _Done(outputs)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
+        """The one input, in the output's shape."""
+        output.copy_(given.reshape(output.shape))
+        return _Done([output])
+
+    _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """The one input of each."""
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given.reshape(output.shape))
+        return _Done(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = alltoall = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
+        """The one part."""
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given[0])
+        return _Done(outputs)
+
+    scatter = reduce_scatter
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, *splits_and_options: Any
+    ) -> Any:
+        """The one part."""
+        return self.all_gather_single(output, given)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """One rank waits for nothing."""
+        return _Done([])
+
+
+def install() -> None:
+    """Has a script that asks for a group of many ranks get this one."""
+    dist.Backend.register_backend(
+        NAME, lambda options, _: Alone(options), extended_api=True, devices=["cpu"]
+    )
+    begin, subgroup = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        begin(NAME, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return subgroup([0])
+
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, "init_process_group", init_process_group)  # noqa: B010
+        setattr(module, "new_group", new_group)  # noqa: B010

@@ -1,0 +1,93 @@
+"""Copies of a replay that go on for a moment by themselves: each computes one set of gradients.
+
+A copy is forked where a step begins. It is handed other batches or slightly other parameters,
+trains on until the script is about to use the gradients, writes them down, and is gone.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from distcheck.machine.cores import cores
+from distcheck.worlds import linux
+
+_PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch
+_FAILED = 9
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a copy is: `rank` whose batches it gets, or -1 for those of all ranks together; `draw`
+    seeds the perturbation of its parameters, 0 for none.
+    """
+
+    rank: int
+    draw: int = 0
+
+
+class Forks:
+    """Forks copies, at most as many at once as there are cores, and reads what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _file(self, role: Role) -> Path:
+        return self._folder / f"copy-{role.rank}-{role.draw}.safetensors"
+
+    def run(self, roles: Sequence[Role]) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
+        """In the parent: what each copy wrote, None of one that failed. In a copy: its role."""
+        waiting, running = list(roles), dict[int, Role]()
+        begun: dict[int, float] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        while waiting or running:
+            if waiting and len(running) < cores():
+                role = waiting.pop(0)
+                child = os.fork()
+                if child == 0:
+                    linux.die_with_parent(parent)
+                    _become_a_copy()
+                    return role
+                running[child], begun[child] = role, time.monotonic()
+                continue
+            for child in list(running):
+                ended, _ = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    del running[child]
+                elif time.monotonic() - begun[child] > _PATIENCE_S:
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.001)
+        return {role: self._read(role) for role in roles}
+
+    def _read(self, role: Role) -> dict[str, torch.Tensor] | None:
+        file = self._file(role)
+        if not file.exists():
+            return None
+        found = load_file(file)
+        file.unlink()
+        return found
+
+    def leave(self, role: Role, found: dict[str, torch.Tensor]) -> None:
+        """In a copy: writes what it has computed, and ends it."""
+        part = self._file(role).with_suffix(".part")
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, part)
+        os.replace(part, self._file(role))
+        os._exit(0)
+
+
+def _become_a_copy() -> None:
+    """What the script prints is printed by the parent; what it raises ends the copy."""
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    leave: Callable[..., None] = lambda *_: os._exit(_FAILED)  # noqa: E731
+    sys.excepthook = leave
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,34 @@
+"""Has the recorder, or a replay, listen to the hooks; a defect of ours never ends the job."""
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+
+from distcheck.errors import ExitCode
+from distcheck.job import settings as asked
+from distcheck.job.inside import hooks
+from distcheck.job.inside.recorder import Recorder
+
+
+def install(file: str) -> None:
+    """Called once in a process, when torch has been imported."""
+    settings = asked.read(Path(file))
+    folder = Path(file).parent
+
+    def give_up() -> None:
+        (folder / "defect").write_text(traceback.format_exc())
+        if settings.mode == "replay":
+            os._exit(ExitCode.INTERNAL)
+
+    if settings.mode == "record":
+        hooks.install(Recorder(settings, folder), give_up)
+        return
+    from distcheck.job.inside import alone
+    from distcheck.job.inside.replayer import Replayer
+
+    torch.set_num_threads(1)  # threads would be lost where the replay forks
+    torch.set_num_threads = lambda number: None  # type: ignore[assignment]
+    alone.install()
+    hooks.install(Replayer(settings, folder), give_up)

@@ -1,0 +1,107 @@
+"""The tensors of one step of one rank, until they are written: whole, or as sums."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save
+
+from distcheck.job import recording, sketches
+from distcheck.job.inside import tensors
+from distcheck.job.recording import StepRecord
+
+
+class StepFile:
+    """Collects tensors by name; `digests` are kept of all of them, also of those that are not."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+        self._kept: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, str] = {}
+        self._dtypes: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Keeps a tensor as it is now."""
+        self._kept[name] = tensors.whole(tensor).clone()
+
+    def add_data(self, tensor: torch.Tensor) -> str:
+        """Keeps part of a batch once, however often it is seen; returns its digest."""
+        plain = tensors.whole(tensor)
+        about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
+        name = recording.digest(about.encode())
+        if f"data/{name}" not in self._kept:
+            self._kept[f"data/{name}"] = plain.clone()
+        return name
+
+    def add_state(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
+        """Notes a parameter or buffer by its digest, and keeps it if asked to."""
+        plain = tensors.whole(tensor)
+        self._digests[name] = tensors.digest_of(plain)
+        if keep:
+            self._kept[name] = plain.clone()
+        else:
+            self._kept[f"sums/{name}"] = sketches.sketch(plain)
+
+    def add_gradients(self, kind: str, found: dict[str, torch.Tensor], by: float) -> None:
+        """Keeps gradients, multiplied `by` a power of two that undoes a scale."""
+        for name, gradient in found.items():
+            plain = tensors.whole(gradient)
+            plain = plain.clone() if by == 1.0 else plain * by
+            self._digests[f"{kind}/{name}"] = tensors.digest_of(plain)
+            self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
+            if kind == "step" and self._digests.get(f"raw/{name}") == self._digests[f"step/{name}"]:
+                continue  # nothing was clipped: the reader takes raw
+            self._gradients[f"{kind}/{name}"] = plain
+
+    def write(self, budget: int, **about: Any) -> int:
+        """Writes the step, whole if that takes at most `budget` bytes; returns what it took."""
+        kept = {**self._kept, **self._gradients}
+        size = sum(t.numel() * t.element_size() for t in kept.values())
+        whole = size <= budget
+        if not whole:
+            kept = {name: t for name, t in self._kept.items() if name.startswith("sums/")}
+            for name, gradient in self._gradients.items():
+                kept[name] = sketches.sketch(gradient)
+                kept[f"magnitude/{name}"] = sketches.magnitudes(gradient)
+        data = save(kept)
+        stem = f"step-{self._step:06d}"
+        part = self._folder / f"{stem}.part"
+        part.write_bytes(data)
+        os.replace(part, self._folder / f"{stem}.safetensors")
+        record = StepRecord(
+            step=self._step,
+            digests=self._digests,
+            dtypes=self._dtypes,
+            whole=whole,
+            checksum=recording.digest(data),
+            **about,
+        )
+        recording.write_json(self._folder / f"{stem}.json", _json_safe(record))
+        return size if whole else 0
+
+
+def _json_safe(record: StepRecord) -> StepRecord:
+    """JSON has no NaN: a loss that is not a number is left out."""
+
+    def sound(number: float | None) -> float | None:
+        return None if number is None or number != number or abs(number) == float("inf") else number
+
+    replace = msgspec.structs.replace
+    return replace(
+        record,
+        passes=tuple(
+            replace(
+                p,
+                loss=sound(p.loss),
+                losses=tuple(replace(c, value=sound(c.value) or 0.0) for c in p.losses),
+            )
+            for p in record.passes
+        ),
+        clips=tuple(
+            replace(c, most=sound(c.most) or 0.0, norm=sound(c.norm)) for c in record.clips
+        ),
+        groups=tuple({k: sound(v) or 0.0 for k, v in g.items()} for g in record.groups),
+    )

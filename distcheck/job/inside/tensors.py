@@ -1,0 +1,90 @@
+"""Tensors of a training script: leaves of batches, names of parameters, digests, random streams."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from distcheck.job.recording import MOST_ROWS, digest
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers around its module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; one that is divided among the ranks is put together, which is a
+    collective of all of them.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous()
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """A digest of the bits; `tensor` is on the CPU and contiguous."""
+    if tensor.numel() == 0:
+        return digest(b"")
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, or of arguments, in a fixed order."""
+    return list(_leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+
+
+def replace_leaves(value: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with other tensors; `take` is asked in the order of `leaves`."""
+    if isinstance(value, torch.Tensor):
+        return take(value)
+    if isinstance(value, Mapping):
+        replaced = {key: replace_leaves(item, take) for key, item in value.items()}
+        return replaced if type(value) is dict else type(value)(replaced)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replace_leaves(item, take) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(replace_leaves(item, take) for item in value)
+    return value
+
+
+def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
+    """A digest of each sample: the rows of all tensors that have as many as the first one."""
+    batched = [t for t in tensors if t.dim() > 0 and t.shape[0] == tensors[0].shape[0]]
+    if not batched or tensors[0].dim() == 0:
+        return ()
+    plain = [t.detach().cpu().contiguous() for t in batched]
+    count = min(len(plain[0]), MOST_ROWS)
+    return tuple(digest("".join(digest_of(t[i]) for t in plain).encode()) for i in range(count))
+
+
+def random_digests() -> dict[str, str]:
+    """The random streams of this process: torch's, Python's, and NumPy's where it is loaded."""
+    found = {
+        "torch": digest_of(torch.get_rng_state()),
+        "python": digest(repr(random.getstate()).encode()),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        found["numpy"] = digest(repr(numpy.random.get_state(legacy=False)).encode())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = digest_of(torch.cuda.get_rng_state())
+    return found

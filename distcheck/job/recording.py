@@ -1,0 +1,161 @@
+"""What one rank writes of one optimizer step: a record in JSON, and its tensors beside it.
+
+    rank-0002/rank.json                who this is, and how its script was started
+    rank-0002/step-000003.json         a StepRecord
+    rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
+
+Tensors are called by what they are: `before/<parameter>`, `after/`, `local/` (before the exchange,
+added up over the backward passes of the step), `raw/` (when the last backward is over and nothing
+has clipped or unscaled), `step/` (what the optimizer sees), `buffer/`, and `data/<digest>` for
+batches, inputs and targets. Beyond the budget `local/`, `raw/` and `step/` are 64 sums
+(`sketches`), with `magnitude/<name>` for `local/`, and the record says so.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from distcheck.errors import UsageError
+from distcheck.records.decoding import decode_json, read_bounded
+
+MOST_ROWS = 1 << 16  # digests of samples in one batch
+MOST_CALLS = 256  # collectives of one step
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a data loader handed out: the leaves that are tensors, by digest, and its rows."""
+
+    loader: int
+    epoch: int
+    number: int
+    leaves: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass over a data loader, when it began: `sampler_epoch` is what set_epoch has set."""
+
+    loader: int
+    epoch: int
+    length: int
+    sampler: str
+    shuffles: bool
+    sampler_epoch: int | None = None
+
+
+class LossCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of one of torch's losses: `counted` targets, its value, the digest of its target."""
+
+    name: str
+    reduction: str
+    counted: int
+    value: float
+    target: str
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward pass of the model, and the backward that followed.
+
+    inputs       digests of the tensors among its arguments
+    rows         digests of the samples in the first of them
+    loss         what backward started from; None where none followed
+    exchanges    whether DistributedDataParallel was to exchange in it; None without one
+    random       digests of the random streams before; `draws`: whether the forward pass drew
+    """
+
+    inputs: tuple[str, ...]
+    rows: tuple[str, ...]
+    random: dict[str, str]
+    draws: bool = False
+    loss: float | None = None
+    losses: tuple[LossCall, ...] = ()
+    exchanges: bool | None = None
+    autocast: str = ""
+
+
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of torch's clipping: the most it allows, and the norm that it found."""
+
+    kind: str
+    most: float
+    norm: float | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that Python code called, and where: file:line of the script."""
+
+    name: str
+    place: str
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step of one rank; `digests` are those of all tensors, kept or not."""
+
+    step: int
+    rank: int
+    world: int
+    optimizer: str
+    groups: tuple[dict[str, float], ...]
+    passes: tuple[Pass, ...]
+    batches: tuple[Batch, ...] = ()
+    iterations: tuple[Iteration, ...] = ()
+    clips: tuple[Clip, ...] = ()
+    calls: tuple[Call, ...] = ()
+    digests: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    absent: tuple[str, ...] = ()
+    scale: float | None = None
+    skipped: bool = False
+    whole: bool = True
+    batchnorm: bool = False
+    checksum: str = ""
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a rank is: how its script was started, where, and what it had trained with."""
+
+    rank: int
+    world: int
+    arguments: tuple[str, ...]
+    folder: str
+    backend: str
+    device: str
+    torch: str
+    threads: int
+    variables: dict[str, str] = {}
+    wrapper: str = ""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where one rank writes."""
+    return folder / f"rank-{rank:04d}"
+
+
+def write_json(file: Path, record: msgspec.Struct) -> None:
+    """Writes a record at once: a reader sees all of it, or nothing."""
+    part = file.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(record))
+    os.replace(part, file)
+
+
+def read_step(file: Path) -> StepRecord:
+    """A record again. Raises UsageError for one that is damaged."""
+    try:
+        return decode_json(read_bounded(file), StepRecord)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+
+
+def read_rank(file: Path) -> RankRecord:
+    """A rank's record again. Raises UsageError for one that is damaged."""
+    try:
+        return decode_json(read_bounded(file), RankRecord)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error

@@ -1,0 +1,158 @@
+"""Starts a job's command with recording switched on, and says why nothing was recorded."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.job.settings import VARIABLE
+
+_HOOK = Path(__file__).parent / "hook"
+_PATIENCE_S = 40.0  # for a job to end after an interruption; torchrun gives its ranks 30
+_MOST_NOTES = 4096  # bytes of a note that are read
+
+
+class JobEndedError(DistcheckError):
+    """A rank of the job failed before there was anything to judge."""
+
+    exit_code = ExitCode.RANK_FAILED
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How the command ended, and which of its processes raised: (rank, what)."""
+
+    code: int
+    raised: tuple[tuple[int, str], ...]
+
+
+def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
+    """What to start: the command as it was given, or `nproc` ranks of it by torchrun. Raises
+    UsageError for a command that cannot be found.
+    """
+    if not words:
+        raise UsageError(
+            "no command was given; put it after --: distcheck job -- torchrun --nproc-per-node 4 "
+            "train.py"
+        )
+    program = words[0]
+    if nproc is not None:
+        if nproc < 1:
+            raise UsageError("--nproc must be at least 1")
+        if not Path(program).name.startswith("python"):
+            raise UsageError(
+                f"--nproc starts a Python script by torchrun, and the command is {program!r}; give "
+                "--nproc N -- python train.py, or a command that starts its ranks itself"
+            )
+        words = [program, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), *words[1:]]
+    if shutil.which(program) is None:
+        raise UsageError(f"the command {program!r} was not found; give what you type to train")
+    return tuple(words)
+
+
+def run(
+    command: Sequence[str],
+    settings: Path,
+    *,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    without: tuple[str, ...] = (),
+) -> Ran:
+    """Runs the command, its output passed on unless `quiet`, and returns when it has ended.
+    Variables whose names begin with one of `without` are left out.
+    """
+    given = {**os.environ, **(variables or {})}
+    surroundings = {k: v for k, v in given.items() if not without or not k.startswith(without)}
+    surroundings[VARIABLE] = str(settings)
+    behind = surroundings.get("PYTHONPATH", "")
+    surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), behind]))
+    sink = subprocess.DEVNULL if quiet else None
+    try:
+        process = subprocess.Popen(
+            command, env=surroundings, cwd=folder, stdout=sink, stderr=sink,
+            stdin=subprocess.DEVNULL if quiet else None,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
+    try:
+        code = process.wait()
+    except BaseException:
+        _end(process)
+        raise
+    return Ran(code, _raised(settings.parent))
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Has a launcher end its ranks, as Ctrl-C does; and then by force."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(how)
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _raised(folder: Path) -> tuple[tuple[int, str], ...]:
+    found = []
+    for file in sorted(folder.glob("raised-*")):
+        with file.open(errors="backslashreplace") as note:
+            rank, _, said = note.read(_MOST_NOTES).partition("\n")
+        found.append((int(rank) if rank.isdecimal() else 0, said.strip()))
+    return tuple(found)
+
+
+def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
+    """Raises the error that says why there is nothing to judge, where that is so."""
+    if (folder / "defect").exists():
+        trace = (folder / "defect").read_text(errors="backslashreplace")
+        last = trace.strip().rpartition("\n")[2]
+        from distcheck.errors import InternalError
+
+        raise InternalError(f"the recorder failed in a rank ({last}); the job went on", trace)
+    if any(folder.glob("rank-*/step-*.json")):
+        return
+    for _, said in ran.raised:
+        if _needs_gpu(said):
+            raise CannotRunError(f"the job needs a GPU, and there is none here ({said[:200]})")
+    if (note := folder / "no-distcheck").exists():
+        program = note.read_text(errors="backslashreplace").partition("\n")[0]
+        raise CannotRunError(
+            f"distcheck is not installed for {program}, which the command started; install it there"
+        )
+    if ran.code:
+        why = f": {ran.raised[0][1]}" if ran.raised else ""
+        raise JobEndedError(
+            f"the command ended with exit code {ran.code} before its first optimizer step{why}"
+        )
+    if not any(folder.glob("python-*")):
+        raise DistcheckError(
+            f"nothing was recorded: {command[0]} started no Python that reads PYTHONPATH; start "
+            "Python without -S, -E and -I"
+        )
+    if not any(folder.glob("torch-*")):
+        raise DistcheckError("nothing was recorded: no process of the command imported torch")
+    raise DistcheckError(
+        "nothing was recorded: the command made no optimizer step (of a torch.optim.Optimizer, "
+        "after a forward pass of a module in training mode)"
+    )
+
+
+def _needs_gpu(said: str) -> bool:
+    words = ("NVIDIA driver", "CUDA", "nccl", "NCCL")
+    if not any(word in said for word in words):
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def python_of(arguments: Sequence[str]) -> str:
+    """The interpreter that a recorded rank ran in."""
+    return arguments[0] if arguments and shutil.which(arguments[0]) else sys.executable

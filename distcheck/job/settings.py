@@ -1,0 +1,78 @@
+"""What the processes of a job are asked for; a file that an environment variable names."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from distcheck.errors import UsageError
+
+VARIABLE = "DISTCHECK_JOB"
+FILE = "settings.json"
+MOST_STEPS = 10_000
+Mode = Literal["record", "replay"]
+TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay reached at one step: learning rates, losses, and the optimizer's settings."""
+
+    step: int
+    groups: tuple[dict[str, float], ...]
+    losses: tuple[float, ...]
+    draws: int
+    skipped: bool = False
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replay went: by which batches, at which steps, or why it could not go on."""
+
+    mode: str
+    why: str
+    steps: tuple[Seen, ...] = ()
+    failure: str = ""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is to be recorded.
+
+    steps, from_step  optimizer steps to record, and how many come before them
+    budget            bytes of whole tensors, of all ranks and steps together
+    keep_going        whether the job goes on after the last recorded step
+    recording         in a replay: the folder of the recording
+    """
+
+    mode: Mode = "record"
+    steps: int = 8
+    from_step: int = 0
+    budget: int = 4 << 30
+    keep_going: bool = False
+    recording: str = ""
+
+
+def write(settings: Settings, folder: Path) -> Path:
+    """Writes the settings into the folder of a recording, and returns the file."""
+    file = folder / FILE
+    file.write_bytes(msgspec.json.encode(settings))
+    return file
+
+
+def read(file: Path) -> Settings:
+    """The settings again."""
+    return msgspec.json.decode(file.read_bytes(), type=Settings)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def bytes_of(text: str) -> int:
+    """`4GB` as a number. Raises UsageError for what is not a size."""
+    number = text.strip().upper().rstrip("KMGTB")
+    unit = text.strip().upper()[len(number) :]
+    try:
+        size = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise UsageError(f"--budget {text} is not a size; give a number and KB, MB, GB or TB: 4GB")
+    return int(size)

@@ -1,0 +1,41 @@
+"""A training script as the tutorials have it: DistributedDataParallel, a sampler, a schedule.
+
+torchrun --nproc-per-node 2 plain_ddp.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+    model = DistributedDataParallel(model)
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(64, 20, generator=drawn), torch.randint(0, 5, (64,), generator=drawn)
+    )
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        if rank == 0:
+            print(f"epoch {epoch} of {world} ranks: loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

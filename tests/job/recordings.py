@@ -1,0 +1,124 @@
+"""Recordings that are made up: what a right job of two ranks writes, with something changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distcheck.job import reading, recording
+from distcheck.job.inside.step_file import StepFile
+from distcheck.job.reading import Recording
+from distcheck.job.recording import Batch, Clip, Iteration, LossCall, Pass, RankRecord
+from distcheck.job.replaying import Reference
+from distcheck.job.settings import Replayed, Seen
+
+SHAPES = {"weight": (4, 3), "bias": (4,)}
+LR = 0.5
+Tensors = dict[str, torch.Tensor]
+
+
+class Facts:
+    """One rank's step, as a right job has it; a test changes what it is about."""
+
+    def __init__(self, rank: int, step: int, world: int, before: Tensors) -> None:
+        self.rank, self.step, self.world = rank, step, world
+        self.before = before
+        self.locals = [gradients(r, step) for r in range(world)]
+        self.local = self.locals[rank]
+        self.raw = mean(self.locals)
+        self.at_step: Tensors | None = None
+        self.after: Tensors | None = None
+        self.groups: tuple[dict[str, float], ...] = ({"lr": LR},)
+        self.rows = tuple(f"{rank}-{step}-{i}" for i in range(4))
+        self.passes = [self.a_pass(0)]
+        self.sampler_epoch: int | None = step
+        self.sampler = "DistributedSampler"
+        self.clips: tuple[Clip, ...] = ()
+        self.scale: float | None = None
+        self.skipped = False
+
+    def a_pass(self, number: int, **about: Any) -> Pass:
+        call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
+        given = {"loss": 2.0, "losses": (call,), "rows": self.rows, **about}
+        random = {"torch": f"{self.rank}-{self.step}-{number}"}
+        return Pass(inputs=(), random=random, **given)
+
+    def write(self, folder: Path, budget: int) -> None:
+        file = StepFile(recording.rank_folder(folder, self.rank), self.step)
+        at_step = self.raw if self.at_step is None else self.at_step
+        after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
+        for name in SHAPES:
+            file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
+            file.add_state(f"after/{name}", after[name], keep=self.rank == 0)
+        for kind, found in (("local", self.local), ("raw", self.raw), ("step", at_step)):
+            file.add_gradients(kind, found, 1.0)
+        file.write(
+            budget, rank=self.rank, world=self.world, optimizer="torch.optim.sgd.SGD",
+            groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
+            skipped=self.skipped,
+            batches=(Batch(loader=0, epoch=0, number=self.step, leaves=(), rows=self.rows),),
+            iterations=(
+                Iteration(
+                    loader=0, epoch=self.step, length=4, sampler=self.sampler, shuffles=True,
+                    sampler_epoch=self.sampler_epoch,
+                ),
+            ),
+        )  # fmt: skip
+
+
+def gradients(rank: int, step: int) -> Tensors:
+    drawn = torch.Generator().manual_seed(100 * rank + step)
+    return {name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items()}
+
+
+def mean(parts: list[Tensors]) -> Tensors:
+    return {name: sum(part[name] for part in parts) / len(parts) for name in SHAPES}  # type: ignore[misc]
+
+
+def make(
+    folder: Path, change: Callable[[Facts], None] = lambda facts: None, *,
+    world: int = 2, steps: int = 3, budget: int = 1 << 20,
+) -> Recording:  # fmt: skip
+    """The recording of a right job in which `change` has changed every rank's every step."""
+    for rank in range(world):
+        mine = recording.rank_folder(folder, rank)
+        mine.mkdir()
+        recording.write_json(
+            mine / "rank.json",
+            RankRecord(
+                rank=rank, world=world, arguments=("python", "train.py"), folder=".",
+                backend="gloo", device="cpu", torch="2", threads=1,
+            ),
+        )  # fmt: skip
+        for step in range(steps):
+            facts = Facts(rank, step, world, gradients(7, step))
+            change(facts)
+            facts.write(folder, budget)
+    return reading.read(folder)
+
+
+def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
+    """What a replay of a right job writes; `raw`, `after` are factors, `lr` is by step."""
+    seen = []
+    for step in job.steps:
+        raw = mean([gradients(rank, step) for rank in range(job.world)])
+        raw = {n: g * changes.get("raw", 1.0) for n, g in raw.items()}
+        before = gradients(7, step)
+        own = {n: job.gradient("step", 0, step, n) for n in SHAPES}
+        found = {f"raw/{n}": g for n, g in raw.items()}
+        found |= {f"step/{n}": g * changes.get("clipped", 1.0) for n, g in raw.items()}
+        found |= {f"spread/{n}": g.norm() * 1e-7 for n, g in raw.items()}
+        found |= {f"after/{n}": p - changes.get("after", LR) * own[n] for n, p in before.items()}
+        found["loss"] = torch.tensor(changes.get("loss", 2.0), dtype=torch.float64)
+        found["spread/loss"] = torch.tensor(1e-7)
+        save_file(found, folder / f"replay-{step:06d}.safetensors")
+        rate = changes.get("lr", lambda _: LR)(step)
+        seen.append(Seen(step=step, groups=({"lr": rate},), losses=(2.0,), draws=2))
+    return Reference(folder, Replayed(mode="together", why="", steps=tuple(seen)))
+
+
+def replaced(value: Pass, **about: Any) -> Pass:
+    return msgspec.structs.replace(value, **about)

@@ -1,0 +1,264 @@
+"""Every check of a job, on recordings that are made up: one change fails one check."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from distcheck.job import causes, checks
+from distcheck.job.checks.reference import tolerance, with_reference
+from distcheck.job.recording import Clip
+from distcheck.records import CheckResult
+from tests.job.recordings import SHAPES, Facts, gradients, make, reference, replaced
+
+
+def failed(results: list[CheckResult]) -> set[tuple[str, str]]:
+    return {(r.check, r.layer) for r in results if r.verdict == "fail"}
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_right_recording_passes(tmp_path: Path, world: int) -> None:
+    job = make(tmp_path, world=world)
+    results = checks.without_reference(job) + with_reference(job, reference(job, tmp_path))
+    assert {r.verdict for r in results} == {"pass"}
+    assert causes.diagnose(job, results) == []
+    of_gradients = next(r for r in results if r.check == "gradients")
+    assert (of_gradients.compared.ranks, of_gradients.compared.steps) == (world, 3)
+    assert of_gradients.compared.elements == 16 * 3 * world
+
+
+def at_step_one(facts: Facts, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if facts.step == 1:
+        facts.raw = {name: change(gradient) for name, gradient in facts.raw.items()}
+
+
+def same_samples(facts: Facts) -> None:
+    facts.rows = tuple(f"{facts.step}-{i}" for i in range(4))
+    facts.passes = [facts.a_pass(0)]
+
+
+def overlap(facts: Facts) -> None:
+    """Each rank reads all of the data, in an order of its own."""
+    facts.rows = tuple(f"{(facts.step + facts.rank) % 3}-{i}" for i in range(4))
+    facts.passes = [facts.a_pass(0)]
+
+
+def no_set_epoch(facts: Facts) -> None:
+    facts.sampler_epoch = 0
+
+
+def own_start(facts: Facts) -> None:
+    if facts.rank == 1:
+        facts.before = {n: p + (facts.step == 0) for n, p in facts.before.items()}
+        if facts.step == 0:
+            facts.after = {n: p - 1 - 0.5 * facts.raw[n] for n, p in facts.before.items()}
+
+
+def same_masks(facts: Facts) -> None:
+    facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
+
+
+def other_rate(facts: Facts) -> None:
+    facts.groups = ({"lr": 0.5 + 0.25 * facts.rank},)
+
+
+def other_scale(facts: Facts) -> None:
+    facts.scale = 2.0**facts.rank
+    facts.passes = [facts.a_pass(0, loss=2.0 * facts.scale)]
+
+
+def drift(facts: Facts) -> None:
+    if (facts.rank, facts.step) == (1, 2):
+        facts.after = {n: p.clone() for n, p in facts.before.items()}
+
+
+def unsynced(facts: Facts) -> None:
+    facts.raw = facts.local
+
+
+def vectors_unsynced(facts: Facts) -> None:
+    facts.raw = {**facts.raw, "bias": facts.local["bias"]}
+
+
+def clipped_first(facts: Facts) -> None:
+    facts.at_step = {n: 0.5 * g for n, g in facts.raw.items()}
+    facts.raw = facts.local
+    facts.clips = (Clip(kind="norm", most=1.0, norm=2.0),)
+
+
+def clipped_twice(facts: Facts) -> None:
+    facts.at_step = {n: 0.25 * g for n, g in facts.raw.items()}
+    facts.clips = (Clip(kind="norm", most=1.0, norm=2.0),)
+
+
+def halved(facts: Facts) -> None:
+    at_step_one(facts, lambda g: g / 2)
+
+
+def a_little(facts: Facts) -> None:
+    at_step_one(facts, lambda g: g * (1 + 1e-5))
+
+
+def not_scaled(facts: Facts) -> None:
+    facts.passes = [facts.a_pass(0), facts.a_pass(1)]
+
+
+def scaled_twice(facts: Facts) -> None:
+    facts.passes = [facts.a_pass(i, loss=0.5) for i in range(2)]
+
+
+def wrong_pass(facts: Facts) -> None:
+    facts.raw = facts.local
+    facts.passes = [facts.a_pass(i, loss=1.0, exchanges=i == 0) for i in range(2)]
+
+
+R = "R"
+CHANGES = (
+    (same_samples, {("data", "-")}, "same-data"),
+    (overlap, {("data", "-")}, "overlapping-data"),
+    (no_set_epoch, {("epoch order", "-")}, "no-set-epoch"),
+    (own_start, {("initial state", "-"), ("agreement", "-")}, "initial-state-differs"),
+    (same_masks, {("random streams", "-")}, "same-randomness"),
+    (other_rate, {("learning rate", "-")}, "learning-rate-differs"),
+    (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
+    (drift, {("agreement", "-")}, "unexplained"),
+    (unsynced, {("gradients", R), ("agreement", "-")}, "no-sync"),
+    (vectors_unsynced, {("gradients", R), ("agreement", "-")}, "partial-sync"),
+    (clipped_first, {("gradients", R), ("clipping", R)}, "clip-before-sync"),
+    (clipped_twice, {("clipping", R)}, "clip-by-local-norm"),
+    (halved, {("gradients", R)}, "double-division"),
+    (a_little, {("gradients", R)}, "wrong-divisor"),
+    (not_scaled, {("loss scale", "-")}, "accumulation-not-scaled"),
+    (scaled_twice, {("loss scale", "-")}, "scaled-twice"),
+    (wrong_pass, {("gradients", R), ("agreement", "-")}, "sync-on-wrong-micro-step"),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "fails", "cause"), CHANGES, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_one_change_fails_one_check_and_is_named(
+    tmp_path: Path, change: Callable[[Facts], None], fails: set[tuple[str, str]], cause: str
+) -> None:
+    job = make(tmp_path, change)
+    results = checks.without_reference(job)
+    assert failed(results) == fails
+    found = causes.diagnose(job, results)
+    assert [one.cause for one in found] == [cause]
+    assert found[0].evidence
+    assert found[0].suggestion
+
+
+def test_a_sum_passes_with_a_remark(tmp_path: Path) -> None:
+    def summed(facts: Facts) -> None:
+        facts.raw = {name: 2 * gradient for name, gradient in facts.raw.items()}
+
+    job = make(tmp_path, summed)
+    result = next(r for r in checks.without_reference(job) if r.check == "gradients")
+    assert result.verdict == "pass"
+    assert "the sum of the ranks' gradients" in result.reason
+    results = with_reference(job, reference(job, tmp_path))
+    assert failed(results) == {("gradients", "S32")}
+    named = causes.diagnose(job, results, reference(job, tmp_path))
+    assert [one.cause for one in named] == ["missing-division"]
+
+
+def test_gradients_of_zero_are_unknown(tmp_path: Path) -> None:
+    def vanish(facts: Facts) -> None:
+        facts.local = facts.raw = {n: torch.zeros(shape) for n, shape in SHAPES.items()}
+
+    results = {r.check: r for r in checks.without_reference(make(tmp_path, vanish))}
+    assert results["gradients"].verdict == "unknown"
+    assert "exactly zero" in results["gradients"].reason
+
+
+def test_tokens_count_by_their_number(tmp_path: Path) -> None:
+    def uneven(facts: Facts) -> None:
+        one = facts.passes[0]
+        counted = (4, 12)[facts.rank]
+        call = replaced(one).losses[0]
+        facts.passes = [
+            replaced(one, losses=(type(call)(**{**_fields(call), "counted": counted}),))
+        ]
+
+    def weighted(facts: Facts) -> None:
+        uneven(facts)
+        facts.raw = {n: 0.25 * facts.locals[0][n] + 0.75 * facts.locals[1][n] for n in SHAPES}
+
+    (tmp_path / "right").mkdir()
+    right = make(tmp_path / "right", weighted)
+    assert failed(checks.without_reference(right)) == set()
+    (tmp_path / "wrong").mkdir()
+    wrong = make(tmp_path / "wrong", uneven)
+    results = checks.without_reference(wrong)
+    assert failed(results) == {("gradients", R)}
+    assert [one.cause for one in causes.diagnose(wrong, results)] == ["unweighted-tokens"]
+
+
+def _fields(call: object) -> dict[str, object]:
+    return {name: getattr(call, name) for name in call.__struct_fields__}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "pass"), (1 + 1e-5, "fail")])
+def test_sums_in_place_of_tensors_still_judge(tmp_path: Path, factor: float, verdict: str) -> None:
+    job = make(tmp_path, lambda facts: at_step_one(facts, lambda g: g * factor), budget=0)
+    assert not any(record.whole for record in job.records.values())
+    result = next(r for r in checks.without_reference(job) if r.check == "gradients")
+    assert result.verdict == verdict
+    assert result.compared.elements == 2 * 64 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "fails", "cause"),
+    [
+        ({"raw": 2.0, "clipped": 2.0}, "gradients", "double-division"),
+        ({"raw": 0.5, "clipped": 0.5}, "gradients", "missing-division"),
+        ({"raw": 1 + 1e-5}, "gradients", "wrong-divisor"),
+        ({"lr": lambda step: 0.25}, "learning rate", "learning-rate-differs"),
+        ({"lr": lambda step: 0.5 / (1 + step)}, "learning rate", "scheduler-steps-per-rank"),
+        ({"after": 0.51}, "parameters", "wrong-update"),
+        ({"loss": 2.0001}, "loss", "unexplained"),
+    ],
+)
+def test_the_reference_shows_what_ranks_have_in_common(
+    tmp_path: Path, changes: dict[str, object], fails: str, cause: str
+) -> None:
+    job = make(tmp_path)
+    alone = reference(job, tmp_path, **changes)
+    assert failed(checks.without_reference(job)) == set()
+    results = with_reference(job, alone)
+    assert {check for check, _ in failed(results)} == {fails}
+    assert [one.cause for one in causes.diagnose(job, results, alone)] == [cause]
+
+
+def test_what_follows_from_ranks_that_have_parted_is_not_named(tmp_path: Path) -> None:
+    job = make(tmp_path, lambda facts: (other_rate(facts), drift(facts))[0])
+    alone = reference(job, tmp_path, raw=0.9)
+    results = checks.without_reference(job) + with_reference(job, alone)
+    assert ("agreement", "-") in failed(results)
+    named = {one.cause for one in causes.diagnose(job, results, alone)}
+    assert named == {"learning-rate-differs", "wrong-divisor"}  # the factor is there before
+
+
+def test_what_the_optimizer_was_given_is_compared_where_it_clips(tmp_path: Path) -> None:
+    def clipped(facts: Facts) -> None:
+        facts.clips = (Clip(kind="norm", most=1e9, norm=1.0),)
+
+    job = make(tmp_path, clipped)
+    alone = reference(job, tmp_path, clipped=0.5)
+    results = checks.without_reference(job) + with_reference(job, alone)
+    assert failed(results) == {("clipped gradients", "S32")}
+    assert [one.cause for one in causes.diagnose(job, results, alone)] == ["clip-by-local-norm"]
+
+
+def test_a_tolerance_grows_with_what_was_measured_alone() -> None:
+    given = {"world": 4, "dtype": torch.float32}
+    narrow = tolerance(0.0, 1.0, 1.0, **given)  # type: ignore[arg-type]
+    assert narrow < 5e-7
+    assert tolerance(1e-3, 1.0, 1.0, **given) - narrow == pytest.approx(8e-3)  # type: ignore[arg-type]
+    assert tolerance(float("nan"), 1.0, 1.0, **given) == narrow  # type: ignore[arg-type]
+
+
+def test_gradients_are_drawn_apart() -> None:
+    assert not torch.equal(gradients(0, 0)["bias"], gradients(1, 0)["bias"])

@@ -1,0 +1,56 @@
+"""Whole jobs as people write them: right ones pass, and of planted bugs each is named."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
+
+ALWAYS = ("exchange after the first pass", "clipping before the exchange")
+
+
+def judge(script: Path, folder: Path, *options: str, world: int = 2) -> tuple[int, dict[str, Any]]:
+    """The exit code of `distcheck job`, and its report."""
+    if "accelerate" in script.name and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    file = folder / "report.json"
+    words = [sys.executable, "-m", "distcheck", "job", "--steps", "6", "--json", str(file)]
+    words += ["--nproc", str(world), *options, "--", sys.executable, str(script)]
+    ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert file.exists(), ran.stdout + ran.stderr
+    return ran.returncode, json.loads(file.read_text())["cases"][0]
+
+
+def marked(name: str, *, always: bool) -> Any:
+    return name if always else pytest.param(name, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", [marked(s, always=s == "by_hand.py") for s in SCRIPTS])
+def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
+    code, case = judge(FOLDER / name, tmp_path, world=world)
+    assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
+    assert case["world"] == world
+    of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
+    assert [c["layer"] for c in of_gradients] == ["R", "S32"]
+    assert [c["compared"]["ranks"] for c in of_gradients] == [world, world]
+    assert [c["compared"]["steps"] for c in of_gradients] == [6, 6]
+
+
+@pytest.mark.parametrize("name", [marked(bug.name, always=bug.name in ALWAYS) for bug in BUGS])
+def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
+    bug: Bug = next(bug for bug in BUGS if bug.name == name)
+    code, case = judge(plant(bug, tmp_path), tmp_path)
+    assert (code, case["verdict"]) == (1, "fail")
+    assert bug.cause in {found["cause"] for found in case["diagnosis"]}
+
+
+def test_every_edit_fits_its_script(tmp_path: Path) -> None:
+    for bug in BUGS:
+        plant(bug, tmp_path)
+    assert len({bug.name for bug in BUGS}) == len(BUGS)

@@ -1,0 +1,192 @@
+"""Recordings are read with care; commands and sizes are checked; what is missing is said."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, UsageError
+from distcheck.job import reading, running, settings, sketches
+from distcheck.job.command import Asked
+from distcheck.job.inside import tensors
+from distcheck.job.inside.alone import Alone
+from distcheck.job.running import Ran
+from tests.job.recordings import make
+
+HOOK = Path(running.__file__).parent / "hook"
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda f: cut(f / "rank-0001" / "step-000001.json"), "is damaged"),
+        (lambda f: cut(f / "rank-0000" / "rank.json"), "is damaged"),
+        (lambda f: (f / "rank-0000" / "rank.json").unlink(), "every rank must write into one"),
+        (
+            lambda f: (f / "rank-0001" / "step-000001.json").rename(
+                f / "rank-0001/step-000009.json"
+            ),
+            "of another rank or step",
+        ),
+    ],
+)
+def test_a_damaged_recording_is_refused(
+    tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
+    make(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        reading.read(tmp_path)
+
+
+@pytest.mark.parametrize("harm", [cut, lambda file: file.unlink()])
+def test_damaged_tensors_are_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    harm(tmp_path / "rank-0001" / "step-000001.safetensors")
+    job = reading.read(tmp_path)
+    with pytest.raises(UsageError, match="is damaged"):
+        job.tensors(1, 1)
+
+
+def test_a_rank_that_made_fewer_steps_is_seen(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "rank-0001" / "step-000002.json").unlink()
+    job = reading.read(tmp_path)
+    assert job.steps == (0, 1)
+    assert job.uneven == {0: 3, 1: 2}
+
+
+@pytest.mark.parametrize(("text", "size"), [("4GB", 4 * 10**9), ("512 kb", 512_000), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    assert settings.bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "nanGB", "1e999GB", "4 apples", "0"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a size"):
+        settings.bytes_of(text)
+
+
+def test_commands() -> None:
+    python = sys.executable
+    assert running.command_of([python, "a.py"], None) == (python, "a.py")
+    started = running.command_of([python, "a.py", "--lr", "1"], 4)
+    assert started[1:] == (
+        "-m", "torch.distributed.run", "--nproc-per-node", "4", "a.py", "--lr", "1",
+    )  # fmt: skip
+    for words, nproc, said in (
+        ([], None, "no command was given"),
+        (["no-such-program"], None, "was not found"),
+        ([python, "a.py"], 0, "at least 1"),
+        (["mpirun", "a.py"], 2, "--nproc starts a Python script"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            running.command_of(words, nproc)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [({"steps": 0}, "--steps must be"), ({"from_step": -1}, "--from-step must")]
+)
+def test_numbers_out_of_range_are_refused(asked: dict[str, int], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Asked(words=("python",), **asked)  # type: ignore[arg-type]
+
+
+GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
+
+
+@pytest.mark.parametrize(
+    ("notes", "ran", "kind", "code", "said"),
+    [
+        ({}, GOOD, DistcheckError, ExitCode.UNKNOWN, "without -S, -E and -I"),
+        ({"python-1": ""}, GOOD, DistcheckError, ExitCode.UNKNOWN, "imported torch"),
+        ({"python-1": "", "torch-1": ""}, GOOD, DistcheckError, ExitCode.UNKNOWN, "no optimizer"),
+        ({"python-1": ""}, BAD, DistcheckError, ExitCode.RANK_FAILED, "ValueError: no"),
+        ({"no-distcheck": "/py\nx"}, GOOD, CannotRunError, ExitCode.CANNOT_RUN, "for /py"),
+        ({"defect": "E: x"}, GOOD, InternalError, ExitCode.INTERNAL, "recorder failed"),
+    ],
+)
+def test_why_nothing_was_recorded(
+    tmp_path: Path,
+    notes: dict[str, str],
+    ran: Ran,
+    kind: type[DistcheckError],
+    code: ExitCode,
+    said: str,
+) -> None:
+    for name, text in notes.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(kind, match=said) as error:
+        running.check_recorded(tmp_path, ran, ("train",))
+    assert error.value.exit_code == code
+
+
+def test_the_sitecustomize_behind_still_runs_and_torch_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("mark = 'own'\n")
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    file = settings.write(settings.Settings(), asked)
+    program = (
+        "import sys, json, sitecustomize as s; "
+        "print(json.dumps([getattr(s, 'mark', None), 'torch' in sys.modules, sys.path]))"
+    )
+    for own, mark in (([tmp_path / "own"], "own"), ([], None)):
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+            env={"PYTHONPATH": ":".join(map(str, [HOOK, *own])), "DISTCHECK_JOB": str(file)},
+        )  # fmt: skip
+        found, has_torch, path = json.loads(ran.stdout)
+        assert found == mark
+        assert not has_torch
+        assert str(HOOK) not in path
+    assert len([*asked.glob("python-*")]) == 2
+    assert not [*asked.glob("torch-*")]
+
+
+def test_sketches_are_linear() -> None:
+    one, two = torch.randn(1000), torch.randn(1000)
+    added = sketches.sketch(one) + 3 * sketches.sketch(two)
+    assert torch.allclose(sketches.sketch(one.double() + 3 * two.double()), added)
+    assert float(sketches.magnitudes(one).sum()) == pytest.approx(float(one.double().abs().sum()))
+
+
+def test_names_without_wrappers() -> None:
+    assert tensors.plain_name("module._orig_mod.layers.0.weight") == "layers.0.weight"
+
+
+def test_leaves_are_replaced_in_their_order() -> None:
+    batch = {"x": torch.zeros(2), "more": [torch.ones(1), ("text", torch.ones(3))]}
+    assert [t.numel() for t in tensors.leaves(batch)] == [2, 1, 3]
+    doubled = tensors.replace_leaves(batch, lambda t: t + 1)
+    assert doubled["x"].tolist() == [1, 1]
+    assert doubled["more"][1][0] == "text"
+    assert (
+        tensors.rows_of([torch.zeros(3, 2), torch.arange(3)])[0]
+        != tensors.rows_of([torch.zeros(3, 2), torch.arange(1, 4)])[0]
+    )
+
+
+def test_a_group_of_one_rank_copies() -> None:
+    group = Alone(SimpleNamespace(group_id="0"))
+    given, room = torch.arange(4.0), torch.zeros(4)
+    group.allreduce([given]).wait()
+    assert given.tolist() == [0, 1, 2, 3]
+    assert group.all_gather_single(room, given).wait()
+    assert torch.equal(room, given)
+    parts = [[torch.zeros(4)]]
+    group.allgather(parts, [given]).wait()
+    assert torch.equal(parts[0][0], given)
+    group.reduce_scatter([room.zero_()], [[given]]).wait()
+    assert torch.equal(room, given)
+    assert group.barrier().is_completed()
+    assert group.allreduce([given]).get_future().value() is not None
