@@ -235,7 +235,7 @@ def _cells(request: Request, strategy: str, world: int, *, besides: Iterable[str
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, held against a whole batch on the CPU: S32's bound is that of
+    """The same ranks on their device, against a whole batch on the CPU. S32's bound is that of
     two float32 sums in different orders, which is what two kinds of processor compute.
     """
     return msgspec.structs.replace(

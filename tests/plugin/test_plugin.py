@@ -35,7 +35,7 @@ def test_without_the_plugin_the_marker_is_unknown(run: Run) -> None:
         ("world([])", "was given an empty list of sizes: nothing would run"),
         ("world(2, 3)", "takes one size, or a list of them"),
         ("world(2, colour='red')", "takes no colour"),
-        ("world(2, deadline_s=0)", "was given deadline_s=0; it takes seconds, more than 0"),
+        ("world(2, deadline_s=0)", "was given deadline_s=0; it takes a number of seconds above 0"),
         ("world(2, device='tpu')", "was given device='tpu'; it takes 'cpu' or 'cuda'"),
         ("world(2, reuse=1)", "was given reuse=1; it takes a bool"),
     ],
@@ -352,7 +352,7 @@ def test_the_conformance_suite(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ([], "give --distcheck-strategy NAME"),
-        (["-p", "no:distcheck"], "leave -p no:distcheck out"),
+        (["-p", "no:distcheck"], "remove -p no:distcheck"),
     ],
     ids=["alone", "without-the-plugin"],
 )

@@ -13,7 +13,6 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.records.expected_events import PURPOSE
 
 NAME = PURPOSE
-SCOPE = "step"  # over all steps at once: such a case is judged by one process
 LOOKS = {**happened_in_loop.LOOKS, **happened_to_gradients.LOOKS}
 
 
