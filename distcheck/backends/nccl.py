@@ -8,5 +8,5 @@ from distcheck.machine import devices
 def missing() -> str:
     """Why it cannot run here; empty where a GPU is there."""
     if devices.gpu_count() == 0:
-        return "backend nccl needs an NVIDIA GPU for each rank, and this machine shows none"
+        return "backend nccl needs an NVIDIA GPU for each rank; this machine has none"
     return ""

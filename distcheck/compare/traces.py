@@ -80,7 +80,7 @@ class _Pair:
         self._drift: list[float] = []
 
     def compare_step(self, step: int) -> None:
-        """One step, in causal order; the first that differs is held against bounds."""
+        """One step, in causal order; the first that differs is compared with bounds."""
         before = self._first
         if step == 0:
             for kind in _STATE:

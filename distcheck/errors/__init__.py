@@ -23,7 +23,7 @@ class DistcheckError(Exception):
 
 
 class UsageError(DistcheckError):
-    """What was asked for makes no sense as asked: an unknown name, a bad value, a broken file."""
+    """What was asked for is not valid: an unknown name, a bad value, a broken file."""
 
     exit_code = ExitCode.USAGE
 

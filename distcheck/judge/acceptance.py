@@ -74,9 +74,7 @@ def read(text: str | None) -> Accepted | None:
                     f"--accept {text} is out of range; {family} takes {least} to {most}"
                 )
             return Accepted(family=family, amount=int(amount), feedback=not more)
-    raise UsageError(
-        f"--accept {text} is nothing that a bound is known for; accepted are {', '.join(KINDS)}"
-    )
+    raise UsageError(f"--accept {text} is not supported; choose from {', '.join(KINDS)}")
 
 
 def spelled(text: str | None) -> str | None:

@@ -45,7 +45,7 @@ def missing(device: str, backend: str, ranks: int) -> str:
         return ""
     count = gpu_count()
     if count == 0:
-        return "device 'cuda' is not available: this machine shows no NVIDIA GPU; give --device cpu"
+        return "device 'cuda' is not available: this machine has no NVIDIA GPU; give --device cpu"
     if backend == "mpi":
         return "backend mpi takes CPU tensors only; give --device cpu, or --backend gloo or nccl"
     if backend == "nccl" and ranks > count:

@@ -230,7 +230,7 @@ def plan_cases(request: Request) -> list[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, held against a whole batch on the CPU: S32's bound is that of
+    """The same ranks on their device, against a whole batch on the CPU. S32's bound is that of
     two float32 sums in different orders, which is what two kinds of processor compute.
     """
     return msgspec.structs.replace(

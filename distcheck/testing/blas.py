@@ -4,7 +4,10 @@ OPENBLAS_NUM_THREADS is read when the library is loaded, before there is any ran
 openblas_set_num_threads() would first start anew, in every rank, the threads that the fork has
 lost, one for each core, and they spin a while for work that never comes. The number that it would
 then write is a global of the library (blas_cpu_number, of driver/others/blas_server.c), as old as
-the library itself, and is written here.
+the library itself, and is written here. A library without that name is left as it is.
+
+Measured (2 cores, medians of 15 ranks): a rank's first product takes 14 ms of CPU with all threads,
+1.5 ms with this, and 1.8 to 3.5 ms through threadpoolctl, which calls openblas_set_num_threads().
 """
 
 import contextlib

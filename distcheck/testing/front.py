@@ -121,13 +121,14 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
     blas.look()
     if options.device == "cuda" and torch.cuda.is_initialized():
         _refuse(
-            "the pytest process itself has used CUDA, which ranks cannot inherit; a test without "
-            "the marker `world` has, or a module on import: let it run in a world, or apart"
+            "the pytest process itself has used CUDA, which ranks cannot inherit. A test without "
+            "the marker `world`, or a module on import, did it; run that in a world, or "
+            "separately"
         )
     if dist.is_available() and dist.is_initialized():
         _refuse(
-            "the pytest process itself is in a process group, which ranks cannot inherit; a test "
-            "without the marker `world` has opened it and must call destroy_process_group()"
+            "the pytest process itself is in a process group, which ranks cannot inherit. A test "
+            "without the marker `world` opened it, and must call destroy_process_group()"
         )
 
 

@@ -41,7 +41,7 @@ def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
             marks = marks[-max(count, 1) :]
         if any((m.args, m.kwargs) != (marks[0].args, marks[0].kwargs) for m in marks):
             told = " and ".join(map(_as_written, marks))
-            raise _refuse(f"was given several times, as {told}: leave one")
+            raise _refuse(f"was given several times, as {told}; remove all but one")
         return marks[0]
     return None
 
@@ -71,7 +71,7 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
         or not isinstance(deadline_s, int | float)
         or not (0 < deadline_s <= MOST_DEADLINE_S)
     ):
-        raise _refuse(f"was given deadline_s={deadline_s!r}; it takes seconds, more than 0")
+        raise _refuse(f"was given deadline_s={deadline_s!r}; it takes a number of seconds above 0")
     for name, kind in (("seed", int), ("reuse", bool), ("backend", str), ("device", str)):
         if name in arguments and not isinstance(arguments[name], kind):
             raise _refuse(f"was given {name}={arguments[name]!r}; it takes a {kind.__name__}")

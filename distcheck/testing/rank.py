@@ -204,7 +204,8 @@ def _refuse_a_result(item: pytest.Function, result: object) -> None:
     if result is not None:
         warnings.warn(
             pytest.PytestReturnNotNoneWarning(
-                f"{item.nodeid} returned {type(result).__name__}: a test asserts, it returns None"
+                f"{item.nodeid} returned {type(result).__name__}; a test must assert, and return "
+                "None"
             ),
             stacklevel=1,
         )

@@ -73,8 +73,8 @@ def verify(
     save        folder for cases, traces and the report; nothing is written without it
     settings    further ones, by the names that their options have
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call, forked from interpreters that are kept. Raises UsageError for what makes no
-    sense, CannotRunError for what this machine cannot run.
+    fresh in every call, forked from interpreters that are kept. Raises UsageError for invalid
+    arguments, CannotRunError for what this machine cannot run.
     """
     if unknown := settings.keys() - SETTINGS.keys():
         name = min(unknown)
@@ -115,4 +115,4 @@ def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
     try:
         return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
     except msgspec.ValidationError as error:
-        raise UsageError(f"verify() was given something else than it takes: {error}") from None
+        raise UsageError(f"verify() does not take these arguments: {error}") from None

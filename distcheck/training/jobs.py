@@ -31,7 +31,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     contract: Contract
     strategy_file: str
     strategy_line: int = 0
-    syncs_statistics: bool = False  # whether the strategy's file speaks of SyncBatchNorm
+    syncs_statistics: bool = False  # whether the strategy's file mentions SyncBatchNorm
     model: ModelLayout
     train_size: int
     saved_bytes_per_sample: int

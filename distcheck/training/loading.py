@@ -235,7 +235,7 @@ def load_backend(spec: str) -> str:
         return backends.register(spec) if spec in backends.backend_names() else spec
     check_spelling("backend", spec, backends.backend_names())
     target, _, _ = _resolve("backend", spec, {})
-    wanted = "wanted is a function without arguments that registers it and returns torch's name"
+    wanted = "expected is a function without arguments that registers it and returns torch's name"
     if not callable(target):
         raise UsageError(f"backend {spec!r} is a {type(target).__name__}; {wanted}")
     try:
@@ -378,7 +378,7 @@ def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Modul
     if keyword or len(required) > 2 or (not positional and not variadic):
         raise UsageError(
             f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
-            "wanted is sync(model) or sync(model, step)"
+            "expected is sync(model) or sync(model, step)"
         )
     asked = [p.name for p in second if MEANINGS.get(p.name, "step") != "step"]
     if len(required) == 2 and asked:

@@ -79,7 +79,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
 
 
 def _mentions_mpi(spec: str) -> bool:
-    """Whether a file of a strategy, or one beside it that it imports, speaks of mpi4py."""
+    """Whether a file of a strategy, or one beside it that it imports, mentions mpi4py."""
     file = Path(spec.partition(":")[0])
     text = _text_of(file)
     beside = (file.with_name(f"{name}.py") for name in dict.fromkeys(_IMPORTED.findall(text)))

@@ -109,7 +109,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
 
     So is every X, the first model, and R: its bound is that of adding up and dividing the ranks'
     own gradients, and the reference has those as this machine's kernels compute them. What ranks
-    are held against each other, the lattice's exact sums, and the full batch, whose bound is that
+    are compared with each other, the lattice's exact sums, and the full batch, whose bound is that
     of a computation in another order, stand.
     """
     return [

@@ -105,7 +105,10 @@ def still_open(patience_s: float = math.inf) -> list[str]:
 @contextlib.contextmanager
 def _without_inductor() -> Iterator[None]:
     """The recorder asks torch._inductor about frames, if torch has it; and torch, asked, imports
-    it, for seconds. Code that has not imported it has no frames of its either.
+    it. Code that has not imported it has no frames in it.
+
+    Measured: the report of a rank with stacks takes 1.4 s of CPU with that import, and less than
+    1 ms without. A rank is asked for it while it hangs, so the time counts.
     """
     torch = sys.modules.get("torch")
     if torch is None or "torch._inductor" in sys.modules:

@@ -2,8 +2,10 @@
 
 A world fills as many cores as it has ranks, so more worlds at a time than cores only makes each of
 them slower. A process that wants to start one binds one of a few names in the abstract socket
-namespace: the kernel gives a name to one process, and takes it back however that process ends. No
-file, no lock that outlives its process.
+namespace: the kernel gives a name to one process, and takes it back however that process ends.
+
+A lock file (filelock) would need a folder that other users cannot write to, and a rank that is
+forked during a turn would hold it as well.
 """
 
 import errno

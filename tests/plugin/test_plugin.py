@@ -27,13 +27,13 @@ def test_without_the_plugin_the_marker_is_unknown(run: Run) -> None:
 
 BAD_MARKERS = {
     "world()": "needs the number of ranks",
-    "world(4)\n@pytest.mark.world(5)": "several times, as world(5) and world(4): leave one",
+    "world(4)\n@pytest.mark.world(5)": "several times, as world(5) and world(4); remove",
     "world(0)": "was given the size 0; it takes 1 to 256 ranks",
     "world('4')": "was given the size '4'",
     "world([])": "was given an empty list of sizes: nothing would run",
     "world(2, 3)": "takes one size, or a list of them",
     "world(2, colour='red')": "takes no colour",
-    "world(2, deadline_s=0)": "was given deadline_s=0; it takes seconds, more than 0",
+    "world(2, deadline_s=0)": "was given deadline_s=0; it takes a number of seconds above 0",
     "world(2, device='tpu')": "was given device='tpu'; it takes 'cpu' or 'cuda'",
     "world(2, reuse=1)": "was given reuse=1; it takes a bool",
 }
@@ -111,8 +111,8 @@ def test_sizes_are_chosen_at_collection(run: Run, tmp_path: Path) -> None:
         assert f"PASSED test_it.py::test_{name}\n" in ran.stdout
     assert ran.stdout.count("\nthe marker `world` was given the sizes [2, 3] by add_marker or") == 2
     several = "the marker `world` was given several times, as world(2) and "
-    assert f"\n{several}world(3): leave one" in ran.stdout
-    assert f"\n{several}world(8, seed=1): leave one" in ran.stdout
+    assert f"\n{several}world(3); remove all but one" in ran.stdout
+    assert f"\n{several}world(8, seed=1); remove all but one" in ran.stdout
     assert "\ntest_it: a test in a world is a plain function, or a method of" in ran.stdout
     assert "testing/plugin.py" not in ran.stdout
     assert "During handling" not in ran.stdout
@@ -358,7 +358,7 @@ def test_the_conformance_suite(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ([], "give --distcheck-strategy NAME"),
-        (["-p", "no:distcheck"], "leave -p no:distcheck out"),
+        (["-p", "no:distcheck"], "remove -p no:distcheck"),
     ],
     ids=["alone", "without-the-plugin"],
 )

@@ -50,7 +50,7 @@ def test_kinds(asked: str, spelled: str) -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_bound_is_refused(asked: str) -> None:
-    with pytest.raises(UsageError, match=r"is nothing that a bound is known for; accepted are low"):
+    with pytest.raises(UsageError, match=r"is not supported; choose from low"):
         acceptance.read(asked)
 
 

@@ -95,7 +95,7 @@ def test_forms_are_chosen_by_the_signature(
 )
 def test_what_a_call_does_not_run_is_refused(tmp_path: Path, source: str, kind: str) -> None:
     (tmp_path / "deferred.py").write_text(source)
-    with pytest.raises(UsageError, match=f" is {kind}, of which a call runs nothing"):
+    with pytest.raises(UsageError, match=f" is {kind}, and calling it runs nothing"):
         load_strategy(f"{tmp_path}/deferred.py:f")
 
 

@@ -79,8 +79,8 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("gpus", "options", "said"),
     [
-        (0, {"backend": "nccl"}, "needs an NVIDIA GPU for each rank, and this machine shows none"),
-        (0, {"device": "cuda"}, "device 'cuda' is not available: this machine shows no NVIDIA GPU"),
+        (0, {"backend": "nccl"}, "needs an NVIDIA GPU for each rank; this machine has none"),
+        (0, {"device": "cuda"}, "device 'cuda' is not available: this machine has no NVIDIA GPU"),
         (1, {"backend": "nccl"}, "moves tensors between GPUs only; give --device cuda as well"),
         (
             1,

@@ -20,7 +20,16 @@ HARD = re.compile(
     r"\b(?:told|owe|owed|owes|nobody(?:'s)?|somebody(?:'s)?|anybody(?:'s)?|whoever)\b"
     r"|(?<!there )\bis no (?!longer|more\b)"  # "is not a", or say what it is
     r"|\bis none (?:that|of)\b"
-    r"|\bof (?:its|theirs|hers)\.",
+    r"|\bof (?:its|theirs|hers)\."
+    r"|\bis nothing (?:that|to be)\b"  # "is not supported", or say what is accepted
+    r"|\bneed not work\b"
+    r"|\bleave [\w-]+ away\b"  # "remove"
+    r"|\bmakes no sense\b"  # "is malformed", or say what is expected
+    r"|\bspeaks of\b"
+    r"|\bhad left the right ones\b"
+    r"|\bheld against\b"  # "compared with"
+    r"|\bwanted is\b"  # "expected is", or "it takes"
+    r"|\bto the bit where\b",
     re.IGNORECASE,
 )
 
@@ -70,6 +79,9 @@ def test_pages(path: Path) -> None:
         ("a value for a parameter of its.", True),
         ("which is none that a world can have", True),
         ("what nobody\n    # reads", True),
+        ("it is nothing that can be judged; leave --save away", True),
+        ("results are held against one machine; wanted is a list", True),
+        ("results are compared with one process; expected is a list", False),
         ("where there is no rank, it is no longer needed, and is not a world", False),
     ],
 )

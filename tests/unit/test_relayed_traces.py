@@ -64,7 +64,7 @@ def test_what_lies_outside_is_refused_whole(trace: int, rank: int, offset: int) 
 def test_a_host_speaks_of_its_own_ranks(trace: int, message: wire.FromHost) -> None:
     ranks, link = share(trace)
     ranks.take(message)
-    assert link.lost == "it speaks of rank 7, not its own"
+    assert link.lost == "it names rank 7, not its own"
 
 
 def test_holes_are_not_sent_and_writing_is(trace: int) -> None:

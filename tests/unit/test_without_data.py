@@ -156,7 +156,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             "dropped-rank",
             [[0.5, 0.5, 0.0]] * 3,
             {},
-            ("keeps rank 3 out", "if rank 3 is a server", "say --without-data 3,"),
+            ("keeps rank 3 out", "If rank 3 is a server", "give --without-data 3,"),
         ),
         (
             "dropped-rank",

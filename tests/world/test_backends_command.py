@@ -158,9 +158,9 @@ def test_ends_of_the_command(folder: Path, backend: str, code: int, said: str) -
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("returns_no_name", "returned 3; wanted is a function without arguments"),
+        ("returns_no_name", "returned 3; expected is a function without arguments"),
         ("raises", "raised RuntimeError: no licence"),
-        ("WORLD", "is a int; wanted is a function"),
+        ("WORLD", "is a int; expected is a function"),
         ("other", "has no object 'other'"),
     ],
 )

@@ -12,7 +12,7 @@ from tests.world.command import QUICK, Run, distcheck
 
 __all__ = ["distcheck"]
 
-on_gpu = pytest.mark.skipif(devices.gpu_count() == 0, reason="this machine shows no NVIDIA GPU")
+on_gpu = pytest.mark.skipif(devices.gpu_count() == 0, reason="this machine has no NVIDIA GPU")
 no_gpu = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")
 CUDA = ("--device", "cuda", "--json", "r.json")
 
@@ -55,9 +55,9 @@ def test_the_marker(world) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--device", "cuda"), "device 'cuda' is not available: this machine shows no NVIDIA GPU"),
+        (("--device", "cuda"), "device 'cuda' is not available: this machine has no NVIDIA GPU"),
         (("--backend", "nccl"), "backend nccl needs an NVIDIA GPU for each rank"),
-        (("--backend", "nccl", "--device", "cuda"), "this machine shows none"),
+        (("--backend", "nccl", "--device", "cuda"), "this machine has none"),
     ],
 )
 def test_without_one(distcheck: Run, words: tuple[str, ...], said: str) -> None:
@@ -92,4 +92,4 @@ def test_the_marker_skips_without_one(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert "1 skipped" in ran.stdout, ran.stdout
-    assert "this machine shows no NVIDIA GPU" in ran.stdout
+    assert "this machine has no NVIDIA GPU" in ran.stdout

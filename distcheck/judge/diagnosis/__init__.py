@@ -100,8 +100,8 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
         evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
         "parameters that their own updates left: another design, which differs from a mean "
         "of gradients where the optimizer keeps state",
-        suggestion=f"say --accept local-sgd:{every} if that is meant; or average gradients before "
-        "the optimizer's step",
+        suggestion=f"if that is intended, give --accept local-sgd:{every}; otherwise average "
+        "gradients before the optimizer's step",
     )
     return [told if cause.cause == "no-sync" else cause for cause in found]
 
@@ -196,9 +196,9 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return [
         Diagnosis(
             cause="wrong-on-server",
-            evidence="every rank with data holds the right mean, and the one without another: "
-            f"{where(first)}, {first.first.actual} where {first.first.expected} is the mean",
-            suggestion="have the server keep the mean that it sends, or leave its own gradients "
-            "alone",
+            evidence="every rank with data holds the right mean, but the one without does not: "
+            f"{where(first)}, actual {first.first.actual}, expected {first.first.expected}",
+            suggestion="let the server keep the mean that it sends, or leave its own gradients "
+            "unchanged",
         )
     ]

@@ -38,7 +38,7 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     )
     if not right or not pairs or not pairs <= {("gradients", BITWISE), ("agreement", "-")}:
         return []
-    what = "every gradient is within rounding of the right mean, and its last bits are not those "
+    what = "every gradient is within rounding of the right mean, but its last bits are not those "
     result = failed.get(("gradients", BITWISE))
     if result is not None:
         evidence = f"{what}of the promised order and scale: {where(result)}"
@@ -80,9 +80,9 @@ def of_passes(facts: Facts) -> list[Diagnosis]:
             evidence=f"step {found.step}: each rank's {found.passes} backward passes should count "
             f"once each; {text} times those of ranks "
             f"{', '.join(str(facts.steps[0].number(r)) for r in range(len(rows)))}",
-            suggestion="exchange what all backward passes of the step have added up, once, after "
-            "the last: look for an exchange that is begun too early, a buffer that is filled by "
-            "the first or by the last pass only, and a scale that is applied in every pass",
+            suggestion="exchange the sum of all backward passes of the step once, after the last: "
+            "look for an exchange that begins too early, a buffer that only the first or the "
+            "last pass fills, and a scale that every pass applies",
         )
     ]
 
@@ -213,7 +213,7 @@ def of_loss(failed: Failures) -> list[Diagnosis]:
     return [
         Diagnosis(
             cause="wrong-loss",
-            evidence=f"gradients and parameters are right; the loss that is returned is not: "
+            evidence="gradients and parameters are right, but the returned loss is not: "
             f"{where(results[0])}{numbers}",
             suggestion="look at how the loss is averaged, and what is added to it before it is "
             "returned",

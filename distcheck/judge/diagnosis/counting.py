@@ -37,7 +37,7 @@ def chain(way: Reading, where: str) -> Finding:
         "chained-mean",
         f"{where}: in what every rank holds the ranks' gradients count {shown}, as where each is "
         "averaged with what came before it, (a + b) / 2 again and again",
-        "add all ranks' gradients up first, and divide once by their number",
+        "sum the gradients of all ranks first, and divide once by their number",
     )
 
 
@@ -91,9 +91,9 @@ def dropped(step: StepFacts, positions: Sequence[int], *, mean: bool) -> str:
     if len(positions) > 1 or not mean:
         return text
     return (
-        f"{text}; what is left is the mean over the others, so if {ranks} is a server "
-        f"that has no data by design, say --without-data {step.number(positions[0])}, with a "
-        "--batch that the others divide"
+        f"{text}; the rest is the mean over the other ranks. If {ranks} is a server that has no "
+        f"data by design, give --without-data {step.number(positions[0])}, with a --batch that "
+        "the others divide"
     )
 
 

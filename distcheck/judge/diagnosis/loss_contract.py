@@ -23,7 +23,7 @@ def with_hint(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:
     hinted = msgspec.structs.replace(
         chosen,
         evidence=f"{chosen.evidence}; every gradient of every rank and step is right under {names}",
-        suggestion=f"{chosen.suggestion}; or, if the training loop that this was written for gives "
-        f"backward such a loss, say {names}",
+        suggestion=f"{chosen.suggestion}; or, if the training loop of this code gives backward "
+        f"such a loss, give {names}",
     )
     return [hinted if d is chosen else d for d in found]

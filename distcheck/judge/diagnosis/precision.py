@@ -68,8 +68,8 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
             "low-precision",
             f"{mean}as large as {dtype} makes when gradients are rounded to it, and larger than "
             f"their own dtype makes{proof}",
-            f"exchange gradients in their own dtype; or, if {dtype} is meant, promise it with "
-            f'@strategy(wire="{dtype}"), or say --accept low-precision:{dtype}',
+            f"exchange gradients in their own dtype; or, if {dtype} is intended, promise it with "
+            f'@strategy(wire="{dtype}"), or give --accept low-precision:{dtype}',
         )
     ]
     return found if proof else [*found, _noise(f"{mean}in every element")]

@@ -224,9 +224,10 @@ def _buffers(failed: Failures) -> list[Diagnosis]:
     return [
         Diagnosis(
             cause="buffers-differ",
-            evidence=f"gradients are right and buffers are not those that the shard's own forward "
-            f"pass leaves: {where(result)}, {result.worst.actual if result.worst else ''} where "
-            f"{result.worst.expected if result.worst else ''} is expected",
+            evidence="gradients are right, but buffers are not those that the shard's own forward "
+            f"pass leaves: {where(result)}, actual "
+            f"{result.worst.actual if result.worst else ''}, expected "
+            f"{result.worst.expected if result.worst else ''}",
             suggestion="look for what writes, resets or averages running statistics; if rank 0's "
             'are broadcast before every forward, promise it with @strategy(buffers="rank 0")',
         )

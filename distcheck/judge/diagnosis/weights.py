@@ -77,8 +77,8 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
         return Finding(
             "missing-division",
             evidence,
-            f"divide by the number of ranks ({world}) once, after the sum or before it; what is "
-            "exchanged twice and divided once looks the same",
+            f"divide by the number of ranks ({world}) once, after the sum or before it; "
+            "reducing twice and dividing once gives the same symptom",
         )
     if factor == 1 / world:
         return Finding(
@@ -123,10 +123,10 @@ def _already_there(step: StepFacts, factor: float) -> str:
     if any(f is None for f in seen):
         return " (a loss that was scaled by as much would look the same)"
     if all(f == 1.0 for f in seen):
-        return "; backward had left the right ones, so the factor came with the exchange"
+        return "; gradients were correct after backward, so the exchange introduced the factor"
     # Chosen: far above rounding in float32, and no other factor is so near.
     if all(f is not None and isclose(f, factor, rel_tol=1e-4) for f in seen):
-        return "; backward had left gradients that were as much too large or small already"
+        return "; gradients were wrong by the same factor after backward"
     return ""
 
 

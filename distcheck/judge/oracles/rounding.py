@@ -20,7 +20,7 @@ float64's u. A term of it goes through W roundings (its product and W - 1 additi
 to zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the
 loss was scaled: for the factor (declared times observed), the division by it, and, where another
 loss is asked after, that one's factor, a product and a quotient. So k is W + 2, or W + 7. The bound
-and what is held against it are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
+and what is compared with it are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
 
 A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
 rounded once more, on its way in, and each of the k roundings is counted with the larger of the

@@ -20,13 +20,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     strategies = config.getoption("distcheck_strategy", None)
     if strategies is None:
         raise pytest.UsageError(
-            "the conformance suite takes what to test from options of distcheck's pytest plugin: "
-            "leave -p no:distcheck out"
+            "the conformance suite reads options of distcheck's pytest plugin; remove -p "
+            "no:distcheck"
         )
     if not strategies:
         raise pytest.UsageError(
-            "the conformance suite tests a strategy: give --distcheck-strategy NAME, FILE.py:OBJ "
-            "or MODULE:OBJ"
+            "no strategy is given for the conformance suite; give --distcheck-strategy NAME, "
+            "FILE.py:OBJ or MODULE:OBJ"
         )
     worlds = config.getoption("distcheck_world") or _WORLDS
     workloads = config.getoption("distcheck_workload") or _WORKLOADS

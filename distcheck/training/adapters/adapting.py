@@ -42,8 +42,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         return adapt(_method_of(target, method), find)
     if not name and not callable(target.value) and not own_names(type(target.value)):
         raise UsageError(
-            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; "
-            "expected is a function, a class, or an object with a method to call after backward"
+            f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; give a "
+            "function, a class, or an object with a method to call after backward"
         )
     if not name:
         raise refusal(
@@ -58,8 +58,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     if target.adaptation.without_data and name in _COMPUTING:
         raise UsageError(
             f"--without-data is for code that is called after backward; {target.spec!r} was taken "
-            f"as {name}, whose part of the work is done in a backward that a rank without data "
-            "never runs (--as says otherwise)"
+            f"as {name}, which works in a backward that a rank without data never runs (--as says "
+            "otherwise)"
         )
     loaded = load_form(name).adapt(target, scene)
     line = source_line(target.value, file=loaded.file)
@@ -112,8 +112,8 @@ def _refuse_deferred(target: Target) -> None:
     for kind, has_it in kinds.items():
         if has_it(target.value):
             raise UsageError(
-                f"strategy {target.spec!r} is {kind}, of which a call runs nothing; give a "
-                "function that runs it to its end, such as one that calls asyncio.run"
+                f"strategy {target.spec!r} is {kind}, and calling it runs nothing; give a "
+                "function that runs it to its end, for example with asyncio.run"
             )
 
 
@@ -180,7 +180,8 @@ def _refuse_options(target: Target) -> None:
     ):
         if value:
             raise UsageError(
-                f"{option} is of no use for {target.spec!r}, which has distcheck's own methods"
+                f"{option} does not apply to {target.spec!r}, which has distcheck's own methods; "
+                "remove it"
             )
 
 
@@ -198,8 +199,8 @@ def _check_used(target: Target, scene: Scene, name: str) -> None:
     ):
         if value and name != "wrapper":
             raise UsageError(
-                f"{option} {value} is for a wrapper; {target.spec!r} was taken as {name} "
-                "(--as wrapper says otherwise)"
+                f"{option} {value} is for a wrapper; {target.spec!r} was taken as {name} (--as "
+                "wrapper says otherwise)"
             )
 
 
@@ -256,8 +257,8 @@ def _watched(
         loaded.close()
         if scene.calls == 0:
             raise UsageError(
-                f"{target.spec!r} was never called, so nothing was verified; say with "
-                "--as what it is"
+                f"{target.spec!r} was never called, so nothing was verified; name its form with "
+                "--as"
             )
 
     return dataclasses.replace(

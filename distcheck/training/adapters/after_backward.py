@@ -51,9 +51,9 @@ class AfterBackward:
             return answer
         if _hooks(model) - hooks:
             raise UsageError(
-                f"{self._what} registers hooks, and was called after backward, which is too late "
-                "for that step, and once more in every other; if it is to be called once, before "
-                "training, give --as hooks"
+                f"{self._what} registers hooks, but was called after backward: too late for that "
+                "step, and again at every other; if it must be called once, before training, "
+                "give --as hooks"
             )
         still.check(self._what)
         pairs = _gradients_of(model, answer)

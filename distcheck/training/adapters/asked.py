@@ -81,7 +81,7 @@ def _text_of(option: str, name: str, value: Any) -> str:
     text = repr(value)
     if not _is_literal(text):
         raise UsageError(
-            f"{option} {name}: {value!r} cannot be written down for another process; give a Python "
+            f"{option} {name}: {value!r} cannot be sent to another process; give a Python "
             "literal, @name for what distcheck would fill in under that name, or @module:object"
         )
     return text

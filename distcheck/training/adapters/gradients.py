@@ -50,7 +50,7 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
             tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors
         ]
         raise UsageError(
-            f"{what} returned {str(shown[:4])[:200]} for {len(parameters)} gradients; wanted is "
+            f"{what} returned {str(shown[:4])[:200]} for {len(parameters)} gradients; expected is "
             "nothing (in place), or a tensor of the same shape for each"
         )
 
@@ -88,7 +88,7 @@ class Stillness:
             slope += float(gradient.square().sum())
         if along > _DESCENDS * math.sqrt(moved * slope):
             raise UsageError(
-                f"{what} updates the parameters itself, so its gradients are never to be seen; if "
+                f"{what} updates the parameters itself, so distcheck cannot see its gradients; if "
                 "it calls optimizer.step(), give --as step; if it takes the step of plain SGD, "
                 "give --as steps-inside; otherwise split it in two, and give the part that "
                 "synchronises"

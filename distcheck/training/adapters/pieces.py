@@ -70,8 +70,8 @@ class Pieces:
         numbers = values.nan_to_num(-1, -1, -1).long()
         if not bool(((numbers == values) & (numbers >= 0) & (numbers < base)).all()):
             raise UsageError(
-                f"{self._what} does not only divide the module's numbers among the ranks, it "
-                "changes them when it is made, so they cannot be put together again"
+                f"{self._what} does not only divide the module's numbers among the ranks: its "
+                "constructor changes them, so they cannot be put together again"
             )
         return numbers
 
@@ -82,7 +82,7 @@ class Pieces:
         if bool((mine >= self._total).any()) or len(mine.unique()) != len(mine):
             raise UsageError(
                 f"{self._what} has parameters() that hold an element twice on rank {self._rank}; "
-                "they must be its pieces alone"
+                "each element must be in one piece"
             )
         speaker = self._zeros(self._total) + self._size
         speaker[mine] = self._rank
@@ -132,9 +132,9 @@ class Pieces:
         if not fits:
             shown = [None if v is None else tuple(v.shape) for v in values]
             raise UsageError(
-                f"{self._what} holds tensors of {str(shown)[:120]}, and began with pieces of "
-                f"{str([len(p) for p in self._places])[:120]} elements: between the steps pieces "
-                "must be pieces again"
+                f"{self._what} holds tensors of {str(shown)[:120]}, but began with pieces of "
+                f"{str([len(p) for p in self._places])[:120]} elements; between steps its "
+                "parameters must be those pieces again"
             )
 
     def together(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -75,7 +75,7 @@ def launch_of(
         wanted = ", ".join(map(str, worlds))
         raise UsageError(
             f"--world {wanted} was given, and {launch.launcher} has started {launch.world} "
-            "ranks; leave --world away, or start as many"
+            "ranks; remove --world, or start as many"
         )
     if launch.world == 1 and not launch.run:
         return None, (1,)  # with a name, it may be what is left of a larger one

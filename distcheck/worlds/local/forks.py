@@ -4,6 +4,9 @@ fork(2) copies one page table entry for each 4 KiB page that was ever written: w
 that is 290 MB, and most of the price of a world of ranks. madvise(2) MADV_COLLAPSE, of Linux 6.1,
 puts such memory into pages of 2 MiB on request, whatever the system's setting is, and a fork shares
 each by one entry. A rank that writes to one gets its 4 KiB alone, as before.
+
+Measured (a process with torch imported, 2 cores): a fork takes 64 ms before and 3.2 ms after it;
+gathering takes 2.6 s once, on a busy machine. Older kernels refuse the call, and nothing changes.
 """
 
 import ctypes

@@ -95,7 +95,7 @@ class Link:
         try:
             arrived = self.line.receive()
         except msgspec.MsgspecError as error:
-            self.lose(f"what it says makes no sense ({error})")
+            self.lose(f"its message is malformed ({error})")
             return
         except (EOFError, ConnectionError):  # a reset, where something of ours was still unread
             self.lose(_ENDED)
@@ -185,7 +185,7 @@ class RemoteShare(Share):
             return
         told = set(message.busy_s) if isinstance(message, wire.Signs) else {message.rank}
         if not told <= self.children.keys():
-            self._link.lose(f"it speaks of rank {max(told - self.children.keys())}, not its own")
+            self._link.lose(f"it names rank {max(told - self.children.keys())}, not its own")
             return
         if isinstance(message, wire.Signs):
             for rank, busy_s in message.busy_s.items():

@@ -55,8 +55,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             made = filling.call(*([taken] if supplied else []))
             if not hasattr(made, "__exit__"):
                 raise UsageError(
-                    f"{target.spec!r} returned a {type(made).__name__}, and a context manager is "
-                    "expected; --as says what it is"
+                    f"{target.spec!r} returned a {type(made).__name__}; a context manager is "
+                    "expected; name the form with --as"
                 )
             made.__enter__()
             entered.append(made)

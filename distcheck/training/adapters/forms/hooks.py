@@ -27,8 +27,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         raise refusal(target, f"strategy {target.spec!r} is not a function of a model")
     if is_context_function(target.value):
         raise UsageError(
-            f"strategy {target.spec!r} is a context manager, which --as hooks would call and never "
-            "enter; give --as context"
+            f"strategy {target.spec!r} is a context manager, which --as hooks would call but "
+            "never enter; give --as context"
         )
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     supplied = [] if scene.meaning_of(target.first) not in ("", "model") else [target.first]

@@ -99,7 +99,7 @@ class _Uses:
         if len(models) > 1:
             raise refusal(
                 target,
-                f"{target.spec!r} works on several models ({', '.join(models)}), and one is "
+                f"{target.spec!r} works on several models ({', '.join(models)}), but only one is "
                 "trained",
             )
 
@@ -121,8 +121,8 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
             meaning = f"listed_{meaning}"
         if not meaning:
             sentence = (
-                f"the code uses self.{name}, of which nothing is known; give "
-                f"--arg self.{name}=VALUE"
+                f"the code uses self.{name}, which distcheck does not know; give --arg "
+                f"self.{name}=VALUE"
             )
             if name in unknown:
                 return not_given(name, sentence)

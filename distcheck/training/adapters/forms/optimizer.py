@@ -50,7 +50,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             return derived  # type: ignore[no-any-return]
         if made is inner or not callable(getattr(made, "step", None)):
             raise UsageError(
-                f"{target.spec!r} made a {type(made).__name__} without a step() of its own"
+                f"{target.spec!r} made a {type(made).__name__} that does not define step()"
             )
         around: Any = Around(made, inner, scene)
         return around  # type: ignore[no-any-return]

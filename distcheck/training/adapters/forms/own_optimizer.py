@@ -165,8 +165,8 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
     if not rate:
         raise refusal(
             target,
-            f"strategy {target.spec!r} is an optimizer with an update of its own and no parameter "
-            "lr, so that gradients cannot be taken from what it writes",
+            f"strategy {target.spec!r} is an optimizer with its own update and no parameter lr, "
+            "so gradients cannot be derived from its step",
         )
     scene.rate = RATE
     filling = _filling(target, scene, rate)

@@ -24,7 +24,7 @@ EXAMPLE = (
 
 
 def fits(target: Target) -> bool:
-    """A wrapper that speaks of shards, in a module that gathers."""
+    """A wrapper that mentions shards, in a module that gathers."""
     made = target.owner if target.is_unbound else target.value
     if made is None or not wrapper.fits(target):
         return False

@@ -56,7 +56,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         scene.calls += 1
         held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
         if len(held) > 1:
-            raise UsageError(f"{target.spec!r} holds several optimizers, and one is compared")
+            raise UsageError(f"{target.spec!r} holds several optimizers, but only one is compared")
         around: Any = Around(made, held[0] if held else made, scene)
         return around  # type: ignore[no-any-return]
 

@@ -57,8 +57,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if not _rates(target) and not takes_optimizer:
         raise refusal(
             target,
-            f"{what}: gradients are taken from its step by dividing by the learning rate, and "
-            "nothing tells that; make it a parameter lr, or give its name in the module with "
+            f"{what}: gradients are derived from its step by dividing by the learning rate, "
+            "which is not known; make it a parameter lr, or give its name in the module with "
             f"--set lr={RATE:g}",
         )
     rate = _told_rate(target)
@@ -146,8 +146,8 @@ def _told_rate(target: Target) -> float:
     except ValueError:
         pass
     raise UsageError(
-        f"a learning rate of {text} for {target.spec!r}: by a power of two from 1 gradients can be "
-        f"taken from its step exactly; give {RATE:g}, or nothing"
+        f"a learning rate of {text} for {target.spec!r} is not a power of two from 1, so "
+        f"gradients cannot be derived exactly from its step; give {RATE:g}, or nothing"
     )
 
 
