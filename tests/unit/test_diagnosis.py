@@ -389,3 +389,17 @@ def test_elements_in_their_place_are_no_permutation(moves: bool, matches: int) -
     held[0] += 2e-6  # one element is out of its own bound, and within that of all together
     one = _Held("p0", Interval(mean, bound), held)
     assert len(list(permuted([one]))) == matches  # type: ignore[list-item]
+
+
+def test_noise_on_many_small_elements_is_no_permutation() -> None:
+    """Sorted, they come close: there is another one near each. Theirs are the bounds that count."""
+    generator = torch.Generator().manual_seed(1)
+    small, noise = torch.randn(2, 10_000, generator=generator, dtype=torch.float64)
+    mean = torch.cat([torch.arange(1.0, 41.0, dtype=torch.float64), small * 1e-5])
+    bound = 1e-8 * mean.abs()
+    held = mean.clone()
+    held[40:] += 3e-8 * noise
+    assert float((held - mean).norm()) > float(bound.norm())
+    assert float((held.sort().values - mean.sort().values).norm()) < float(bound.norm())
+    one = _Held("p0", Interval(mean, bound), held)
+    assert list(permuted([one])) == []  # type: ignore[list-item]

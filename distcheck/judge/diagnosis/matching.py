@@ -130,34 +130,39 @@ def _mixed(
 
 
 def permuted(measured: list[Measured]) -> Iterator[Match]:
-    """All elements of all parameters, sorted. Sorting both brings no two vectors further apart, and
-    what is then within a bound has norms within it: the norms, which any order leaves alike, rule
-    most out without sorting anything.
+    """The elements that are wrong where they stand, sorted. Sorting both brings no two vectors
+    further apart, and what is then within a bound has norms within it: the norms, which any order
+    leaves alike, rule most out without sorting anything.
+
+    Those that are right where they stand do not count: their bounds would hide small elements that
+    were dropped. Twice the bounds of the others: one that a permutation brought onto an equal one
+    is taken for one that stayed.
     """
     elements = sum(m.elements for m in measured)
     wrong = sorted({rank for m in measured for rank in m.wrong})
     if elements > _MOST_SORTED or not wrong:
         return
     in_place = torch.cat([m.interval.mean.reshape(-1) for m in measured])
-    bound = float(torch.cat([m.interval.bound.reshape(-1) for m in measured]).norm())
+    bounds = torch.cat([m.interval.bound.reshape(-1) for m in measured])
+    bound = float(bounds.norm())
     norm = float(in_place.norm())
     if bound > _SHARPEST * norm:
         return
     # The two norms are themselves off by their roundings, in float64 and in any order.
     reach = bound + gamma(2 * elements, unit_roundoff(torch.float64)) * norm
-    means: torch.Tensor | None = None
     for rank in wrong:
         results = torch.cat([m.result(rank).reshape(-1) for m in measured])
         if float((results - in_place).norm()) <= bound:
             continue  # only single elements are off, and they have not changed places
         if abs(float(results.norm()) - norm) > reach:
             continue
-        means = in_place.sort().values if means is None else means
-        distance = float((results.sort().values - means).norm())
-        if distance <= bound:
+        moved = (results - in_place).abs() > bounds
+        allowed = 2 * float(bounds[moved].norm())
+        distance = float((results[moved].sort().values - in_place[moved].sort().values).norm())
+        if distance <= allowed:
             for m in measured:
                 if rank in m.wrong:
                     yield Match(
                         kind="permuted", rank=rank, parameter=m.name, distance=distance,
-                        bound=bound,
+                        bound=allowed,
                     )  # fmt: skip
