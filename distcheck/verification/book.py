@@ -150,7 +150,8 @@ class Book:
 
     def _unfinished(self, run: CaseRun) -> CaseReport:
         report = verdicts.report_of(run, replay=self._replay(run.case))
-        return msgspec.structs.replace(report, unfinished=True)
+        # What has failed is known, whatever was not judged any more.
+        return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
 
     def _since_green(self) -> SinceGreen | None:
         if self._keep is None:
