@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -98,8 +99,9 @@ def _make_room(item: pytest.Function) -> None:
 
 
 class _Before:
-    """How the process was before any test: environment, folder, umask, import path, and what torch
-    keeps globally. Noted once: reading an environment takes as long as a small collective.
+    """How the process was before any test: environment, folder, umask, import path, signals, and
+    what torch keeps globally. Noted once: reading an environment takes as long as a small
+    collective.
     """
 
     def __init__(self) -> None:
@@ -110,6 +112,7 @@ class _Before:
         self._path = list(sys.path)
         os.umask(umask := os.umask(0o077))  # it can be read only by setting it
         self._umask = umask
+        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self._grad = torch.is_grad_enabled()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
@@ -139,6 +142,7 @@ class _Before:
                 os.environ.update(self._environment)
             os.chdir(self._folder)
             os.umask(self._umask)
+            self._put_signals_back()
             sys.path[:] = self._path
             torch.set_default_dtype(self._dtype)
             torch.set_num_threads(self._threads)
@@ -146,6 +150,15 @@ class _Before:
             if torch.are_deterministic_algorithms_enabled() != self._deterministic:
                 # It imports much; only if it must.
                 torch.use_deterministic_algorithms(self._deterministic)
+
+    def _put_signals_back(self) -> None:
+        """An alarm of one test would end the next one."""
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        for number, handler in self._signals.items():
+            # None: a handler that is not Python's, and that Python cannot set.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
     def destroy_left_groups(self) -> None:
         """Destroys the groups that the last test left. Only now that the next one is here, and so

@@ -166,7 +166,8 @@ class Book:
             noted = replace(judged.recorded, plan=plan.noting(str(given_up)))
             judged = replace(judged, recorded=noted)
         report = verdicts.report_of(judged, replay=self._replay(plan.case))
-        return msgspec.structs.replace(report, unfinished=True)
+        # What has failed is known, whatever was not judged any more.
+        return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
 
     def _since_green(self) -> SinceGreen | None:
         if self._keep is None:

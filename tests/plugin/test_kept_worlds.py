@@ -156,7 +156,7 @@ def test_what_the_next_test_would_meet_is_thrown_away(tmp_path: Path) -> None:
 
 
 FORKS = """
-import os, subprocess
+import os, signal, subprocess
 import pytest, torch
 import torch.distributed as dist
 
@@ -175,6 +175,17 @@ def test_first(world):
 def test_umask_is_put_back(world):
     note("one", world)
     assert os.umask(0o022) == MASK
+
+@KEPT
+def test_an_alarm_is_set(world):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+@KEPT
+def test_the_alarm_is_gone(world):
+    note("one", world)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 @KEPT
 def test_a_fork_comes_back(world):
@@ -204,7 +215,7 @@ def test_processes_and_umask_do_not_reach_the_next_test(tmp_path: Path) -> None:
     mask = os.umask(0o022)
     os.umask(mask)
     ran = run_warm(tmp_path, FORKS.replace("MASK", str(mask)), "--tb=short")
-    assert "6 passed" in ran.stdout, ran.stdout
+    assert "8 passed" in ran.stdout, ran.stdout
     assert "LeakWarning: test_it.py::test_a_process_goes_on left on rank 0" in ran.stdout
     assert ": 1 process running (sleep" in ran.stdout, ran.stdout
     for rank in range(2):
