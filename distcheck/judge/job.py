@@ -54,7 +54,7 @@ def judge_trace(
     What was expected of a step is let go before the next one.
     """
     references = References(ingredients, job.contract, trace)
-    evidence = _evidence(job, ingredients, references, rerun)
+    evidence = evidence_of(job, ingredients, references, rerun)
     sittings = [_Sitting(*pair) for pair in job.planned]
     for step in sorted(job.steps):
         if reporter is not None:
@@ -69,9 +69,10 @@ def judge_trace(
     return [sitting.conclude(evidence) for sitting in sittings]
 
 
-def _evidence(
+def evidence_of(
     job: JudgeRequest, ingredients: Ingredients, references: References, rerun: TraceReader | None
 ) -> Evidence:
+    """What every check of a job is given, but for what is expected at a step."""
     return Evidence(
         case=ingredients.case,
         contract=job.contract,

@@ -10,7 +10,6 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.judge import acceptance
-from distcheck.judge.checks import ORDER
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
@@ -19,16 +18,9 @@ from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.settings import Settings
 from distcheck.plan.single_ranks import check_delays, check_without_data
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
+from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
-from distcheck.records.layers import (
-    BITWISE,
-    FULL_BATCH_LAYERS,
-    IN_FLOAT32,
-    IN_FLOAT64,
-    ROUNDING,
-    further_layers,
-    layers_of,
-)
+from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
 from distcheck.training.adapters.asked import check_adaptation
 from distcheck.training.jobs import CaseFacts
@@ -253,7 +245,7 @@ def _dtypes(request: Request, workload: str) -> list[str]:
 def _case(request: Request, strategy: str, world: int, workload: str, dtype: str) -> Case:
     name = strategy.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
     place = workload.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
-    layers = layers_of(dtype)
+    layers = known_layers.layers_of(dtype)
     if not acceptance.owes_full_batch(request.accept):
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
     cell, known = CELLS.get(workload), about(workload)
@@ -300,7 +292,7 @@ def plan_checks(
     seen = facts.contract.sync != "out-of-sight"
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else BITWISE
-    further = further_layers(case.layers)
+    further = known_layers.further_layers(case.layers)
     gradient_layers = [layer for layer in (exact, bounded, *semantic, *further) if layer]
     planned = [
         PlannedCheck(check="outcome", layer="-", scope="front", required=owes.outcome()),
@@ -329,11 +321,7 @@ def plan_checks(
     compared = (*model.parameters, *model.parameters, *replicas)
     if not local_sgd:
         planned.append(owes.check("agreement", "-", compared))
-    planned += [
-        owes.check(name.replace("_", " "), "-", getattr(model, tensors))
-        for name, tensors in ORDER.items()
-        if tensors
-    ]
+    planned += owes.in_every_case()
     if len(case.with_data) > 1 and (gradient_layers or local_sgd):
         planned.append(owes.sensitivity())
     if facts.must_happen:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.contract import Contract
+from distcheck.judge.checks import ORDER
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, ROUNDING
@@ -57,6 +58,14 @@ class Coverage:
                 len({t.name for t in (*tensors, *state)}), elements * self._case.steps
             ),
         )
+
+    def in_every_case(self) -> list[PlannedCheck]:
+        """The checks whose line in `ORDER` says what they compare."""
+        return [
+            self.check(name.replace("_", " "), "-", getattr(self._model, tensors))
+            for name, tensors in ORDER.items()
+            if tensors
+        ]
 
     def averaged(self, period: int) -> list[PlannedCheck]:
         """Local SGD: parameters of each rank's own between averages, and their mean after each.

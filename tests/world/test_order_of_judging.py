@@ -1,27 +1,43 @@
 """What a judge says of a step depends on that step alone: not on which steps it judges besides, nor
-on their order.
+on their order, nor on which check was made before.
 """
 
+import dataclasses
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import distcheck
+from distcheck.judge import checks
+from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.merging import merge_results
+from distcheck.judge.checks.tally import Tally
+from distcheck.judge.expecting import expect_step
+from distcheck.judge.job import evidence_of
 from distcheck.judge.jobs import JUDGE, JudgeRequest
+from distcheck.judge.oracles.references import References
+from distcheck.machine import seeds
 from distcheck.records import CheckResult
 from distcheck.store import run_folder
+from distcheck.training.building import open_ingredients
+from distcheck.training.traces.reader import TraceReader
 from distcheck.verification.book import run_of
 from distcheck.verification.case_runs import RecordedRun
+from distcheck.workloads.cells import CELLS
+from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
+from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.pool import Pool
 from tests.world.test_kinks import AtAKink
 
 STEPS = 6
+OUT_OF_ORDER = Job(f"{__name__}:judge_out_of_order", JudgeRequest, list[CheckResult], ("trace",))
 
 
 def a_little_off(model: torch.nn.Module, step: distcheck.Step) -> None:
@@ -55,7 +71,12 @@ class SeesOthersAtFirst(AtAKink):
             return super().forward(flat - 0.001 * flat.mean(0) if first else flat)
 
 
-def judged(pool: Pool, run: RecordedRun, parts: list[tuple[int, ...]]) -> list[CheckResult]:
+def judged(
+    pool: Pool,
+    run: RecordedRun,
+    parts: list[tuple[int, ...]],
+    job: "Job[JudgeRequest, list[CheckResult]]" = JUDGE,
+) -> list[CheckResult]:
     """Each part by a judge of its own; the results merged in the order of the steps."""
     planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
@@ -64,10 +85,102 @@ def judged(pool: Pool, run: RecordedRun, parts: list[tuple[int, ...]]) -> list[C
             case=run.case, contract=run.plan.contract, layout=run.plan.layout, description=b"",
             steps=steps, planned=planned,
         )  # fmt: skip
-        answer = run_job(pool, JUDGE, request, {"trace": run.trace_fd})
+        answer = run_job(pool, job, request, {"trace": run.trace_fd})
         found.append((min(steps), answer))
     columns = zip(*[results for _, results in sorted(found)], strict=True)
     return [merge_results(column) for column in columns]
+
+
+@OUT_OF_ORDER.does
+def judge_out_of_order(
+    job: JudgeRequest, fds: Descriptors, reporter: Reporter
+) -> list[CheckResult]:
+    """A job: steps in any order, with the same references; checks in any order, each by itself, and
+    while one of them compares, nothing can train.
+    """
+    seeds.pin_determinism()
+    ingredients = open_ingredients(job.case, b"", None)
+    seeds.pin_default_dtype(job.case.dtype)
+    references = References(ingredients, job.contract, TraceReader(fds["trace"], job.layout))
+    evidence = evidence_of(job, ingredients, references, None)
+    steps, planned, order = list(job.steps), list(job.planned), random.Random(len(job.steps))
+    parts: dict[tuple[str, str], dict[int, CheckResult]] = {pair: {} for pair in planned}
+    kept: dict[tuple[str, str], dict[int, Expectation]] = {pair: {} for pair in planned}
+    order.shuffle(steps)
+    for step in steps:
+        order.shuffle(planned)
+        expected = expect_step(references, step, planned)
+        order.shuffle(planned)
+        for pair in planned:
+            kept[pair][step] = expected.of(*pair)
+            if not over_steps(pair[0]):
+                parts[pair][step] = compared(evidence, pair, [kept[pair][step]])
+    for pair, of_steps in kept.items():
+        if over_steps(pair[0]):
+            parts[pair][0] = compared(
+                evidence, pair, [found for _, found in sorted(of_steps.items())]
+            )
+    return [merge_results([part for _, part in sorted(parts[p].items())]) for p in job.planned]
+
+
+def over_steps(check: str) -> bool:
+    return getattr(checks.load(check), "OVER_STEPS", False)
+
+
+def compared(
+    evidence: Evidence, pair: tuple[str, str], expectations: list[Expectation]
+) -> CheckResult:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a check trains")
+
+    tally, patch = Tally(*pair), pytest.MonkeyPatch()
+    patch.setattr(torch.autograd, "backward", refuse)
+    patch.setattr(torch.nn.Module, "__call__", refuse)
+    patch.setattr(torch.optim.Optimizer, "__init__", refuse)
+    try:
+        seen = dataclasses.replace(evidence, expectations=tuple(expectations))
+        checks.load(pair[0]).compare(seen, tally)
+    finally:
+        patch.undo()
+    return tally.result()
+
+
+def test_a_check_that_trains_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(evidence: Evidence, tally: Tally) -> None:
+        torch.nn.Linear(1, 1)(torch.ones(1)).backward()
+
+    monkeypatch.setattr(checks, "load", lambda name: SimpleNamespace(compare=trains))
+    nothing = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="a check trains"):
+        compared(nothing, ("loss", "-"), [])
+
+
+def saved(
+    pool: Pool,
+    folder: Path,
+    spec: str,
+    workloads: list[str],
+    *,
+    batch: int,
+    accept: str | None = None,
+) -> Iterator[RecordedRun]:
+    """The cases of a run, with their traces; some of them may fail."""
+    distcheck.verify(
+        spec,
+        world=2,
+        workload=workloads,
+        dtype="float32",
+        batch=batch,
+        steps=None if workloads[0] in CELLS else STEPS,
+        accept=accept,
+        separate=False,
+        save=folder,
+    )
+    for case in run_folder.saved_cases(folder):
+        about, fds = run_folder.read_trace(pool, case)
+        yield run_of(about, fds)
+        for fd in fds:
+            os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +195,7 @@ def judged(pool: Pool, run: RecordedRun, parts: list[tuple[int, ...]]) -> list[C
 def test_order_and_split_change_nothing(
     pool: Pool, tmp_path: Path, spec: str, workload: str, batch: int
 ) -> None:
-    save = tmp_path / "run"
-    distcheck.verify(
-        spec, world=2, workload=workload, dtype="float32", batch=batch, steps=STEPS, separate=False,
-        save=save,
-    )  # fmt: skip
-    (folder,) = run_folder.saved_cases(save)
-    saved, fds = run_folder.read_trace(pool, folder)
-    run = run_of(saved, fds)
+    run = next(saved(pool, tmp_path / "run", spec, [workload], batch=batch))
     whole = tuple(range(STEPS))
     shuffled = list(whole)
     random.Random(1).shuffle(shuffled)
@@ -102,6 +208,29 @@ def test_order_and_split_change_nothing(
         [(5, 3), (0, 1, 2, 4)],
     ):
         assert judged(pool, run, parts) == expected, parts
-    for fd in fds:
-        os.close(fd)
+    assert judged(pool, run, [whole], OUT_OF_ORDER) == expected
     assert any(result.compared.elements for result in expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "workloads", "batch", "accept"),
+    [
+        ("allreduce", ["loss_scaling", "accumulation", "frozen_later", "eval_mode"], 24, None),
+        ("tests.world.lossy:PowerSGD", ["tests.world.lossy:Small"], 64, "low-rank:2"),
+        pytest.param(
+            "tests.world.lossy:PostLocalSGD", ["tests.world.lossy:Small"], 64, "local-sgd:2",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param("ddp", [name for name in CELLS if not name.startswith("over")], 24, None,
+                     marks=pytest.mark.sweep),
+    ],
+    ids=["cells", "low-rank", "local-sgd", "all cells"],
+)  # fmt: skip
+def test_steps_and_checks_out_of_order(
+    pool: Pool, tmp_path: Path, spec: str, workloads: list[str], batch: int, accept: str | None
+) -> None:
+    for run in saved(pool, tmp_path / "run", spec, workloads, batch=batch, accept=accept):
+        whole = tuple(range(run.case.steps))
+        expected = judged(pool, run, [whole])
+        assert any(result.compared.elements for result in expected), run.case.id
+        assert judged(pool, run, [whole], OUT_OF_ORDER) == expected, run.case.id

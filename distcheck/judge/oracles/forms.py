@@ -123,10 +123,14 @@ class RankLosses:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean loss over all ranks, within a bound."""
+    """The mean loss over all ranks, within a bound; or else within that of `beside`, for which
+    `excuse` is the reason.
+    """
 
     expected: float
     bound: float
+    beside: float | None = None
+    excuse: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,16 @@ Tolerance, per tensor: the L2 norm of the difference is at most
 
     relative * the largest norm(expected) among the tensors of the same module
 
-S64  relative = 1e-11. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is
-     room for deeper networks, and still a millionth of the smallest error that matters.
-S32  relative = u * sqrt(N * 1024), u = 2^-24: the rounding error of a sum of N images x 32 x 32
-     positions, the longest that the shipped workloads add up, grows like the root of its
-     length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1): 3.1e-5 for 256
-     images. Correct code was measured at up to 1.1e-5.
+where, with N samples and P positions, the rounding error of a sum of N P terms grows like the root
+of its length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1):
+
+S32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward pass
+     (longest_sum.py): at how many positions of a sample a layer is applied. It is 32 x 32 at least,
+     the most that the shipped workloads have, so short sums in a deep network have as much: 3.1e-5
+     for 256 images. Correct code was measured at up to 1.1e-5.
+S64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes sums of 8e9
+     terms. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is room for
+     deeper networks, and still a millionth of the smallest error that matters.
 
 The module's largest tensor sets the scale because a tensor's own norm may be rounding noise: the
 exact gradient of a bias in front of BatchNorm is zero. It is the sum of the same cotangents that
@@ -44,7 +48,9 @@ shards' gradients, each computed again in one process, provided that this mean *
 batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
 a kink is undecided 2^29 times more seldom, and whatever else could set shards apart from the whole
 batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
-float32. Small networks over few samples were seen to need this once in some hundred runs.
+float32. Small networks over few samples were seen to need this once in some hundred runs. A long
+sum whose terms cancel, as that of a convolution over 65,536 positions, needs it as well: its
+rounding is as large as its terms, and larger than a share of what is left of them.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -55,6 +61,11 @@ so are their sums, so two ways of computing their mean differ by at most
 S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
 signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
 batch's own terms, so nothing is wider than what the sum of these very numbers may round by.
+
+A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
+the whole batch. What S32 refuses is held, within the same tolerance, against the mean of the
+shards' losses, each computed again, provided that in float64 this mean is the whole batch's loss
+within S64's tolerance.
 """
 
 from collections.abc import Sequence
@@ -66,6 +77,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Contract
 from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
+from distcheck.judge.oracles.longest_sum import LongestSum
 from distcheck.judge.oracles.shards import load_state, stretch_sizes
 from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
@@ -74,8 +86,8 @@ from distcheck.training.building import Ingredients, dense, trainable
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
 
-# Measured allowance: the longest sum of an image in the workloads that distcheck brings. A
-# user's own may be longer or shorter. Correct code was measured at a third of S32's tolerance.
+# Measured allowance: the least P, that of the workloads that distcheck brings, with which correct
+# code was measured at a third of S32's tolerance. A larger one is counted.
 _POSITIONS = 32 * 32
 # Measured allowance: correct code was measured at up to 2e-14.
 _S64_RELATIVE = 1e-11
@@ -90,19 +102,22 @@ _KNOWN_TERMS = 1e-3
 @dataclass(frozen=True)
 class FullBatch:
     """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
-    normalised stretches of it by themselves, so shards cannot equal the full batch.
+    normalised stretches of it by themselves, so shards cannot equal the full batch. `positions`:
+    the most terms of one sample that a layer adds up.
     """
 
     loss: float
     gradients: list[torch.Tensor | None]
     ghost: bool
+    positions: int = 0
 
 
-def relative_tolerance(layer: str, batch: int) -> float:
+def relative_tolerance(layer: str, batch: int, positions: int = 0) -> float:
     """The relative L2 tolerance of a layer; see the module's text."""
+    terms = batch * max(_POSITIONS, positions)
     if layer == IN_FLOAT64:
-        return _S64_RELATIVE
-    return unit_roundoff(torch.float32) * sqrt(batch * _POSITIONS)
+        return max(_S64_RELATIVE, unit_roundoff(torch.float64) * sqrt(terms))
+    return unit_roundoff(torch.float32) * sqrt(terms)
 
 
 def module_scales(
@@ -171,13 +186,15 @@ class FullBatchReference:
         batch, shards = self._prepare(step)
         stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
-        with under, self._ghost(step, stretches) as layers:
+        counting = LongestSum(self._model, sum(shards))
+        with under, self._ghost(step, stretches) as layers, counting:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
             ghost=layers.normalised,
+            positions=counting.terms,
         )
 
     def loss_magnitude(self, step: int, loss: float) -> float:

@@ -1,0 +1,72 @@
+"""How many terms of one sample add up in an element of a gradient, counted in a forward pass.
+
+A layer that is applied at many positions of a sample (a convolution at every pixel, a linear layer
+at every token, a recurrent layer at every step) adds up a term for each of them. So does one that
+is called several times. Layers of torch are counted; a parameter that a module of another class
+uses itself is not.
+"""
+
+from collections import defaultdict
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils._pytree import tree_leaves
+
+
+class LongestSum:
+    """While it is entered, counts at how many positions of a sample layers are applied."""
+
+    def __init__(self, model: nn.Module, samples: int) -> None:
+        self._samples = samples
+        self._counted: defaultdict[nn.Module, int] = defaultdict(int)
+        self._model, self._hooks = model, list[Any]()
+
+    def __enter__(self) -> "LongestSum":
+        for module in self._model.modules():
+            if features_of(module):
+                self._hooks.append(module.register_forward_hook(self._count))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def terms(self) -> int:
+        """The most terms of one sample; 0 where no layer was counted."""
+        return max(self._counted.values(), default=0)
+
+    def _count(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+        seen = given if isinstance(module, _ConvTransposeNd) else made
+        tensors = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            rows = self._samples * features_of(module)
+            self._counted[module] += -(-tensors[0].numel() // rows)
+
+
+def features_of(module: nn.Module) -> int:
+    """How many numbers of what a layer makes (a transposed convolution: is given) lie at one
+    position; 0 for what is not counted.
+    """
+    if isinstance(module, _ConvNd):
+        return module.in_channels if isinstance(module, _ConvTransposeNd) else module.out_channels
+    if isinstance(module, nn.Linear | nn.Bilinear):
+        return module.out_features
+    if isinstance(module, nn.RNNBase):
+        return (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return module.embedding_dim
+    if isinstance(module, _NormBase):
+        return module.num_features if module.affine else 0
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return 0 if module.weight is None else module.weight.numel()
+    return module.num_channels if isinstance(module, nn.GroupNorm) and module.affine else 0
