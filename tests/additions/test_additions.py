@@ -142,7 +142,7 @@ ADDED = {
             )
         },
         use=("verify", "--strategy", "allreduce", "--workload", "mlp", *QUICK[:-1], "-v"),
-        says="gradients (my own bound)",
+        says="my own bound",
     ),
     "check": Added(
         row="check",
