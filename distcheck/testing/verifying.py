@@ -76,10 +76,7 @@ def verify(
     fresh in every call, forked from interpreters that are kept. Raises UsageError for invalid
     arguments, CannotRunError for what this machine cannot run.
     """
-    if unknown := settings.keys() - SETTINGS.keys():
-        name = min(unknown)
-        meant = did_you_mean(name, inspect.signature(verify).parameters)
-        raise TypeError(f"verify() got an unexpected keyword argument {name!r}{meant}")
+    _check_names(settings)
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
     asked = {
         "strategies": names_of(strategy),
@@ -104,6 +101,13 @@ def verify(
     }
     keep = None if save is None else Store.at(Path(save))
     return _verify(_request(asked, world_given=world is not None), keep)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    if unknown := settings.keys() - SETTINGS.keys():
+        name = min(unknown)
+        meant = did_you_mean(name, inspect.signature(verify).parameters)
+        raise TypeError(f"verify() got an unexpected keyword argument {name!r}{meant}")
 
 
 def _verify(request: Request, keep: Store | None) -> Report:

@@ -98,7 +98,7 @@ def test_python_refuses_what_is_no_setting() -> None:
 # Of a case alone: a request has several, or it follows from them.
 OF_A_CASE = {
     "id", "strategy", "world", "workload", "steps", "dtype", "layers", "rerun", "initial",
-    "reference_device", "left_out",
+    "reference_device", "left_out", "job",
 }  # fmt: skip
 
 

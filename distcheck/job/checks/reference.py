@@ -1,4 +1,4 @@
-"""Held against the script as one process with the ranks' batches, step by step.
+"""Compares each step with the script as one process that has the ranks' batches.
 
 A gradient is within
 
