@@ -59,19 +59,15 @@ def verify(
     strategy    a name, "path/to/file.py:object", "pkg.mod:object", or a function or class that can
                 be imported by its module and name, as it stands there
     world       number of ranks, or several to try; by default 4
-    workload    names of workloads; by default lattice, cnn and composite, and absent_on_some, which
-                counts only where ranks finish it
+    workload    names of workloads; by default those that `distcheck verify` has
     batch       samples per step, over all ranks; `steps`: by default each workload's own
-    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss
+    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss; accept as --accept
     without_data  ranks without a shard of the batch, such as a parameter server
-    accept      as --accept: what differs by design, such as "low-precision:bf16"
     thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
                 a search of `explore_s` seconds for each strategy (0: none)
-    delays      (rank, collective, ms): ranks that are late in the first world, before their n-th
-                collective of every step, or before backward (0)
+    delays      (rank, n, ms): ranks of the first world that are late for their n-th collective
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
-    settings    further ones, by the names that their options have
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
     fresh in every call, forked from interpreters that are kept. Raises UsageError for invalid
     arguments, CannotRunError for what this machine cannot run.
