@@ -7,9 +7,9 @@ A gradient is within
 of the reference's g in the L2 norm, where g_d are its gradients after every parameter moved by one
 ULP at random (measured, in the same process), gamma(W + 1) |g| is the rounding of the exchange
 (`judge/oracles/rounding.py`), and u |G|, with G all parameters' gradients, is a floor for those
-that are nothing but rounding. 8 is chosen: the ranks' sums run in another order in every layer,
-which moves a gradient about as far as one ULP of the parameters does; right jobs were measured
-at up to 1.5 times the largest of two draws.
+that are nothing but rounding. 8 is chosen and not derived: the ranks' sums
+run in another order in every layer, which moves a gradient about as far as one ULP of the
+parameters does, and two draws do not show the largest such move.
 """
 
 import math
