@@ -203,11 +203,7 @@ def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
     """What to do about a distance that digests do not show."""
     lacking = [name for name, run in (("earlier", one), ("later", two)) if not run.tensors]
     which = f"the {lacking[0]} run" if len(lacking) == 1 else "both runs"
-    where = (
-        ("on the machine on which it was madeeach on the machine on which it was made")
-        if len(lacking) == 1
-        else "each where it was made"
-    )
+    where = "on its machine" if len(lacking) == 1 else "each on its machine"
     return (
         f"digests alone do not give the distance; to learn it, record {which} without --digests, "
         f"{where}, and compare again"

@@ -342,7 +342,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("functions:wrapped", {}, "returned another module .* give --as wrapper"),
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
-        ("classes:Agent.uses_unknown", {}, "self.replay_buffer, of which nothing is known"),
+        ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
         ("published:SeveralMethods", {}, r"as the only one \(it has stop, go\)"),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),

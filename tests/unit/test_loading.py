@@ -170,7 +170,7 @@ def test_a_file_may_be_called_like_a_loaded_module(
         ),
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
-        ("f = 3", "f", "is an object of type int; expected is a function"),
+        ("f = 3", "f", "is an object of type int; give a function"),
         ("def f(model, a, b): pass", "f", r"signature f\(model, a, b\)"),
         ("def f(): pass", "f", r"signature f\(\)"),
         (

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
-from tests.world.jobs import Job
+from tests.world.jobs import Asked
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
@@ -103,7 +103,7 @@ class Ledger:
 
 
 def enter(payload: bytes, fds: Descriptors) -> tuple[int, int]:
-    job = msgspec.msgpack.decode(payload, type=Job)
+    job = msgspec.msgpack.decode(payload, type=Asked)
     join(job.rendezvous, fds[LISTEN])
     return job.rendezvous.rank, job.rendezvous.world
 

@@ -136,7 +136,7 @@ def test_bad_input_gets_one_sentence(
         ("def f(model:\n", "has a syntax error in line 1"),
         ("raise ValueError('too early')\n", "raised ValueError: too early"),
         ("import no_such_thing\n", "raised ModuleNotFoundError"),
-        ("import os; os._exit(3)\n", "ended with code 3"),
+        ("import os; os._exit(3)\n", "left with exit code 3"),
     ],
 )
 def test_files_that_do_not_load(distcheck: Run, tmp_path: Path, source: str, message: str) -> None:

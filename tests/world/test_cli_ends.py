@@ -152,7 +152,7 @@ def save_to_small(strategy: str) -> str:
 def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran = on_a_small_disk(tmp_path, 3, save_to_small("ddp"))
     assert ran.returncode == 3
-    assert re.search(r"small/run needs about \d+ MiB and \d+ MiB are free", ran.stderr)
+    assert re.search(r"small/run needs about \d+ MiB; \d+ MiB are free", ran.stderr)
     assert ran.stdout == ""
 
 

@@ -118,7 +118,7 @@ def test_too_few_steps_are_unknown_and_the_report_says_how_many_it_takes() -> No
         "expected a step with fewer samples than the batch has; seen: 256, 256 samples, step by "
         "step"
     )
-    assert "ragged_batch trains 4 steps by itself, and this run took 2: remove --steps" in (
+    assert "ragged_batch trains 4 steps by itself, and this run took 2; remove --steps" in (
         case.notes
     )
     assert not any("is a cell in which" in note for note in case.notes)

@@ -294,7 +294,7 @@ class _Arguments(SimpleNamespace):
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotKnownError(
-            f"the code reads args.{name}, of which nothing is known; give --arg args.{name}=VALUE"
+            f"the code reads args.{name}, which distcheck does not know; give --arg args.{name}=VALUE"
         )
 
 
