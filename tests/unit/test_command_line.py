@@ -33,7 +33,7 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("verfy",), "unknown command 'verfy' (did you mean verify?); known are verify, job, plan,"),
+        (("verfy",), "unknown command 'verfy' (did you mean verify?); known are verify, job"),
         (("xyz",), "unknown command 'xyz'; known are verify"),
         (("verify", "allreduce"), "'allreduce'; distcheck verify takes only options; give "
          "--strategy allreduce"),

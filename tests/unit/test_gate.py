@@ -200,7 +200,10 @@ SLIPS = [
     ("data = 'cifar'", "tool.distcheck.data is 'cifar'; known are .*; did you mean cifar10?"),
     ("device = 'gpu'", "tool.distcheck.device is 'gpu'; known are cpu, cuda"),
     ("arg = ['a']", r"tool.distcheck.arg is \['a'\]; tool.distcheck.arg takes a table"),
-    ("arg = { day = 1979-05-27 }", r"\[tool.distcheck\]: --arg day: .* cannot be sent to another process"),
+    (
+        "arg = { day = 1979-05-27 }",
+        r"\[tool.distcheck\]: --arg day: .* cannot be sent to another process",
+    ),
     ("strategy.ddp = 3", 'tool.distcheck.strategy."ddp" is 3; it takes a table'),
     ("strategy.ddp.world = [2]", 'strategy."ddp".world; did you mean worlds?'),
     ("strategy.ddp.data = 'mnist'", 'unknown key tool.distcheck.strategy."ddp".data'),

@@ -294,7 +294,8 @@ class _Arguments(SimpleNamespace):
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotKnownError(
-            f"the code reads args.{name}, which distcheck does not know; give --arg args.{name}=VALUE"
+            f"the code reads args.{name}, which distcheck does not know; "
+            f"give --arg args.{name}=VALUE"
         )
 
 
