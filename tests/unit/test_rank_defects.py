@@ -68,7 +68,7 @@ def test_a_lost_peer_and_a_librarys_trouble_are_none(kind: str, message: str) ->
         {"workload": "mine.py:Net"},
         {"workload": "tests.world.test_kinks:AtAKink"},
         {"backend": "mine:register"},
-        {"data": "cifar10"},  # files, as somebody has them
+        {"data": "cifar10"},  # files of a person
         {"adaptation": Adaptation(form="model")},
         {"adaptation": Adaptation(arguments=(("bucket_cap_mb", "'x'"),))},
     ],

@@ -57,7 +57,7 @@ def divides(payload: bytes, fds: Descriptors, reporter: object) -> bytes:
     [
         ("KeyError", "", True),
         ("KeyError", f'  File "{Path(__file__)}", line 3, in sync\n', False),
-        ("KeyError", '  File "/home/me/train.py", line 3, in sync\n', False),
+        ("KeyError", '  File "elsewhere/train.py", line 3, in sync\n', False),
         ("RuntimeError", f'  File "{Path(subprocess.__file__)}", line 3, in run\n', True),
         ("OSError", "", False),
         ("FileNotFoundError", "", False),
