@@ -98,7 +98,11 @@ def pin_determinism() -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # use_deterministic_algorithms says the same, and imports torch's compiler to tell it, too: 1 s.
+    torch.set_deterministic_debug_mode("warn")
+    if (compiler := sys.modules.get("torch._inductor.config")) is not None:
+        setattr(compiler, "deterministic", True)  # noqa: B010
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read by the compiler when it is imported
     # Allowed also where a user's file has called disable_global_flags(), as torch's own test
     # utilities do when they are imported.
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():

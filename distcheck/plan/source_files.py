@@ -1,9 +1,16 @@
 """The files that make up a piece of a person's code: one, and the modules beside it."""
 
 import ast
+import importlib.util
+import re
+import sys
 from pathlib import Path
 
 import xxhash
+
+from distcheck.training.loading import strategy_names
+
+_OWN = "distcheck_strategies"
 
 
 def modules_beside(path: Path) -> dict[str, bytes]:
@@ -24,6 +31,43 @@ def modules_beside(path: Path) -> dict[str, bytes]:
                     found[inside] = file.read_bytes()
                     ahead.append(file)
     return found
+
+
+def mentions(pattern: str, spec: str) -> bool:
+    """Whether the text of a strategy that is given by name, file or module, or a module beside it
+    that it imports, has what a regular expression matches. Nothing is imported to find out.
+    """
+    path = _file_of(spec)
+    if path is None:
+        return False
+    try:
+        texts = [path.read_bytes(), *modules_beside(path).values()]
+    except OSError:
+        return False
+    return any(re.search(pattern.encode(), text) for text in texts)
+
+
+def _file_of(spec: str) -> Path | None:
+    """Where the code of a strategy is; None where that cannot be said without an import."""
+    what, _, _ = spec.partition(":")
+    if what.endswith(".py"):
+        return Path(what)
+    point = strategy_names().get(spec)
+    package, *inside = (what if point is None else point.value.partition(":")[0]).split(".")
+    if package == _OWN:  # which may be imported; of a checkout, only that tells where its files are
+        importlib.import_module(package)
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if found is None:
+        return None
+    if not inside:
+        return None if found.origin is None else Path(found.origin)
+    known = sys.modules[package].__path__ if package == _OWN else found.submodule_search_locations
+    folders = map(Path, known or ())
+    modules = (folder.joinpath(*inside).with_suffix(".py") for folder in folders)
+    return next((module for module in modules if module.is_file()), None)
 
 
 def digest_with_modules(path: Path) -> str:

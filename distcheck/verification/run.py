@@ -26,6 +26,7 @@ from distcheck.errors import (
     MembershipError,
     RankLostError,
 )
+from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside, Search
 from distcheck.records import (
@@ -52,8 +53,16 @@ from distcheck.verification.progress import Listener, Silent
 from distcheck.verification.session import Session
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.worlds import turns
+from distcheck.worlds.local import late_compiler
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS
+
+# What imports torch's compiler in every rank, unless it is there. A mention too few or too many
+# costs time alone: what a rank has imported, the next ones are given.
+_USES_COMPILER = (
+    r"DistributedDataParallel|DDP\(|\bfsdp|FSDP|fully_shard|DTensor|distributed\.tensor"
+    r"|torch\.compile|utils\.checkpoint|distributed\.optim"
+)
 
 show_failures_as(render_failure)
 
@@ -157,6 +166,8 @@ def _run_cases(
     origin: Origin,
 ) -> Report:
     listener.preparing("importing torch")
+    if any(source_files.mentions(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}):
+        pool.will_need([late_compiler.NAME])
     pool.open()
     if any(is_separate(case) for case in cases):
         pool.open_interpreters()

@@ -20,7 +20,7 @@ class Spawn(msgspec.Struct, tag=True):
     The message carries file descriptors: events, output, stacks, release, dump, then the job's
     own, which are called `given`, then those whose numbers go into the variables `fd_names`.
     `path`, `cwd` and `env` are the front's. `imports` are distcheck's own modules that other
-    children needed: the helper imports them first, once for all.
+    children needed, and torch's compiler: the helper imports them first, once for all.
     """
 
     key: int
@@ -78,7 +78,9 @@ class Said(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A child's job returned. `imported` are the modules of distcheck that it had to import."""
+    """A child's job returned. `imported` are the modules of distcheck that it had to import, and
+    torch's compiler where it uses that.
+    """
 
     payload: bytes
     imported: list[str] = []

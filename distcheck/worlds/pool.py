@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,6 +50,7 @@ class Pool:
         helper: HelperProcess | None = None,
         *,
         selector: selectors.BaseSelector | None = None,
+        imports: dict[str, None] | None = None,
     ) -> None:
         self._helper = helper or CleanHelper()
         self._owner = os.getpid()
@@ -57,7 +58,7 @@ class Pool:
         self._closed = False
         self._children: dict[int, Child] = {}
         self._next_key = 0
-        self._imports: dict[str, None] = {}  # of distcheck, that children needed
+        self._imports = {} if imports is None else imports  # what children needed
         self._shares_selector = selector is not None
         self._selector = selector or selectors.DefaultSelector()
         self._interpreters: Interpreters | None = None
@@ -83,12 +84,16 @@ class Pool:
                 "use a Linux machine, container or WSL"
             )
         ours, theirs = socket.socketpair()
-        self._helper.start(theirs, ours=ours)
+        self._helper.start(theirs, ours=ours, imports=list(self._imports))
         self._opened = True
         theirs.close()
         ours.setblocking(False)
         self._connection, self._line = ours, Line(ours, messages.Notice)
         self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
+
+    def will_need(self, modules: Iterable[str]) -> None:
+        """Has the helper import modules of distcheck's, or torch's compiler, once for all."""
+        self._imports.update(dict.fromkeys(modules))
 
     def wait_ready(self) -> str:
         """Waits until children can be started; returns torch's version.
@@ -133,7 +138,7 @@ class Pool:
         from distcheck.worlds.local.interpreters import Interpreters  # which are pools as well
 
         self.open()
-        self._interpreters = Interpreters(CleanHelper, self._selector)
+        self._interpreters = Interpreters(CleanHelper, self._selector, self._imports)
         self._interpreters.advance(others_importing=int(self.importing))
 
     @property
@@ -330,20 +335,14 @@ class Pool:
     def _take_notice(self, notice: messages.Notice) -> None:
         if isinstance(notice, messages.Ready):
             self._ready = notice
-            return
-        child = self._children.get(notice.key)
-        if child is None:
-            return
-        if isinstance(notice, messages.Spawned):
+        elif (child := self._children.get(notice.key)) is None:
+            pass  # it was forgotten
+        elif isinstance(notice, messages.Spawned):
             child.pid, child.spawn_error = notice.pid, notice.error
             child.gone = bool(notice.error)
-            return
-        # Whatever the child said before it died is in the pipes already: take it first.
-        for fd in (child._events_fd, child._output_fd):
-            if fd >= 0:
-                self._selector.get_key(fd).data()
-        child.exit_code, child.exit_signal = notice.code, notice.signal
-        child.gone = True
+        else:
+            child.exit_code, child.exit_signal = notice.code, notice.signal
+            child.gone = True
 
     def _on_events(self, child: Child, frames: Frames) -> None:
         for data in self._read(child, "_events_fd"):
@@ -355,10 +354,9 @@ class Pool:
             for event in events:
                 child.take(event)
                 if isinstance(event, messages.Done):
-                    self._imports.update(dict.fromkeys(event.imported))
+                    self.will_need(event.imported)
 
     def _end_garbled(self, child: Child) -> None:
-        """Ends a child that can no longer be understood."""
         self._close(child, "_events_fd")
         if child.raised is None:
             child.take(messages.garbled())

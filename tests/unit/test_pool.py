@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -23,7 +23,9 @@ class Helper:
         self.interrupt = False
         self.ended = False
 
-    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+    def start(
+        self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
+    ) -> None:
         self._control = control.dup()
         if self._ready:
             control.sendall(frame(messages.Ready("2.15")))
@@ -94,7 +96,9 @@ class Further(Helper):
         super().__init__(ready=True)
         self._variant = variant
 
-    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+    def start(
+        self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
+    ) -> None:
         self.started.append(self._variant)
         self._control = control.dup()
         if self.ends:

@@ -6,6 +6,7 @@ Each returns the place that comes closest to failing (or fails worst) and the fi
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -243,14 +244,14 @@ def _places(
 def _place(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, position: int
 ) -> Place:
-    index = torch.unravel_index(torch.tensor(position), actual.shape)
+    index = index_of(position, actual.shape)
     got = actual.reshape(-1)[position]
     want = expected.reshape(-1)[position]
     limit = bound.reshape(-1)[position if bound.numel() > 1 else 0]
     actual_value, expected_value = _scalar(got), _scalar(want)
     distance = ulp_distance(actual_value, expected_value, actual.dtype)
     return Place(
-        index=tuple(int(i) for i in index),
+        index=index,
         actual=actual_value,
         expected=expected_value,
         error=float(_distance(got, want)),
@@ -260,6 +261,15 @@ def _place(
         actual_bits=bits_of(actual_value, actual.dtype),
         expected_bits=bits_of(expected_value, actual.dtype),
     )
+
+
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Where the element of a flat position is in a tensor of a shape."""
+    index = []
+    for size in reversed(shape):
+        position, at = divmod(position, size)
+        index.append(at)
+    return tuple(reversed(index))
 
 
 def bits_of(value: float, dtype: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from distcheck.errors.shown_text import reported
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.local import late_compiler
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -128,12 +129,18 @@ def _imported_since(inherited: int) -> list[str]:
         newest = list(islice(reversed(sys.modules), count))
     except RuntimeError:  # another thread is importing: to know less costs the next child a moment
         return []
-    return [name for name in reversed(newest) if is_own(name)]
+    found = [name for name in reversed(newest) if is_own(name)]
+    return [*found, late_compiler.NAME] if late_compiler.would_save_time() else found
 
 
 def is_own(module: str) -> bool:
     """Whether a module is distcheck's."""
     return module.startswith("distcheck.")
+
+
+def is_shared(module: str) -> bool:
+    """Whether a helper may import it for all its children: no code under test does it run."""
+    return is_own(module) or module == late_compiler.NAME
 
 
 def _settle(request: messages.Spawn, fds: list[int]) -> None:

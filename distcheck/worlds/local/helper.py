@@ -20,12 +20,10 @@ from collections.abc import Sequence
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import linux, messages, scratch
 from distcheck.worlds.framing import Line
-from distcheck.worlds.local import child, noise
+from distcheck.worlds.local import child, late_compiler, noise
 from distcheck.worlds.local.forks import ManyForks
 
-# The first optimizer in a process imports torch._dynamo, for about as long as torch itself
-# takes: here once, not in every rank.
-_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data")
+_PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
 # Imported by a variant in an order of its own: quick, and without a global effect.
 _HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
 
@@ -111,15 +109,18 @@ class Helper:
             self.say(messages.Spawned(request.key, pid))
 
     def _import_own(self, modules: Sequence[str]) -> None:
-        """Imports modules of distcheck that every child would otherwise import for itself, for
-        longer than many of them work; once, whether that succeeds or not. Code under test is not
-        one of them.
+        """Imports modules of distcheck, and torch's compiler, that every child would otherwise
+        import for itself, for longer than many of them work; once, whether that succeeds or not.
+        Code under test is not one of them.
         """
-        missing = [n for n in modules if child.is_own(n) and n not in self._tried]
+        missing = [n for n in modules if child.is_shared(n) and n not in self._tried]
         self._tried.update(missing)
         for name in missing:
             with contextlib.suppress(Exception):  # the child meets it too, and says so
-                importlib.import_module(name)
+                if name == late_compiler.NAME:
+                    late_compiler.load()
+                else:
+                    importlib.import_module(name)
         if missing:
             gc.freeze()
 
@@ -172,10 +173,11 @@ class Helper:
         self._children.clear()
 
 
-def main(control_fd: int, front_pid: int, variant: int = 0) -> None:
+def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[str] = ()) -> None:
     """Entry point of the helper process; see `pool.py` for how it is started.
 
-    A `variant` above 0 allocates and imports something of its own before torch.
+    A `variant` above 0 allocates and imports something of its own before torch. `imports` are
+    further modules that its children will need.
     """
     _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
@@ -184,7 +186,7 @@ def main(control_fd: int, front_pid: int, variant: int = 0) -> None:
     try:
         if variant:
             _differ(variant)
-        version = _preload()
+        version = _preload(imports)
     except Exception as error:
         helper.say(messages.Ready("", f"{type(error).__name__}: {error}"))
         return
@@ -222,11 +224,12 @@ def _differ(variant: int) -> None:
         importlib.import_module(name)
 
 
-def _preload() -> str:
+def _preload(further: Sequence[str]) -> str:
     # Looking for garbage was a fifth of the time that this takes, and there is next to none.
     gc.disable()
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *further):
         importlib.import_module(name)
+    late_compiler.install()
     if "numpy" in sys.modules:  # torch's guest; every rank seeds it
         importlib.import_module("numpy.random")
     threads = len(os.listdir("/proc/self/task"))

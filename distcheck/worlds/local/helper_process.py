@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Protocol
 
 import distcheck
@@ -42,15 +43,19 @@ spec = importlib.util.spec_from_file_location("distcheck", {package!r} + "/__ini
 sys.modules["distcheck"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 from distcheck.worlds.local.helper import main
-main({control}, {front}, {variant})
+main({control}, {front}, {variant}, {imports!r})
 """
 
 
 class HelperProcess(Protocol):
     """What a pool needs of the process that forks for it."""
 
-    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
-        """Starts it with `control` as its connection; `ours` is the other end, which it drops."""
+    def start(
+        self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
+    ) -> None:
+        """Starts it with `control` as its connection; `ours` is the other end, which it drops.
+        `imports` are modules that its children will need beside torch.
+        """
         ...
 
     @property
@@ -92,7 +97,9 @@ class CleanHelper:
         self._process: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
 
-    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+    def start(
+        self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
+    ) -> None:
         """Returns at once, while it imports torch."""
         here = os.getcwd()
         # The current folder comes last, where its random.py shadows nothing.
@@ -103,6 +110,7 @@ class CleanHelper:
             control=control.fileno(),
             front=os.getpid(),
             variant=self._variant,
+            imports=list(imports),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -160,7 +168,9 @@ class ForkedHelper:
     def __init__(self) -> None:
         self._pid = 0
 
-    def start(self, control: socket.socket, *, ours: socket.socket) -> None:
+    def start(
+        self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
+    ) -> None:
         """Forks; the fork serves its connection until that ends, and never returns here."""
         from distcheck.worlds.local import helper  # here, so that the fork does not have to
 

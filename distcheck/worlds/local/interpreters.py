@@ -44,9 +44,11 @@ class Interpreter(Pool):
 class Interpreters:
     """Starts them in turn; `advance` has to be called now and then."""
 
-    def __init__(self, make: MakesHelpers, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, make: MakesHelpers, selector: selectors.BaseSelector, imports: dict[str, None]
+    ) -> None:
         self._made = [
-            Interpreter(make(hash_seed=seed, variant=number), selector=selector)
+            Interpreter(make(hash_seed=seed, variant=number), selector=selector, imports=imports)
             for number, seed in enumerate(HASH_SEEDS, start=1)
         ]
         self._started = 0

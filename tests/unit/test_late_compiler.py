@@ -1,0 +1,74 @@
+"""torch's compiler is imported where it is used, and behaves as if it had been there."""
+
+import subprocess
+import sys
+
+import pytest
+
+_BEGIN = """
+import sys
+import torch, torch.distributed as dist
+from distcheck.worlds.local import late_compiler
+late_compiler.install()
+assert not late_compiler.is_loaded()
+"""
+_TRAINS = """
+import inspect, torch.utils.data
+inspect.getmodule(inspect.stack()[0][0])
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+dist.destroy_process_group()
+assert not late_compiler.is_loaded(), "plain training loaded it"
+assert "sympy" not in sys.modules
+"""
+
+
+def _runs(program: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _BEGIN + program], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_plain_training_does_without_it() -> None:
+    """And what is compiled afterwards is compiled: a function that torch keeps from its compiler is
+    called through the compiler from then on.
+    """
+    _runs(
+        _TRAINS
+        + """
+kept = sys.modules["torch._dynamo"]
+compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+assert late_compiler.is_loaded() and torch._dynamo is sys.modules["torch._dynamo"] is not kept
+assert kept.graph_break is torch._dynamo.graph_break and kept.config is torch._dynamo.config
+asked = []
+real = torch._dynamo.disable
+torch._dynamo.disable = lambda fn, *a, **k: asked.append(fn.__name__) or real(fn, *a, **k)
+optimizer.zero_grad()
+optimizer.step()
+assert asked == ["zero_grad"], asked
+optimizer.zero_grad()
+assert asked == ["zero_grad"], asked
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch._dynamo.config as found\nassert found is torch._dynamo.config",
+        "from torch._dynamo import allow_in_graph",
+        "assert torch._dynamo.is_compiling() is False",
+        "late_compiler.load()\nlate_compiler.load()",
+    ],
+)
+def test_any_use_of_it_loads_it(use: str) -> None:
+    _runs(f"{use}\nassert late_compiler.is_loaded()\nassert not hasattr(torch._dynamo, 'nothing')")
