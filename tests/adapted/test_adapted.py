@@ -372,6 +372,7 @@ def test_what_cannot_be_adapted_is_refused(
     [
         ("published:SeveralMethods", {"METHOD()": "go(model)"}),
         ("classes:Both.average", {"ATTRIBUTE": "actor"}),
+        ("published:SetUpFirst", {}),
     ],
 )
 def test_a_refusal_is_two_sentences_and_a_file_that_works(

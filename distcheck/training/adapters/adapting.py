@@ -168,7 +168,7 @@ def _bound(target: Target, scene: Scene) -> Target:
     own = list(signature.parameters.values())[1:]
     later.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
     scene.uses |= {scene.meaning_of(p.name) for p in required}
-    return dataclasses.replace(target, value=later, owner=None)
+    return dataclasses.replace(target, value=later, owner=None, maker=owner)
 
 
 def _refuse_options(target: Target) -> None:

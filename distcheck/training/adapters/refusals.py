@@ -1,9 +1,11 @@
 """What is said of code that no form fits: why, what to do, and a file that does it."""
 
+from collections.abc import Mapping
+
 from distcheck.errors import UsageError
 from distcheck.training.adapters import form_names, names
 from distcheck.training.adapters.methods import own_names
-from distcheck.training.adapters.target import Target
+from distcheck.training.adapters.target import Target, named_parameters
 
 # How a strategy of distcheck's own form gives what people's parameters ask for.
 _GIVEN = {
@@ -37,7 +39,22 @@ def refusal(target: Target, why: str) -> UsageError:
 
 
 def _name(target: Target) -> str:
-    return "Adapted" if target.is_class else "sync"
+    return "Adapted" if target.is_class or target.maker is not None else "sync"
+
+
+def _known_of(known: Mapping[str, str], parameter: str) -> str | None:
+    """What fills a parameter of that name; None where that cannot be said."""
+    return known.get(names.MEANINGS.get(parameter, ""))
+
+
+def _taking_a_model(target: Target) -> list[str]:
+    """The first of a class's methods that takes a model and no more, if any: it sets up."""
+    assert target.maker is not None
+    for name in own_names(target.maker):
+        asked = [p.name for p in named_parameters(getattr(target.maker, name), skip=1)]
+        if len(asked) == 1 and names.MEANINGS.get(asked[0]) == "model":
+            return [name]
+    return []
 
 
 def template(target: Target) -> str:
@@ -46,7 +63,7 @@ def template(target: Target) -> str:
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
     known = _BEFORE_TRAINING if target.is_class else _GIVEN
-    meanings = [(p.name, known.get(names.MEANINGS.get(p.name, ""))) for p in target.required]
+    meanings = [(p.name, _known_of(known, p.name)) for p in target.required]
     if meanings and not any(given for _, given in meanings):
         meanings[0] = (meanings[0][0], "model")
     handed = ", ".join(f"{name}={given or name.upper()}" for name, given in meanings)
@@ -61,6 +78,20 @@ def template(target: Target) -> str:
             "        return model",
             "    def sync(self, model, step):",
             f"        self.inner.{method}()",
+        ]
+    elif target.maker is not None:
+        asked = [p.name for p in named_parameters(target.maker) if p.default is p.empty]
+        making = ", ".join(f"{n}={_known_of(_BEFORE_TRAINING, n) or n.upper()}" for n in asked)
+        first = [f"self.made.{name}(model)" for name in _taking_a_model(target)]
+        lines = [
+            "import torch.distributed as dist",
+            "class Adapted:",
+            "    def wrap(self, model):",
+            f"        self.made = {head}({making})",
+            *(f"        {call}" for call in first),
+            "        return model",
+            "    def sync(self, model, step):",
+            f"        self.made.{target.name}({handed})",
         ]
     else:
         call = f"made.{target.name}" if target.is_unbound else attribute or target.name

@@ -30,13 +30,16 @@ _OF_A_MODULE = {
 
 @dataclass(frozen=True)
 class Target:
-    """An object that a person named, the class that it was reached through, and its module."""
+    """An object that a person named, the class that it was reached through, and its module. `maker`
+    is the class whose object a method is of that is to be made.
+    """
 
     spec: str
     value: Any
     owner: type | None
     module: ModuleType | None
     adaptation: Adaptation = field(default_factory=Adaptation)
+    maker: type | None = None
 
     @property
     def is_class(self) -> bool:
