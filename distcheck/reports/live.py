@@ -10,7 +10,7 @@ from rich.status import Status
 from rich.text import Text
 
 from distcheck.errors.shown_text import shown
-from distcheck.records import Case, VerdictName
+from distcheck.records import Case
 
 _QUIET_S = 30.0  # elsewhere than on a terminal, a line is written at least this often
 
@@ -62,7 +62,7 @@ class LiveProgress:
         """A case moved on."""
         self._show(f"{case.id}: {what}")
 
-    def finished(self, case: Case, verdict: VerdictName) -> None:
+    def finished(self, case: Case, verdict: str) -> None:
         """A case has been judged; one that is run once more is counted once."""
         self._done.add(case.id)
         text = f"{case.id}: {verdict}"

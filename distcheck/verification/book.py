@@ -9,8 +9,9 @@ import msgspec
 
 from distcheck.errors import DistcheckError, InternalError
 from distcheck.errors.masking import masker
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.plan.provenance import Provenance
-from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen, VerdictName
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
 from distcheck.store import run_folder as store
 from distcheck.store.last_pass import since_last_green
@@ -19,6 +20,7 @@ from distcheck.verification import followups, verdicts
 from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.followups import FollowUp
+from distcheck.verification.progress import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
 
@@ -77,12 +79,16 @@ class Book:
         self.explored.append(explored)
         self._found += found
 
-    def enter(self, run: JudgedRun) -> VerdictName:
-        """Takes a finished case and returns its verdict; afterwards its traces may go."""
+    def enter(self, run: JudgedRun) -> str:
+        """Takes a finished case and returns what to say of it: its verdict, or NOT_FINISHED.
+        Afterwards its traces may go.
+        """
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
         if self._keep is not None and not self._save_error and not run.recorded.not_run:
             self._save(run.recorded, report)
+        if self.settles and counts_if_finished(run.case) and report.ranks_failed:
+            return NOT_FINISHED
         return report.verdict
 
     def _save(self, run: RecordedRun, report: CaseReport) -> None:

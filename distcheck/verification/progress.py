@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from distcheck.records import Case, VerdictName
+from distcheck.records import Case
+
+NOT_FINISHED = "its ranks did not finish, as right code may there: it counts only if they do"
 
 
 class Listener(Protocol):
@@ -21,8 +23,8 @@ class Listener(Protocol):
         """A case moved on."""
         ...
 
-    def finished(self, case: Case, verdict: VerdictName) -> None:
-        """A case has been judged."""
+    def finished(self, case: Case, verdict: str) -> None:
+        """A case has been judged, with this verdict; or NOT_FINISHED."""
         ...
 
 
@@ -38,7 +40,7 @@ class Silent(Listener):
     def progress(self, case: Case, what: str) -> None:
         """Nothing."""
 
-    def finished(self, case: Case, verdict: VerdictName) -> None:
+    def finished(self, case: Case, verdict: str) -> None:
         """Nothing."""
 
 

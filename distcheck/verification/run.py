@@ -35,7 +35,6 @@ from distcheck.records import (
     Origin,
     Report,
     RunPlan,
-    VerdictName,
     show_failures_as,
 )
 from distcheck.records.searches import Explored
@@ -88,6 +87,7 @@ def verify_cases(
     cases: Sequence[Case],
     *,
     keep: Store | None = None,
+    listener: Listener | None = None,
     beside: Beside = NOTHING_BESIDE,
     explore: Explorer | None = None,
 ) -> Report:
@@ -98,7 +98,13 @@ def verify_cases(
         pool = shared_pool()
         try:
             return run_cases(
-                cases, pool=pool, keep=keep, follow_up=True, beside=beside, explore=explore
+                cases,
+                pool=pool,
+                keep=keep,
+                listener=listener,
+                follow_up=True,
+                beside=beside,
+                explore=explore,
             )
         except DistcheckError:
             raise
@@ -132,7 +138,7 @@ def run_cases(
             cases,
             pool=pool,
             keep=keep,
-            listener=listener or Silent(),
+            listener=listener,
             download=download,
             made=made or {},
             whole=whole,
@@ -246,7 +252,7 @@ def _follow_up(
         except LeftOutError:
             continue  # nothing of it could be judged
 
-        def enter(run: JudgedRun, each: FollowUp = each) -> VerdictName:
+        def enter(run: JudgedRun, each: FollowUp = each) -> str:
             report = verdicts.report_of(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
@@ -280,7 +286,7 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
             saved, fds = store.read_trace(pool, place)
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
 
-            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> VerdictName:
+            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:
                 replay = f"distcheck recheck {shlex.quote(str(folder))}"
                 reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
                 return reports[-1].verdict

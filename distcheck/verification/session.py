@@ -21,7 +21,7 @@ from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
-from distcheck.records import CheckResult, Outcome, VerdictName
+from distcheck.records import CheckResult, Outcome
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
@@ -45,7 +45,7 @@ _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
 # Takes a case that is done, and says what it is; afterwards its traces are closed.
-OnFinished = Callable[[JudgedRun], VerdictName]
+OnFinished = Callable[[JudgedRun], str]
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
 

@@ -8,16 +8,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import Step
 from distcheck.plan.cases import Request, plan_cases
-from distcheck.records import Report
+from distcheck.records import Case, Report
+from distcheck.verification.progress import NOT_FINISHED, Listener, Silent
 from distcheck.verification.run import verify_cases
 from tests.world.test_verify import assert_everything_compared
 
 
-def judged(code: object) -> Report:
+class Heard(Silent):
+    """What a run has said of each case, by workload."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def finished(self, case: Case, verdict: str) -> None:
+        self.of[case.workload] = verdict
+
+
+def judged(code: object, listener: Listener | None = None) -> Report:
     """The lattice and the cell of a default run at world 3."""
     spec = f"{__name__}:{code.__qualname__}"  # type: ignore[attr-defined]
     cases = plan_cases(Request(strategies=(spec,), worlds=(3,)))
-    return verify_cases([c for c in cases if c.workload in ("lattice", "absent_on_some")])
+    wanted = [c for c in cases if c.workload in ("lattice", "absent_on_some")]
+    return verify_cases(wanted, listener=listener)
 
 
 def _mean(gradient: torch.Tensor, step: Step) -> None:
@@ -67,9 +79,11 @@ class WaitsForever:
     ],
 )
 def test_code_that_ends_with_an_error_there_passes_with_a_remark(code: object) -> None:
-    report = judged(code)
+    heard = Heard()
+    report = judged(code, heard)
     (lattice,) = report.cases
     assert report.verdict == "pass"
+    assert heard.of == {"lattice": "pass", "absent_on_some": NOT_FINISHED}
     assert report.exit_code == 0
     assert [name.endswith("absent_on_some-float32") for name in report.left_out] == [True]
     assert any("--workload absent_on_some asks for it" in note for note in lattice.notes)
