@@ -138,7 +138,7 @@ def run_cases(
             cases,
             pool=pool,
             keep=keep,
-            listener=listener,
+            listener=listener or Silent(),
             download=download,
             made=made or {},
             whole=whole,

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distcheck.contract import Step
 from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case, Report
-from distcheck.verification.progress import NOT_FINISHED, Listener, Silent
+from distcheck.verification.progress import NOT_FINISHED, Silent
 from distcheck.verification.run import verify_cases
 from tests.world.test_verify import assert_everything_compared
 
@@ -24,7 +24,7 @@ class Heard(Silent):
         self.of[case.workload] = verdict
 
 
-def judged(code: object, listener: Listener | None = None) -> Report:
+def judged(code: object, listener: Silent | None = None) -> Report:
     """The lattice and the cell of a default run at world 3."""
     spec = f"{__name__}:{code.__qualname__}"  # type: ignore[attr-defined]
     cases = plan_cases(Request(strategies=(spec,), worlds=(3,)))
