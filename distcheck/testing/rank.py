@@ -23,13 +23,11 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
 from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.local import late_compiler
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
 
-# What ranks import as they go and cannot do without for long: the first optimizer imports
-# torch._dynamo, for most of a second, in every rank.
-_PRELOADS = ("torch._dynamo",)
 _MOST_MESSAGE = 200_000  # characters of an exception that pytest is given
 _CUT = "; pytest is given 200,000 of a text"
 
@@ -139,7 +137,9 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     __tracebackhide__ = True
     item = prepared.item
     before, properties = leaks.here_now(), len(item.user_properties)
-    missing = [name for name in _PRELOADS if name not in sys.modules]
+    compiler_was_loaded = late_compiler.is_loaded()
+    if "torch" in sys.modules:
+        late_compiler.install()
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         logs.report_handler.reset()
@@ -167,6 +167,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
     goes_on = end in ("passed", "skipped", "rejected")
     left = leaks.left_behind(before) if goes_on else leaks.Left()
+    compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
         reason="" if error is None else _cut(text_of(error)),
@@ -174,7 +175,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
         left_stays=left.stays,
-        preloads=tuple(name for name in missing if name in sys.modules),
+        preloads=(late_compiler.NAME,) if compiles and not compiler_was_loaded else (),
         properties=tuple(item.user_properties[properties:]),
         body_s=body_s,
         said=examples.said(),
