@@ -87,7 +87,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
         result = target(request.payload, own, reporter)
         _flush()
-        reporter.send(messages.Done(result, _imported_since(inherited)))
+        reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
         _flush()
@@ -129,8 +129,7 @@ def _imported_since(inherited: int) -> list[str]:
         newest = list(islice(reversed(sys.modules), count))
     except RuntimeError:  # another thread is importing: to know less costs the next child a moment
         return []
-    found = [name for name in reversed(newest) if is_own(name)]
-    return [*found, late_compiler.NAME] if late_compiler.would_save_time() else found
+    return [name for name in reversed(newest) if is_own(name)]
 
 
 def is_own(module: str) -> bool:

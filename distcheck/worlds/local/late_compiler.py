@@ -78,9 +78,9 @@ def is_loaded() -> bool:
     return found is not None and not isinstance(found, StandIn)
 
 
-def would_save_time() -> bool:
-    """Whether a process like this one is better forked from one that has imported it."""
-    return is_loaded() or any(name in sys.modules for name in _BRINGS)
+def to_share() -> list[str]:
+    """Its name, where a process like this one is better forked from one that has imported it."""
+    return [NAME] if is_loaded() or any(name in sys.modules for name in _BRINGS) else []
 
 
 def load() -> None:
