@@ -39,6 +39,7 @@ from distcheck.records import (
     show_failures_as,
 )
 from distcheck.records.searches import Explored
+from distcheck.reports.documents import read_report
 from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
@@ -259,13 +260,16 @@ def _follow_up(
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
-    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder.
+    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder, and for
+    a report in it that contradicts itself, as one does that cases were taken out of.
 
     On another machine, or with another torch, recorded bits are not the bits that are computed
     now: what fails there only against those becomes unknown.
     """
     listener, origin = listener or Silent(), origin_here()
     folders = store.saved_cases(folder)
+    if (written := folder / "report.json").exists():
+        read_report(written)
     pool.wait_ready()
     first, fds = store.read_trace(pool, folders[0])
     for fd in fds:
