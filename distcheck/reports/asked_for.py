@@ -1,4 +1,4 @@
-"""What the command line that a report records has asked for, held against the report's plan.
+"""Compares the command line that a report records with the plan of the report.
 
 Only what was typed is compared: what a matrix or a default said is not in the command line. What
 follows from it is the least that a plan has; cells and searches come on top.
