@@ -3,10 +3,12 @@ themselves.
 
 A verdict in a file is a claim. What it claims follows from the checks, the ends of the ranks and
 the plan that the same file holds, so it is computed from them once more, and a file that
-contradicts itself is damaged. (A file in which everything was changed to agree is a forgery that
-no reader can see; keep reports where only your runs can write.)
+contradicts itself is damaged; so is one whose plan lacks what its own command line asks for. (A
+file in which everything was changed to agree is a forgery that no reader can see; keep reports
+where only your runs can write.)
 """
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -21,6 +23,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
+from distcheck.reports.asked_for import not_in_plan
 from distcheck.reports.json_report import read_document
 from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
@@ -34,7 +37,9 @@ _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "se
 def read_report(path: Path) -> dict[str, Any]:
     """The document of a file. Raises UsageError where it is damaged, or contradicts itself."""
     document = read_document(path)
-    check_document(document, str(path))
+    found = check_document(document, str(path))
+    for problem in _missing(found):
+        raise UsageError(f"{path} is damaged: {problem}; write the report again")
     return document
 
 
@@ -101,6 +106,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
         yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
     if document.plan is not None:
         yield from _of_plan(document, document.plan)
+        yield from _not_planned(document, document.plan)
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
@@ -130,6 +136,9 @@ def _of_case(case: CaseRead) -> Iterator[str]:
         yield f"passed its outcome check, although not all {case.world} ranks finished"
     if ranks_failed(case) and ended and "fail" not in ended:
         yield "has a rank that did not finish, but no failed check of it"
+    for check in case.checks:
+        if problem := _wrong_bound(check):
+            yield f"has a bound in its check {check.check!r} that {problem}"
     if case.verdict != "fail" and case.diagnosis:
         yield f"has the cause {case.diagnosis[0].cause!r}, although it did not fail"
     if case.verdict == "pass":
@@ -173,6 +182,20 @@ def _is_beyond(worst: PlaceRead) -> bool:
     return not 0 <= error <= bound
 
 
+def _wrong_bound(check: CheckRead) -> str:
+    """What is wrong with a bound. No error is within one that is infinite or not a number, so what
+    has passed has none; what has failed may, where a reference overflows.
+    """
+    places = [place for place in (check.worst, check.first, *check.elements) if place is not None]
+    bounds = [float(place.bound) for place in places]
+    bounds += [] if check.loss is None else map(float, check.loss.bound)
+    if any(bound < 0 for bound in bounds):
+        return "is below zero"
+    if check.verdict == "pass" and not all(map(math.isfinite, bounds)):
+        return "is not a finite number, although it passed"
+    return ""
+
+
 def _is_command(text: str) -> bool:
     """Whether a text is one plain call of distcheck: people copy it to their shell."""
     try:
@@ -206,3 +229,27 @@ def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
             yield f"case {name!r} is in the report, but is also listed as left out"
         elif name not in planned:
             yield f"case {name!r} is listed as left out, but is not in the plan"
+
+
+def _missing(document: DocumentRead) -> Iterator[str]:
+    """What a report must have that says that everything planned has passed. A merge of parts adds
+    what is missing, as unknown.
+    """
+    plan = document.plan
+    if plan is None or document.exit_code != ExitCode.PASS:
+        return
+    there = {case.id for case in document.cases} | document.left_out.keys()
+    for cell in plan.cases:
+        if plan.shard in (0, cell.shard) and cell.id not in there:
+            yield f"the report passed, but case {cell.id!r} of its plan is not in it"
+    searched = {one.strategy for one in document.explored}
+    for search in plan.searches:
+        if plan.shard in (0, search.shard) and search.strategy not in searched:
+            yield f"the report passed, but the search of {search.strategy!r} is not in it"
+
+
+def _not_planned(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
+    """What a command line asks for and the plan lacks."""
+    for made in (document.made, *(part.made for part in document.parts)):
+        if made is not None:
+            yield from not_in_plan(made.command, plan)

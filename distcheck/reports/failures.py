@@ -45,8 +45,9 @@ class Failures:
     def _print_repeated(self, first: CaseReport, cases: Sequence[CaseReport]) -> None:
         causes = ", ".join(found.cause for found in first.diagnosis)
         said = f"{_names(cases)}: as {_names([first])} in world {first.case.world}"
+        said += f" ({causes})" if causes else ""
         self._console.print()
-        for line in hanging(f"{said} ({causes})", self._console.width, first="", indent=2):
+        for line in hanging(said, self._console.width, first="", indent=2):
             self._console.print(Text(line), soft_wrap=True)
 
 

@@ -26,7 +26,7 @@ from distcheck.records.searches import Explored
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Share = Annotated[str, Meta(max_length=1 << 20)]
-Number = float | str  # "nan", "inf", "-inf"
+Number = float | Annotated[str, Meta(pattern=r"^(nan|inf|-inf)$")]
 
 
 class _Call(msgspec.Struct):
@@ -165,6 +165,7 @@ class _Part(msgspec.Struct):
     shard: Count
     exit_code: Count
     environment: dict[str, Any]
+    made: Origin | None = None
 
 
 class DocumentRead(msgspec.Struct):

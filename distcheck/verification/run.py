@@ -37,7 +37,9 @@ from distcheck.records import (
     RunPlan,
     show_failures_as,
 )
+from distcheck.records.case_ids import is_file_name
 from distcheck.records.searches import Explored
+from distcheck.reports.documents import read_report
 from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
@@ -265,13 +267,15 @@ def _follow_up(
 
 
 def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
-    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder.
+    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder, or a
+    report in it that contradicts itself, as one does that cases were taken out of.
 
     On another machine, or with another torch, recorded bits are not the bits that are computed
     now: what fails there only against those becomes unknown.
     """
     listener, origin = listener or Silent(), origin_here()
     folders = store.saved_cases(folder)
+    lost = failed_without_trace(folder, {place.name for place in folders})
     pool.wait_ready()
     first, fds = store.read_trace(pool, folders[0])
     for fd in fds:
@@ -292,6 +296,8 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
                 return reports[-1].verdict
 
             session.rejudge(run_of(saved, fds), on_finished=enter)
+    why = "not judged: it failed when it ran, and its trace is not in this folder"
+    reports += nothing_judged(lost, why, None, origin).cases
     shown = not_shown([report.contents for report in reports if report.contents])
     return Report(
         environment=here,
@@ -300,6 +306,18 @@ def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Re
         not_shown=shown,
         saved_to=str(folder),
     )
+
+
+def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
+    """The planned cases that failed by the report in a run's folder, and whose traces are not
+    `there`: too large to keep, or taken out. Raises UsageError for a damaged report or case.
+    """
+    written = folder / "report.json"
+    said = read_report(written) if written.exists() else {"cases": []}
+    planned = {cell["id"] for cell in (said.get("plan") or {"cases": []})["cases"]}
+    failed = [case["id"] for case in said["cases"] if case["verdict"] == "fail"]
+    lost = [name for name in failed if name in planned - set(there) and is_file_name(name)]
+    return [store.read_case(folder / "cases" / f"{name}.json") for name in lost]
 
 
 def _hash_seeds(cases: Sequence[Case]) -> list[int]:

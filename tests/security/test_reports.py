@@ -89,7 +89,7 @@ def compared(name: str, **counts: int) -> Callable[[Document], None]:
 def searched(**values: Any) -> Callable[[Document], None]:
     def forge(document: Document) -> None:
         document |= document_of(PASSED)
-        document["plan"]["searches"] = [{"strategy": "ddp", "budget_s": 9.0}]
+        document["plan"]["searches"] = [{"strategy": "ddp", "budget_s": 9.0, "shard": 1}]
         search = {"strategy": "ddp", "verdict": "pass", "budget_s": 9.0, "cases": 3, "passed": 3}
         document["explored"] = [{**search, **values}]
 
@@ -139,6 +139,52 @@ def beyond(document: Document) -> None:
     checks.append({**check("parameters", ranks=1), "worst": place})
 
 
+def bounded(bound: float | str, verdict: str = "pass") -> Callable[[Document], None]:
+    """A check with an error of nothing, and a bound that holds nothing, or anything."""
+
+    def forge(document: Document) -> None:
+        beyond(document)
+        check = document["cases"][0]["checks"][-1]
+        check["verdict"] = verdict
+        check["worst"] |= {"error": 0.0, "bound": bound}
+        if verdict == "fail":
+            document |= {"verdict": "fail", "exit_code": 1}
+            document["cases"][0]["verdict"] = "fail"
+
+    return forge
+
+
+def losses_of_any_size(document: Document) -> None:
+    document |= document_of(PASSED)
+    check = document["cases"][0]["checks"][-1]
+    check["loss"] = {
+        "steps": [0], "ranks": [[1.0], [1.0]], "mean": [1.0], "expected": [9.0], "bound": ["inf"],
+    }  # fmt: skip
+
+
+def dropped(document: Document) -> None:
+    """The case that failed is in the report no more."""
+    document |= document_of(PASSED, plan=(PASSED, FAILED))
+
+
+def search_dropped(document: Document) -> None:
+    searched()(document)
+    document["explored"] = []
+
+
+def dropped_from_the_plan(document: Document) -> None:
+    """Nor is it in the plan; but the command line asked for it."""
+    document |= document_of(PASSED)
+    command = "distcheck verify --strategy ddp --strategy mine.py:sync --json part.json"
+    document["made"] = {"date": "2026-01-01", "command": command}
+
+
+def dropped_from_a_part(document: Document) -> None:
+    dropped_from_the_plan(document)
+    part = {"file": "a.json", "shard": 0, "exit_code": 0, "environment": {}}
+    document["parts"] = [{**part, "made": document.pop("made")}]
+
+
 FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a pass with failed checks": (forge_pass, "has the verdict pass, but its checks give fail"),
     "a pass without checks": (without_checks, "has the verdict pass, but its checks give unknown"),
@@ -162,6 +208,21 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a case twice": (twice, "2 times"),
     "an error beyond its bound in a pass": (beyond, "although an error is beyond its bound"),
     "an error below zero": (below_zero, "although an error is beyond its bound"),
+    "a bound of any size": (bounded("inf"), "is not a finite number, although it passed"),
+    "a bound that is no number": (bounded("nan"), "is not a finite number, although it passed"),
+    "a bound below zero": (bounded(-1.0), "that is below zero"),
+    "a bound below all": (bounded("-inf"), "that is below zero"),
+    "a bound below zero in a failure": (bounded(-1.0, "fail"), "that is below zero"),
+    "a bound in words": (bounded("large"), "matching regex"),
+    "a bound of any size of losses": (losses_of_any_size, "is not a finite number, although"),
+    "a case that only the command asks for": (
+        dropped_from_the_plan,
+        "asks for strategy mine.py:sync, but the plan has no such case",
+    ),
+    "a case that only a part's command asks for": (
+        dropped_from_a_part,
+        "asks for strategy mine.py:sync, but the plan has no such case",
+    ),
     "another's part is left out": (leave_out_of_part_2, "is part 1, but has case 'other' of part"),
     "a part that there is not": (set_in_plan(shard=7), "the report is part 7 of 1"),
     "a command of a shell": (
@@ -200,6 +261,31 @@ def test_a_file_that_contradicts_itself_is_damaged(
     assert sentence in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert not Path("x.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("forge", "sentence"),
+    [
+        (dropped, "' of its plan is not in it"),
+        (search_dropped, "search of 'ddp' is not in it"),
+    ],
+)
+def test_a_pass_without_all_that_was_planned(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forge: Callable[[Document], None],
+    sentence: str,
+) -> None:
+    """Shown, it is damaged; merged, what is missing is unknown."""
+    monkeypatch.chdir(tmp_path)
+    document = document_of(PASSED)
+    forge(document)
+    Path("part.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        _group.main(["report", "part.json", "--html", "x.html"], standalone_mode=False)
+    assert _group.main(["merge", "part.json"], standalone_mode=False) == 5
+    assert "UNKNOWN" in capsys.readouterr().out
 
 
 def test_nesting_has_a_limit(tmp_path: Path) -> None:

@@ -41,6 +41,17 @@ function topOf(page, what) {
   const found = page.querySelector(what);
   return found === null ? null : found.getBoundingClientRect().top;
 }
+function scrolls(element) {
+  for (let e = element; e !== null; e = e.parentElement)
+    if (/auto|scroll/.test(e.ownerDocument.defaultView.getComputedStyle(e).overflowX)) return true;
+  return false;
+}
+function outside(elements, boxOf) {
+  return [...elements].filter(element => {
+    const box = element.getBoundingClientRect(), room = boxOf(element);
+    return box.width > 0 && (box.left < room.left - 1 || box.right > room.right + 1);
+  }).map(element => `${element.tagName}: ${element.textContent.slice(0, 40)}`);
+}
 function measure(frame, name) {
   const page = frame.contentDocument, root = page.documentElement;
   const cause = topOf(page, ".first strong");
@@ -50,7 +61,10 @@ function measure(frame, name) {
   found.push({name, width: frame.width, wide: root.scrollWidth, text: page.body.innerText.length,
     background: style.backgroundColor, color: style.color, scripts: page.scripts.length,
     images: page.images.length, pictures: seen.filter(b => b.width > 50 && b.height > 50).length,
-    drawn: seen.length, styled: style.fontFamily, cause});
+    drawn: seen.length, styled: style.fontFamily, cause,
+    cut: outside(page.querySelectorAll("svg text"), e => e.ownerSVGElement.getBoundingClientRect()),
+    lost: outside([...page.body.querySelectorAll("*")].filter(e => !scrolls(e)),
+      () => ({left: 0, right: Number(frame.width)}))});
 }
 Promise.all(wanted.map(([name, width]) => new Promise(done => {
   const frame = document.createElement("iframe");
@@ -126,6 +140,8 @@ def test_it_fits_and_obeys_its_own_policy(site: tuple[Path, str], *, dark: bool)
     assert not console
     for page in found:
         assert page["wide"] <= int(page["width"]), page
+        assert not page["lost"], "wider than the window, in nothing that scrolls"
+        assert not page["cut"], "words of a picture beyond its edge"
         assert page["scripts"] == page["images"] == 0
         assert page["pictures"] == page["drawn"] > 0, page
         assert page["text"] > 500

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.records import (
     Adaptation,
     Case,
@@ -237,6 +238,33 @@ def test_an_interruption_before_anything_was_judged_is_five_lines() -> None:
         "saved: run",
         "next:  distcheck verify --strategy mine.py:sync --world 4",
     ]
+
+
+def hung(world: int) -> list[CaseReport]:
+    """A case that hung, and one that was not run after it, for that reason."""
+    first = failing("lattice", "hang", world=world)
+    other = msgspec.structs.replace(first.case, workload="cnn")
+    why = not_run_after_hang(other, first.case)
+    not_run = msgspec.structs.replace(
+        first, case=other, verdict="unknown", outcomes=(), diagnosis=(),
+        checks=(check("outcome", "-", "unknown", reason=why),),
+    )  # fmt: skip
+    return [first, not_run]
+
+
+def test_an_interruption_after_a_hang_keeps_the_two_reasons_apart() -> None:
+    """What was not run because of the hang says so; what came after the interruption is counted."""
+    report = Report(
+        environment=ENVIRONMENT, cases=(*hung(4), *hung(3), *unfinished(5)), interrupted=True
+    )
+    text = " ".join(render_text(report, width=100).split())
+    assert "cnn float32 unknown outcome: not run: the strategy hung in lattice float32" in text
+    assert "UNKNOWN interrupted: 5 of 9 cases were not judged: mine.py:sync, world 4" in text
+    assert "not judged: interrupted" not in text
+    assert "as lattice float32 in world 4 (hang)" in text
+    assert "as cnn float32 in world 4" in text
+    assert "()" not in text, "what has no cause says none"
+    assert text.endswith("next: distcheck verify --strategy mine.py:sync --world 4")
 
 
 @pytest.mark.parametrize("width", [80, 60])

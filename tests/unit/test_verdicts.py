@@ -112,6 +112,13 @@ def test_a_check_that_nobody_judged_is_unknown_and_says_why(
     assert (report.verdict, checks(report)["gradients"]) == (verdict, ("unknown", reason))
 
 
+def test_what_a_hang_kept_from_running_says_so_after_an_interruption_too() -> None:
+    why = "not run: the strategy hung in lattice"
+    report = run([OUTCOME, GRADIENTS], [], outcomes=[], not_run=why)
+    assert report.verdict == "unknown"
+    assert checks(report) == {"outcome": ("unknown", why), "gradients": ("unknown", why)}
+
+
 def test_ranks_that_did_not_finish_fail_the_outcome() -> None:
     report = run([OUTCOME], [], outcomes=HUNG)
     assert checks(report)["outcome"] == ("fail", "rank 1 hung")

@@ -192,6 +192,13 @@ def test_save_and_recheck(distcheck: Run, tmp_path: Path) -> None:
     again = distcheck("recheck", "kept", "--json", "again.json")
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "again.json").read_text())["verdict"] == "pass"
+    report = tmp_path / "kept" / "report.json"
+    sound = report.read_text()
+    report.write_text(sound.replace("--strategy ddp", "--strategy ddp --strategy was_taken_out"))
+    forged = distcheck("recheck", "kept")
+    assert forged.returncode == 2
+    assert "asks for strategy was_taken_out" in forged.stderr
+    report.write_text(sound)
     (case,) = (tmp_path / "kept" / "traces").iterdir()
     file = case / "run-1" / "slot-001.safetensors"
     tensors = load_file(file)

@@ -7,7 +7,7 @@ from distcheck.reports.pictures import Drawing, Picture, Table, cell, ticks
 from distcheck.reports.pictures.heat import layer_of
 from distcheck.reports.wording import count
 
-_TOP, _HEIGHT, _LEFT = 18, 120, 40
+_TOP, _HEIGHT, _LEFT = 18, 120, 52  # wide enough for "100,000"
 
 
 def shows_something(check: dict[str, Any]) -> bool:

@@ -130,14 +130,20 @@ def _state(own: dict[Key, Call], key: Key, usual: str) -> str:
 
 
 def _legend(drawing: Drawing, y: float) -> float:
-    at = [(0, "as most ranks"), (100, "another call"), (190, "not called"), (270, "… not finished")]
-    for x, words in at[:3]:
-        drawing.path({0: "same", 100: "over", 190: "open"}[x], cell(x + 0.5, y, 12, 12))
-        drawing.text(x + 17, y + 10, words, kind="faint")
-    drawing.text(270, y + 10, at[3][1], kind="faint")
-    drawing.path("cross", cross(100.5, y, 12, 12))
-    drawing.path("gone", cross(190.5, y, 12, 12))
-    return y + 18
+    """What the looks mean, in two rows, which fit the narrowest drawing."""
+    lower, column = y + 18, 100
+    for x, top, look, words in (
+        (0, y, "same", "as most ranks"),
+        (column, y, "over", "another call"),
+        (0, lower, "open", "not called"),
+    ):
+        drawing.path(look, cell(x + 0.5, top, 12, 12))
+        drawing.text(x + 17, top + 10, words, kind="faint")
+    drawing.path("cross", cross(column + 0.5, y, 12, 12))
+    drawing.path("gone", cross(0.5, lower, 12, 12))
+    drawing.text(column, lower + 10, "…", kind="faint")
+    drawing.text(column + 17, lower + 10, "not finished", kind="faint")
+    return lower + 18
 
 
 def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
