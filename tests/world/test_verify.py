@@ -35,7 +35,11 @@ def test_correct_strategies_pass(world: int) -> None:
     assert layers == {"lattice", "X", "R", "S32", "S64"}
 
 
+@pytest.mark.sweep
 def test_the_default_run() -> None:
+    """Its cases are planned in test_plan.py, and the command's run is compared with the README in
+    test_cli.py.
+    """
     report = distcheck.verify("allreduce")
     assert [c.case.id for c in report.cases] == [
         "allreduce-w4-lattice-float32",
