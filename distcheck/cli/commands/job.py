@@ -22,6 +22,8 @@ from distcheck.reports.files import errors_told, output_options, taken_from
 @click.option("--reference/--no-reference", default=True,
               help="Whether the script runs as one process too, to be compared with. "
               "[default: --reference]")  # fmt: skip
+@click.option("--on-cpu", is_flag=True,
+              help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--guard", is_flag=True,
               help="Let the job run to its own end; compare the ranks' replicas.")  # fmt: skip
 @click.option("--every", type=int, metavar="N",
