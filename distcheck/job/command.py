@@ -9,7 +9,7 @@ import msgspec
 
 from distcheck.errors import UsageError
 from distcheck.job import causes, checks, reading, replaying, running, settings
-from distcheck.job.checks.exchange import NOT_SEEN
+from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -261,6 +261,12 @@ def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: s
         notes.append(
             "the job ran on CPUs in place of GPUs, over gloo (--on-cpu): kernels and NCCL are "
             "not judged"
+        )
+    count, size = needless(job)
+    if count:
+        notes.append(
+            f"DistributedDataParallel exchanged in {count} backward passes that another one of the "
+            f"same step followed, {size / 1e6:.3g} MB each: right and slower than no_sync()"
         )
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:

@@ -294,3 +294,17 @@ def test_own_counts_of_targets_are_named(tmp_path: Path) -> None:
     found = causes.diagnose(job, results, alone)
     assert [one.cause for one in found] == ["unweighted-tokens"]
     assert "(8, 16)" in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((True, True), 3), ((False, True), 0), ((True, False), 0)]
+)
+def test_exchanges_before_the_last_pass_are_counted(
+    tmp_path: Path, flags: tuple[bool, bool], expected: int
+) -> None:
+    def accumulates(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(i, loss=1.0, exchanges=flags[i]) for i in range(2)]
+
+    count, size = exchange.needless(make(tmp_path, accumulates))
+    assert count == expected
+    assert size == (0 if flags == (True, False) else 16 * 4)

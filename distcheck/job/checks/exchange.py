@@ -125,6 +125,22 @@ def _compare(
     return sums
 
 
+def needless(job: Recording) -> tuple[int, int]:
+    """Backward passes of rank 0 in which DistributedDataParallel exchanged although a later one of
+    the same step does, too; and the bytes of gradients that each such exchange takes.
+    """
+    count = size = 0
+    for step in job.steps:
+        record = job.records[0, step]
+        flags = [one.exchanges for one in record.passes if one.loss is not None]
+        if not flags or not flags[-1] or not record.whole:
+            continue
+        count += sum(flag is True for flag in flags[:-1])
+        kept = [job.gradient("local", 0, step, name) for name in job.parameters(step)]
+        size = sum(g.numel() * g.element_size() for g in kept if g is not None)
+    return count, size
+
+
 def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
     return sketches.sketch(tensor) if whole else tensor
 
