@@ -11,11 +11,12 @@ Importing this package imports no torch; the work is done in processes of its ow
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Report", "Step", "VerdictError", "__version__", "strategy", "verify"]
+__all__ = ["Report", "Step", "VerdictError", "__version__", "guard", "strategy", "verify"]
 
 if TYPE_CHECKING:
     from distcheck.contract import Step, strategy
     from distcheck.errors import VerdictError
+    from distcheck.job.guard import guard
     from distcheck.records import Report
     from distcheck.testing.verifying import verify
 
@@ -23,6 +24,7 @@ _HOMES = {
     "Report": "distcheck.records",
     "Step": "distcheck.contract",
     "VerdictError": "distcheck.errors",
+    "guard": "distcheck.job.guard",
     "strategy": "distcheck.contract",
     "verify": "distcheck.testing.verifying",
 }

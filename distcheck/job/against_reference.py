@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from distcheck.job.checks.exchange import divisors
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
@@ -88,6 +89,17 @@ def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diag
         return
     factor = product / square
     left = (sum(float((r - factor * e).square().sum()) for r, e in pairs) / total) ** 0.5
+    counts = divisors(job, step)
+    is_uneven = counts is not None and max(counts) - min(counts) > _LEFT * max(counts)
+    if counts is not None and is_uneven:
+        yield Diagnosis(
+            cause="unweighted-tokens",
+            evidence=f"step {step}: each rank divides its summed loss by a number of its own "
+            f"({', '.join(f'{one:.6g}' for one in counts)}), and the ranks then count alike",
+            suggestion="divide each rank's summed loss by the mean number of targets per rank, "
+            "which takes an all-reduce of the counts",
+        )
+        return
     if left > min(_LEFT, _SHARE * abs(factor - 1)):
         yield Diagnosis(
             cause="unexplained",

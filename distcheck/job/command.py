@@ -9,7 +9,7 @@ import msgspec
 
 from distcheck.errors import UsageError
 from distcheck.job import causes, checks, reading, replaying, running, settings
-from distcheck.job.checks.exchange import NOT_SEEN
+from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -48,6 +48,7 @@ class Asked:
     keep_going: bool = False
     save: str | None = None
     reference: bool = True
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= settings.MOST_STEPS:
@@ -72,7 +73,7 @@ def judge_job(asked: Asked) -> Report:
         job = reading.read(recorded)
         reference = None
         if not missing:
-            reference, missing = _replay(job, copy, folder / "reference")
+            reference, missing = _replay(asked, job, copy, folder / "reference")
         case = _judge(asked, job, ran, reference, missing)
         if asked.save is not None:
             shutil.copytree(recorded, asked.save)
@@ -92,6 +93,7 @@ def _settings_of(asked: Asked) -> Settings:
         from_step=asked.from_step,
         budget=asked.budget,
         keep_going=asked.keep_going,
+        on_cpu=asked.on_cpu,
     )
 
 
@@ -101,13 +103,13 @@ def _why_none(asked: Asked) -> str:
     return "it starts at step 0, and --from-step was given" if asked.from_step else ""
 
 
-def _replay(job: Recording, copy: Path, folder: Path) -> tuple[Reference | None, str]:
+def _replay(asked: Asked, job: Recording, copy: Path, folder: Path) -> tuple[Reference | None, str]:
     """The reference, or why there is none."""
     if job.world == 1 or not job.steps:
         return None, "there is nothing to compare it with"
     folder.mkdir()
     try:
-        return replaying.replay(job, copy, folder), ""
+        return replaying.replay(job, copy, folder, on_cpu=asked.on_cpu), ""
     except NoReferenceError as error:
         return None, str(error)
 
@@ -135,7 +137,7 @@ def _judge(
         checks=tuple(results),
         diagnosis=tuple(diagnosis),
         replay=_case_of(asked, job).command_line,
-        notes=tuple(_notes(job, reference, missing)),
+        notes=tuple(_notes(asked, job, reference, missing)),
     )
 
 
@@ -150,6 +152,7 @@ def _case_of(asked: Asked, job: Recording) -> Case:
     options = [] if asked.reference else ["--no-reference"]
     options += ["--steps", str(asked.steps)] if asked.steps != Settings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
+    options += ["--on-cpu"] if asked.on_cpu else []
     options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
     return Case(
         id="job",
@@ -252,8 +255,19 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     return f"{text}; its tolerances are measured by moving every parameter by one ULP"
 
 
-def _notes(job: Recording, reference: Reference | None, missing: str) -> list[str]:
+def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: str) -> list[str]:
     notes = [_of_reference(job, reference, missing)]
+    if asked.on_cpu:
+        notes.append(
+            "the job ran on CPUs in place of GPUs, over gloo (--on-cpu): kernels and NCCL are "
+            "not judged"
+        )
+    count, size = needless(job)
+    if count:
+        notes.append(
+            f"DistributedDataParallel exchanged in {count} backward passes that another one of the "
+            f"same step followed, {size / 1e6:.3g} MB each: right and slower than no_sync()"
+        )
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:
         notes.append(

@@ -79,7 +79,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield file
 
 
-def replay(job: Recording, copy: Path, folder: Path) -> Reference:
+def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) -> Reference:
     """Runs rank 0's script as one process. Raises NoReferenceError where that cannot be done."""
     first = job.ranks[0]
     words = list(first.arguments)
@@ -99,7 +99,7 @@ def replay(job: Recording, copy: Path, folder: Path) -> Reference:
             "the first step was beyond --budget, so its parameters were not kept"
         )
     words = _in_copy(words, copy)
-    asked = Settings(mode="replay", steps=len(job.steps), recording=str(job.folder))
+    asked = Settings(mode="replay", steps=len(job.steps), recording=str(job.folder), on_cpu=on_cpu)
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     file = settings.write(asked, folder)
     ran = running.run(

@@ -104,7 +104,8 @@ def _raised(folder: Path) -> tuple[tuple[int, str], ...]:
     for file in sorted(folder.glob("raised-*")):
         with file.open(errors="backslashreplace") as note:
             rank, _, said = note.read(_MOST_NOTES).partition("\n")
-        found.append((int(rank) if rank.isdecimal() else 0, said.strip()))
+        first = said.strip().partition("\n")[0]
+        found.append((int(rank) if rank.isdecimal() else 0, first))
     return tuple(found)
 
 
@@ -120,7 +121,10 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
         return
     for _, said in ran.raised:
         if _needs_gpu(said):
-            raise CannotRunError(f"the job needs a GPU, and there is none here ({said[:200]})")
+            raise CannotRunError(
+                f"the job needs a GPU, and there is none here ({said[:200]}); --on-cpu runs it on "
+                "CPUs"
+            )
     if (note := folder / "no-distcheck").exists():
         program = note.read_text(errors="backslashreplace").partition("\n")[0]
         raise CannotRunError(

@@ -10,7 +10,7 @@ from distcheck.errors import UsageError
 VARIABLE = "DISTCHECK_JOB"
 FILE = "settings.json"
 MOST_STEPS = 10_000
-Mode = Literal["record", "replay"]
+Mode = Literal["record", "replay", "guard"]
 TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
 
 
@@ -40,6 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
+    on_cpu            whether a script that asks for a GPU gets the CPU
+    every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
+    bundles           of a guard: the folder for what it finds
     """
 
     mode: Mode = "record"
@@ -48,6 +51,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 4 << 30
     keep_going: bool = False
     recording: str = ""
+    on_cpu: bool = False
+    every: int = 100
+    warns: bool = False
+    bundles: str = ""
 
 
 def write(settings: Settings, folder: Path) -> Path:

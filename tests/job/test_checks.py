@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from distcheck.job import causes, checks
+from distcheck.job.checks import exchange
 from distcheck.job.checks.reference import tolerance, with_reference
-from distcheck.job.recording import Clip
+from distcheck.job.recording import Clip, LossCall
 from distcheck.records import CheckResult
 from tests.job.recordings import SHAPES, Facts, gradients, make, reference, replaced
 
@@ -262,3 +263,48 @@ def test_a_tolerance_grows_with_what_was_measured_alone() -> None:
 
 def test_gradients_are_drawn_apart() -> None:
     assert not torch.equal(gradients(0, 0)["bias"], gradients(1, 0)["bias"])
+
+
+def summed(loss: float, value: float, counted: int) -> Callable[[Facts], None]:
+    """Losses of two passes that are sums over targets, divided by a number."""
+
+    def change(facts: Facts) -> None:
+        about = {"name": "cross_entropy", "reduction": "sum", "target": ""}
+        call = LossCall(value=value * (1 + facts.rank), counted=counted * (1 + facts.rank), **about)
+        facts.passes = [facts.a_pass(i, loss=loss, losses=(call,)) for i in range(2)]
+
+    return change
+
+
+def test_sums_over_targets_are_judged_by_what_they_are_divided_by(tmp_path: Path) -> None:
+    """Ranks have 8 and 16 targets of value 2: the mean of all is 2, over 2 ranks and 2 passes."""
+    for name, loss, verdict in (("right", 1.0, "pass"), ("wrong", 2.0, "fail")):
+        (tmp_path / name).mkdir()
+        job = make(tmp_path / name, summed(loss, 8.0, 4))
+        assert exchange.summed_factors(job, 0) == [2 * loss / 2] * 2
+        result = next(r for r in checks.without_reference(job) if r.check == "loss scale")
+        assert (result.verdict, result.compared.ranks) == (verdict, 2)
+    assert exchange.divisors(job, 0) == [4.0, 8.0]  # of the wrong one
+
+
+def test_own_counts_of_targets_are_named(tmp_path: Path) -> None:
+    job = make(tmp_path, summed(1.0, 8.0, 4))  # both have a loss of 1, of sums of 8 and of 16
+    alone = reference(job, tmp_path, raw=1.5, clipped=1.5, loss=2.0)
+    results = [*checks.without_reference(job), *with_reference(job, alone)]
+    found = causes.diagnose(job, results, alone)
+    assert [one.cause for one in found] == ["unweighted-tokens"]
+    assert "(8, 16)" in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((True, True), 3), ((False, True), 0), ((True, False), 0)]
+)
+def test_exchanges_before_the_last_pass_are_counted(
+    tmp_path: Path, flags: tuple[bool, bool], expected: int
+) -> None:
+    def accumulates(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(i, loss=1.0, exchanges=flags[i]) for i in range(2)]
+
+    count, size = exchange.needless(make(tmp_path, accumulates))
+    assert count == expected
+    assert size == (0 if flags == (True, False) else 16 * 4)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -111,3 +112,18 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
     assert gradients is not None
     assert gradients["w"].tolist() == [1]
     assert found[wrong] is None
+
+
+def test_what_a_sum_was_divided_by() -> None:
+    assert state.divisor_of(3.4234719, 342.34718) == 100
+    assert state.divisor_of(2.0, 5.0) == 2.5
+    assert state.divisor_of(2.0, float("nan")) == state.divisor_of(0.0, 1.0) == 0
+
+
+def test_a_batch_that_was_handed_out_ahead(job: Recording) -> None:
+    feeding = Feeding(job)
+    assert not feeding.is_ahead(0)
+    assert not feeding.is_ahead(1)  # one batch, and one pass
+    record = job.records[0, 0]
+    job.records[0, 0] = msgspec.structs.replace(record, batches=(*record.batches, *record.batches))
+    assert feeding.is_ahead(1)

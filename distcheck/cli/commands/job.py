@@ -22,6 +22,14 @@ from distcheck.reports.files import errors_told, output_options, taken_from
 @click.option("--reference/--no-reference", default=True,
               help="Whether the script runs as one process too, to be compared with. "
               "[default: --reference]")  # fmt: skip
+@click.option("--on-cpu", is_flag=True,
+              help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
+@click.option("--guard", is_flag=True,
+              help="Let the job run to its own end; compare the ranks' replicas.")  # fmt: skip
+@click.option("--every", type=int, metavar="N",
+              help="With --guard: steps between two checks.  [default: 100]")  # fmt: skip
+@click.option("--warn", is_flag=True,
+              help="With --guard: let the job go on when ranks differ.")  # fmt: skip
 @output_options
 @click.option(
     "--save", metavar="DIR", type=click.Path(), help="Keep the recording in a new folder."
@@ -35,6 +43,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
     distcheck job --nproc 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
+    distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs as it is given, and the first optimizer steps of every rank are recorded:
     samples, random streams, gradients before and after the exchange, clipping, learning rates,
@@ -42,10 +51,11 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     ranks', all ranks hold the same model after every step. The job is ended after the last
     recorded step, unless --keep-going is given. Last, the script runs as one process, in a copy of
     the folder, with the samples that the ranks had: each step must reach the same.
+
+    --guard is for production: nothing is recorded, and after step 2 and every 100 steps the ranks
+    compare digests of what they hold. --save then names the folder for bundles.
     """  # fmt: skip
     from distcheck.errors import UsageError
-    from distcheck.job.command import Asked, judge_job
-    from distcheck.job.settings import bytes_of
     from distcheck.reports.files import check_outputs, write_outputs
     from distcheck.reports.terminal import console_for, render
 
@@ -54,7 +64,33 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
         raise UsageError("the command writes to standard output as well; give the report a file")
     check_outputs(files)
     with errors_told(files):
-        report = judge_job(Asked(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
+        report, code = _run(words, asked)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     write_outputs(files, report)
-    return int(report.exit_code)
+    return code
+
+
+def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
+    """The report, and the exit code."""
+    from distcheck.errors import UsageError
+    from distcheck.job.settings import bytes_of
+
+    guards, every, warns = asked.pop("guard"), asked.pop("every"), asked.pop("warn")
+    if guards:
+        from distcheck.job import guard_command
+
+        return guard_command.guard_job(
+            guard_command.Asked(
+                words=words,
+                nproc=asked["nproc"],
+                every=100 if every is None else every,
+                warns=warns,
+                save=asked["save"],
+            )
+        )
+    if every is not None or warns:
+        raise UsageError("--every and --warn belong to --guard; give --guard as well")
+    from distcheck.job.command import Asked, judge_job
+
+    report = judge_job(Asked(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
+    return report, int(report.exit_code)

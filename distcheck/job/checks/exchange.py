@@ -125,6 +125,22 @@ def _compare(
     return sums
 
 
+def needless(job: Recording) -> tuple[int, int]:
+    """Backward passes of rank 0 in which DistributedDataParallel exchanged although a later one of
+    the same step does, too; and the bytes of gradients that each such exchange takes.
+    """
+    count = size = 0
+    for step in job.steps:
+        record = job.records[0, step]
+        flags = [one.exchanges for one in record.passes if one.loss is not None]
+        if not flags or not flags[-1] or not record.whole:
+            continue
+        count += sum(flag is True for flag in flags[:-1])
+        kept = [job.gradient("local", 0, step, name) for name in job.parameters(step)]
+        size = sum(g.numel() * g.element_size() for g in kept if g is not None)
+    return count, size
+
+
 def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
     return sketches.sketch(tensor) if whole else tensor
 
@@ -192,6 +208,39 @@ def loss_factors(job: Recording, step: int) -> list[float] | None:
     return found
 
 
+def divisors(job: Recording, step: int) -> list[float] | None:
+    """By rank: what the sums over its targets are divided by to be its loss; None where a loss is
+    not a sum of torch's, divided.
+    """
+    found = []
+    for record in job.at(step):
+        passes = [one for one in record.passes if one.loss is not None]
+        calls = [call for one in passes for call in one.losses]
+        if len(calls) != len(passes) or any(call.reduction != "sum" for call in calls):
+            return None
+        loss = sum(one.loss or 0.0 for one in passes) / (record.scale or 1.0)
+        if not loss:
+            return None
+        found.append(sum(call.value for call in calls) / loss)
+    return found
+
+
+def summed_factors(job: Recording, step: int) -> list[float] | None:
+    """The same, alike for all ranks, where the losses are sums over targets: what the ranks' losses
+    add up to on average, over the mean of all targets. None where a loss is another one.
+    """
+    total = sums = 0.0
+    targets = 0
+    for record in job.at(step):
+        for one in record.passes:
+            if one.loss is None or len(one.losses) != 1 or one.losses[0].reduction != "sum":
+                return None
+            total += one.loss / (record.scale or 1.0) / job.world
+            sums += one.losses[0].value
+            targets += one.losses[0].counted
+    return [total * targets / sums] * job.world if sums and targets else None
+
+
 def loss_scale(job: Recording) -> Iterator[CheckResult]:
     """Accumulated over several backward passes, the loss is divided by their number, once."""
     steps = [s for s in job.steps if all(len(r.passes) > 1 for r in job.at(s))]
@@ -199,7 +248,7 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
         return
     tally = Tally("loss scale", NO_LAYER)
     for step in steps:
-        factors = loss_factors(job, step)
+        factors = loss_factors(job, step) or summed_factors(job, step)
         if factors is None:
             continue
         for rank, total in enumerate(factors):

@@ -29,6 +29,11 @@ class Feeding:
         """The forward passes of a rank."""
         return list(self._job.records[rank, step].passes)
 
+    def is_ahead(self, step: int) -> bool:
+        """Whether a batch of this step was handed out in an earlier one, as accelerate does."""
+        before = [r for (rank, s), r in self._job.records.items() if rank == 0 and s < step]
+        return sum(len(r.batches) for r in before) > sum(len(r.passes) for r in before)
+
     def batch(self, place: tuple[int, int, int], rank: int) -> list[torch.Tensor] | None:
         """The leaves of a batch that a loader handed out: of one rank, or of all together."""
         by_rank = self._batches.get(place, {})

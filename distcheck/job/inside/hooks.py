@@ -89,6 +89,9 @@ _listener: Listener | None = None
 _on_defect: Callable[[], None] | None = None
 _depth = 0  # of models that are being called
 _stepping = 0  # optimizers around another call its step
+# Names of functions that run now. torch calls its own function again, by its public name, where a
+# mode is on (torch.set_default_device is one); the script has made only the outer call.
+_running: set[str] = set()
 _has_parameters: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -189,7 +192,8 @@ def _hook_losses() -> None:
 def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loss(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 - torch's name
-        if _listener is None or not torch.is_grad_enabled() or not input.requires_grad:
+        is_own = _listener is not None and torch.is_grad_enabled() and not _running
+        if not is_own or not input.requires_grad:
             return original(input, *args, **kwargs)
         target = args[0] if args else kwargs.get("target")
         replaced = _say("target", name, target)
@@ -199,7 +203,7 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 args = (target, *args[1:])
             else:
                 kwargs["target"] = target
-        value = original(input, *args, **kwargs)
+        value = _once(name, original, input, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
         _say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
@@ -207,13 +211,25 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def _once(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that may call itself by its public name."""
+    _running.add(name)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _running.discard(name)
+
+
 def _hook_backward() -> None:
     original = torch.Tensor.backward
 
     @functools.wraps(original)
     def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if _running:
+            original(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return
         _say("backward", tensor)
-        original(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        _once("backward", original, tensor, *args, **kwargs)
         _say("backward_over")
 
     torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]

@@ -16,6 +16,15 @@ def install(file: str) -> None:
     """Called once in a process, when torch has been imported."""
     settings = asked.read(Path(file))
     folder = Path(file).parent
+    if settings.on_cpu:
+        from distcheck.job.inside import on_cpu
+
+        on_cpu.install()
+    if settings.mode == "guard":
+        from distcheck.job.inside.guarded import Guarded
+
+        Guarded(settings, folder).install()
+        return
 
     def give_up() -> None:
         (folder / "defect").write_text(traceback.format_exc())

@@ -95,7 +95,7 @@ class Recorder:
                 inputs=tuple(self._before.add_data(t) for t in given),
                 rows=tensors.rows_of(given) if given else (),
                 random=tensors.random_digests(),
-                exchanges=getattr(model, "require_backward_grad_sync", None),
+                exchanges=exchanges(model),
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
@@ -116,11 +116,8 @@ class Recorder:
         """Notes how many targets count, and keeps them."""
         if not self._active or self._before is None:
             return
-        counted, kept = 0, ""
+        counted, kept = targets_of(name, target, ignored), ""
         if isinstance(target, torch.Tensor):
-            counted = target.numel()
-            if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-                counted = int((target != ignored).sum())
             kept = "" if target.requires_grad else self._before.add_data(target)
         number = float(value.detach()) if value.numel() == 1 else float("nan")
         self._losses.append(
@@ -317,6 +314,24 @@ class Recorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def exchanges(model: torch.nn.Module) -> bool | None:
+    """Whether DistributedDataParallel, which others may wrap (Fabric does), exchanges in this pass;
+    None without one.
+    """
+    kind = torch.nn.parallel.DistributedDataParallel
+    found = next((part for part in model.modules() if isinstance(part, kind)), None)
+    return None if found is None else bool(found.require_backward_grad_sync)
+
+
+def targets_of(name: str, target: Any, ignored: int) -> int:
+    """How many targets a loss counts: all but those that are ignored."""
+    if not isinstance(target, torch.Tensor):
+        return 0
+    if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+        return int((target != ignored).sum())
+    return target.numel()
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:

@@ -51,6 +51,7 @@ class Replayer:
         self._found: dict[Role, dict[str, torch.Tensor] | None] = {}
         self._out: dict[str, torch.Tensor] = {}
         self._losses: list[float] = []
+        self._sum = 0.0
         self._groups: tuple[dict[str, float], ...] = ()
         self._kept_settings: list[dict[str, Any]] = []
 
@@ -213,9 +214,17 @@ class Replayer:
                 "one process"
             )
         following = iter(given)
-        return tensors.replace_leaves(
-            value, lambda own: own if own.requires_grad else next(following).to(own.device).clone()
-        )
+
+        def take(own: torch.Tensor) -> torch.Tensor:
+            if own.requires_grad:
+                return own
+            recorded = next(following)
+            # A whole number beside a batch counts its samples or targets, for which one process
+            # has its own number: Hugging Face's Trainer hands the model num_items_in_batch.
+            counts = recorded.dim() == own.dim() == 0 and float(recorded).is_integer()
+            return own if counts and self._passes else recorded.to(own.device).clone()
+
+        return tensors.replace_leaves(value, take)
 
     def leaves(self, model: torch.nn.Module) -> None:
         """Nothing is to be noted."""
@@ -234,8 +243,10 @@ class Replayer:
         return None if found is None or found.dtype != target.dtype else found
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """Counts the losses of a pass."""
+        """Counts the losses of a pass, and adds those up that are sums over targets."""
         self._calls += 1
+        is_sum = reduction == "sum" and value.numel() == 1
+        self._sum += float(value.detach()) if is_sum else float("nan")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss."""
@@ -271,13 +282,18 @@ class Replayer:
         loss = torch.tensor(sum(self._losses) / self._scale, dtype=torch.float64)
         if self._copy is not None:
             count = torch.tensor(float(self._passes))
-            self._forks.leave(self._copy, {**raw, "loss": loss, "passes": count})
+            about = {
+                "passes": count,
+                "divisor": torch.tensor(state.divisor_of(float(loss), self._sum)),
+            }
+            self._forks.leave(self._copy, {**raw, "loss": loss, **about})
         if self._mode == BY_RANK:
             combined = self._combined(0)
             if combined is None:
                 self._fail(f"step {self._step}: as one rank the script fails")
                 return
-            raw, loss = combined, combined.pop("loss")
+            loss = combined["loss"]
+            raw = {n: g for n, g in combined.items() if n not in state.NOT_GRADIENTS}
             self._put(raw)
         self._out = {f"raw/{n}": g for n, g in raw.items()} | {"loss": loss}
         draws = [one for draw in range(1, DRAWS + 1) if (one := self._combined(draw)) is not None]
@@ -293,7 +309,16 @@ class Replayer:
 
     def _mean(self, draw: int) -> dict[str, torch.Tensor] | None:
         parts = [self._found.get(Role(rank, draw)) for rank in range(self._job.world)]
-        return state.mean(parts, token_weights(self._job, self._step))
+        weights = token_weights(self._job, self._step)
+        divisors = [0.0 if part is None else float(part["divisor"]) for part in parts]
+        if all(divisors):  # each rank's sum over its own targets; one process has one over all
+            weights = [one / sum(divisors) for one in divisors]
+            if len(set(divisors)) > 1 and self._feeding.is_ahead(self._step):
+                self._fail(
+                    f"step {self._step}: the loss is divided by a number that the script counts, "
+                    "and its loader hands out a batch ahead of the step, of one rank for all"
+                )
+        return state.mean(parts, weights)
 
     def _put(self, raw: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

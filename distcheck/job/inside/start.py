@@ -14,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, of what a rank has raised and noted itself
+_OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
+
 
 def begin(settings: str) -> None:
     """Leaves a note that this Python was reached, and waits for torch."""
@@ -36,7 +39,12 @@ def _note_what_ends_it(settings: str) -> None:
 
     def show(kind: Any, error: Any, trace: Any) -> None:
         rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+        if kind.__name__ in _OF_LAUNCHERS:
+            shows(kind, error, trace)
+            return
         said = f"{kind.__name__}: {error}"[:2000]
+        if kind.__name__ == _OF_SPAWN:  # the traceback of the rank
+            said = str(error).strip().rpartition("\n")[2][:2000]
         with contextlib.suppress(OSError):
             file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
             file.write_text(f"{rank}\n{said}\n", errors="backslashreplace")

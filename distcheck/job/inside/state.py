@@ -7,7 +7,7 @@ import torch
 from distcheck.job.inside.tensors import plain_name
 
 Tensors = dict[str, torch.Tensor]
-_NOT_GRADIENTS = ("loss", "passes")  # what a copy writes beside its gradients
+NOT_GRADIENTS = ("loss", "passes", "divisor")  # what a copy writes beside its gradients
 
 
 def load(
@@ -63,7 +63,17 @@ def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors |
 
 def distance(one: Tensors, other: Tensors) -> float:
     """How far apart two sets of gradients are, over the norm of the other, in the L2 norm."""
-    names = [name for name in other if name in one and name not in _NOT_GRADIENTS]
+    names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     size = sum(float(other[name].double().square().sum()) for name in names)
     apart = sum(float((one[n].double() - other[n].double()).square().sum()) for n in names)
     return float((apart / size) ** 0.5) if size else 0.0
+
+
+def divisor_of(loss: float, added: float) -> float:
+    """What sums of torch's losses over targets, `added` up, were divided by to be a loss; a whole
+    number where it is one. 0 where there are none.
+    """
+    if not added or not loss or added != added:
+        return 0.0
+    found = abs(added / loss)
+    return float(round(found)) if found >= 1 and abs(found - round(found)) < 1e-3 else found

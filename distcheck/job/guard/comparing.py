@@ -1,0 +1,98 @@
+"""Compares what ranks say of themselves; pure functions, so that all ranks conclude the same."""
+
+from collections.abc import Mapping, Sequence
+
+from distcheck.job.guard.records import Finding
+
+PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
+SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
+NAMES = "names of parameters"
+# By kind: the field that differs, and the dictionary of names behind it.
+ALIKE = {
+    INITIAL: ("initial", ""),
+    NAMES: ("names", ""),
+    PARAMETERS: ("parameters", "parameters"),
+    BUFFERS: ("buffers", "buffers"),
+    STATE: ("state", "state"),
+    SETTINGS: ("settings", "settings"),
+}
+Numbers = Mapping[str, int]
+
+
+def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
+    """The kinds in which ranks differ that must not, or are alike that must not be. `first`: no
+    check came before, and initial states are compared.
+    """
+    if len({row["step"] for row in rows}) > 1:
+        return [STEPS]
+    found = []
+    for kind, (field, _) in ALIKE.items():
+        if kind == INITIAL and not first:
+            continue
+        if kind == STATE and len({row["state_names"] for row in rows}) > 1:
+            found.append(STATE)
+        elif len({row[field] for row in rows}) > 1:
+            found.append(kind)
+    if divided_groups(rows) and PARAMETERS not in found:
+        found.append(PARAMETERS)
+    if alike(rows, "samples"):
+        found.append(SAMPLES)
+    if alike(rows, "cpu_random") or alike(rows, "device_random"):
+        found.append(RANDOMNESS)
+    return found
+
+
+def divided_groups(rows: Sequence[Numbers]) -> list[list[int]]:
+    """Of tensors that are divided: places of ranks that hold one part, and not the same of it."""
+    by_part: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        by_part.setdefault(row["part"], []).append(place)
+    return [
+        places
+        for places in by_part.values()
+        if len({rows[place]["divided"] for place in places}) > 1
+    ]
+
+
+def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
+    """Places of ranks that say the same number, other than 0."""
+    by_value: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row[field]:
+            by_value.setdefault(row[field], []).append(place)
+    return [tuple(places) for places in by_value.values() if len(places) > 1]
+
+
+def is_state_divided(states: Sequence[Mapping[str, object]]) -> bool:
+    """Whether every tensor of the optimizer's state is on one rank alone, as in ZeRO."""
+    owners = [name for state in states for name in state]
+    return bool(owners) and len(owners) == len(set(owners))
+
+
+def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """Places by equal value; the largest group first, and of equal ones the one with rank 0."""
+    by_value: dict[object, list[int]] = {}
+    for place, value in enumerate(values):
+        by_value.setdefault(value, []).append(place)
+    return tuple(tuple(p) for p in sorted(by_value.values(), key=lambda p: (-len(p), p)))
+
+
+def of_names(
+    kind: str, by_rank: Sequence[Mapping[str, object]], ranks: Sequence[int]
+) -> Finding | None:
+    """The first name at which ranks differ, and how many do; None where none does."""
+    names = list(dict.fromkeys(name for one in by_rank for name in one))
+    wrong = [name for name in names if len({one.get(name) for one in by_rank}) > 1]
+    if not wrong:
+        return None
+    places = groups_of([one.get(wrong[0]) for one in by_rank])
+    values = tuple(str(one.get(wrong[0], "absent")) for one in by_rank)
+    return Finding(
+        kind=kind,
+        first=wrong[0],
+        groups=tuple(tuple(ranks[place] for place in group) for group in places),
+        differing=len(wrong),
+        compared=len(names),
+        names=tuple(wrong[:64]),
+        values=values if kind == SETTINGS else (),
+    )

@@ -1,0 +1,62 @@
+"""What ranks send each other in a check: a few numbers always, more where something differs.
+
+Everything goes through a group that belongs to the guard, so that it cannot be taken for one of
+the script's own collectives, and over gloo on the CPU, so that no stream of a GPU is waited for.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Peers:
+    """The ranks that hold replicas, or this process alone."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self.ranks: list[int] = [0]
+        self.rank = 0  # the place among them
+        self._group: Any = None
+        self._owns = False
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        self.ranks = list(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.rank = self.ranks.index(dist.get_rank())
+        if len(self.ranks) == 1:
+            return
+        if dist.get_backend(group) == "mpi":  # which has no store that gloo could begin with
+            self._group = group
+            return
+        self._group = dist.new_group(
+            self.ranks, backend="gloo", timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=True, group_desc="distcheck guard",
+        )  # fmt: skip
+        self._owns = True
+
+    def close(self) -> None:
+        """Ends the group, if it is the guard's own."""
+        if self._owns:
+            dist.destroy_process_group(self._group)
+        self._group, self._owns = None, False
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank. All ranks give equally many."""
+        if len(self.ranks) == 1:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        room = [torch.empty_like(own) for _ in self.ranks]
+        dist.all_gather(room, own, group=self._group)
+        return [one.tolist() for one in room]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length."""
+        lengths = [one[0] for one in self.gather([len(data)])]
+        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        room = [torch.empty_like(own) for _ in self.ranks]
+        if len(self.ranks) == 1:
+            return [data]
+        dist.all_gather(room, own, group=self._group)
+        return [one.numpy().tobytes()[:length] for one, length in zip(room, lengths, strict=True)]

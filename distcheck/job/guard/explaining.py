@@ -1,0 +1,145 @@
+"""From a bundle to causes, each with its evidence and one thing to do; for `distcheck explain`."""
+
+import math
+from collections.abc import Iterator
+
+from distcheck.job.guard.records import Divergence, Finding, Sums, named
+from distcheck.records import Diagnosis
+
+# Chosen: rounding moves a parameter by about 1e-7 of its norm a step, and a missing exchange by
+# about the learning rate's share of it.
+_ROUNDING = 1e-6
+
+
+def causes(found: Divergence) -> list[Diagnosis]:
+    """What may have led to a difference; what follows from another finding is not named."""
+    by_kind = {one.kind: one for one in found.findings}
+    causes = [*_of_inputs(found, by_kind), *_of_settings(found, by_kind)]
+    if "initial state" in by_kind:
+        causes.append(
+            Diagnosis(
+                cause="initial-state-differs",
+                evidence=f"before the first step {_groups(by_kind['initial state'])} held "
+                "different parameters",
+                suggestion="build the model from one seed on all ranks, or broadcast rank 0's "
+                "parameters before training",
+            )
+        )
+    is_explained = bool({"initial state", "settings"} & set(by_kind))
+    replicas = by_kind.get("parameters") or by_kind.get("optimizer state")
+    if replicas is not None and not is_explained:
+        causes.append(_of_replicas(found, replicas))
+    if "buffers" in by_kind and replicas is None:
+        causes.append(
+            Diagnosis(
+                cause="buffers-differ",
+                evidence=f"buffer {by_kind['buffers'].first} differs between "
+                f"{_groups(by_kind['buffers'])}, and parameters agree",
+                suggestion="broadcast buffers (DistributedDataParallel does unless "
+                "broadcast_buffers=False), or compute them from what all ranks share",
+            )
+        )
+    return causes or [_unexplained(found)]
+
+
+def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
+    if "samples" in by_kind:
+        yield Diagnosis(
+            cause="same-data",
+            evidence=f"step {found.step}: {named(by_kind['samples'].groups[0])} trained on the "
+            "same samples",
+            suggestion="give the DataLoader a DistributedSampler; where these ranks are to share "
+            "samples (tensor parallelism), give guard the group of replicas: group=",
+        )
+    if "random streams" in by_kind:
+        yield Diagnosis(
+            cause="same-randomness",
+            evidence=f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the "
+            "same random numbers in the forward pass",
+            suggestion="seed by the rank after the model was built: torch.manual_seed(seed + rank)",
+        )
+
+
+def _of_settings(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
+    one = by_kind.get("settings")
+    if one is not None:
+        yield Diagnosis(
+            cause="learning-rate-differs" if one.first.startswith("lr ") else "settings-differ",
+            evidence=f"step {found.step}: {one.first} is {', '.join(one.values[:8])}",
+            suggestion="step the scheduler equally often on all ranks, and compute settings from "
+            "numbers that all ranks share",
+        )
+
+
+def _of_replicas(found: Divergence, one: Finding) -> Diagnosis:
+    """Replicas that have parted, from one start and with the same settings."""
+    since = f"between steps {found.agreed_at} and {found.step}"
+    if found.agreed_at < 0:
+        since = f"by step {found.step}"
+    apart = max((distance(sums) for sums in found.sums), default=math.nan)
+    far = f", at most {apart:.2g} of a tensor's norm apart" if not math.isnan(apart) else ""
+    what = f"{since}, {one.differing} of {one.compared} {one.kind} came to differ{far}"
+    rest = sum(len(group) for group in one.groups[1:])
+    if len(one.groups[0]) > 1 and rest == 1:
+        alone = named(one.groups[1])
+        return Diagnosis(
+            cause="one-rank-differs",
+            evidence=f"{what}; {alone} differs, and the {len(one.groups[0])} others agree bit for "
+            "bit",
+            suggestion=f"look for code that runs on {alone} alone; where there is none, test the "
+            "memory and the processor of its machine",
+        )
+    if found.state_compared and "optimizer state" not in {f.kind for f in found.findings}:
+        return Diagnosis(
+            cause="changed-outside-step",
+            evidence=f"{what}; the first is {one.first}. The optimizer's state agrees, so the "
+            "ranks' gradients were the same",
+            suggestion="look for code beside optimizer.step() that writes to parameters (averages, "
+            "clamping, loading); where there is none, test the memory of the machines",
+        )
+    if not found.state_compared and not apart > _ROUNDING:
+        return _unexplained(found, also=f"; {what}: rounding, or small steps by unlike gradients")
+    if one.differing < one.compared and one.kind == "parameters":
+        return Diagnosis(
+            cause="partial-sync",
+            evidence=f"{what}; the first is {one.first}",
+            suggestion="exchange the gradients of these parameters too: call the wrapped model, "
+            "and not model.module, and add no parameter after it was wrapped",
+        )
+    if apart <= _ROUNDING:
+        return Diagnosis(
+            cause="nondeterministic",
+            evidence=f"{what}, which is rounding: ranks computed the same in another order",
+            suggestion="have one rank compute what all use, or all add in one order; an all-reduce "
+            "gives all ranks the same bits, and a sum of gathered parts need not",
+        )
+    return Diagnosis(
+        cause="no-sync",
+        evidence=f"{what}, on every rank in another way ({_groups(one)}): each has stepped by its "
+        "own gradients",
+        suggestion="exchange gradients before every step; distcheck job shows in which backward "
+        "pass they are not",
+    )
+
+
+def distance(sums: Sums) -> float:
+    """The largest L2 distance of a rank's tensor from the first rank's, over the norm of that."""
+    first = sums.by_rank[0]
+    size = math.hypot(*first)
+    apart = max(
+        math.hypot(*(a - b for a, b in zip(row, first, strict=True))) for row in sums.by_rank
+    )
+    return apart / size if size else (math.inf if apart else 0.0)
+
+
+def _groups(one: Finding) -> str:
+    return " and ".join(named(group) for group in one.groups[:4])
+
+
+def _unexplained(found: Divergence, also: str = "") -> Diagnosis:
+    kinds = ", ".join(one.kind for one in found.findings)
+    return Diagnosis(
+        cause="unexplained",
+        evidence=f"step {found.step}: {kinds}; no single known mistake leaves what was seen{also}",
+        suggestion="run distcheck job on the script: it shows each step's gradients",
+    )

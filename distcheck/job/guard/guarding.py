@@ -1,0 +1,391 @@
+"""The guard of one optimizer: after every so many steps, ranks compare what they hold."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from distcheck import __version__
+from distcheck.errors import UsageError
+from distcheck.job.guard import comparing, records, state
+from distcheck.job.guard.exchange import Peers
+from distcheck.job.guard.records import Divergence, Finding, Sums
+from distcheck.job.guard.state import FIELDS, State
+from distcheck.job.guard.watched import Finder, Watched
+from distcheck.job.sketches import sketch
+
+Action = Literal["raise", "warn"] | Callable[[Divergence], None]
+FIRST = 2  # the step that is checked beside every `every`-th: mistakes of a start show there
+_MOST_SUMS = 4  # differing tensors of a kind whose sums are exchanged
+_FAILED = {**dict.fromkeys(FIELDS, 0), "failed": 1}
+
+
+class GuardWarning(UserWarning):
+    """A guard warns: of a difference, or of what it cannot compare."""
+
+
+class DivergenceError(RuntimeError):
+    """Ranks differ. `divergence` has what, where and since when; its `file` is the bundle."""
+
+    def __init__(self, difference: Divergence) -> None:
+        super().__init__(message(difference))
+        self.divergence = difference
+
+
+def message(difference: Divergence) -> str:
+    """What differs, and where more is said."""
+    more = f"\ndistcheck explain {difference.file}" if difference.file else ""
+    return f"distcheck.guard: {difference.text}{more}"
+
+
+class Guard:
+    """Compares replicas; made by `distcheck.guard`. `with` closes it, and so does `close()`.
+
+    checks       how many checks were made
+    compared     how many tensors the last one compared
+    divergences  what was found, the oldest first; the first 64 of them
+    remarks      what a check cannot compare, or what differs and may be meant
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        action: Action,
+        watched: Watched | None,
+        finder: Finder | None,
+        group: Any,
+        save: str | None,
+        samples: bool,
+        randomness: bool,
+        timeout_s: float,
+    ) -> None:
+        self._optimizer, self._every, self._action = optimizer, every, action
+        self._watched, self._finder = watched, finder
+        self._save, self._samples, self._randomness = save, samples, randomness
+        self._peers = Peers(group, timeout_s)
+        self._is_state_divided = False
+        self._agreed_at = -1
+        self._seen: set[str] = set()
+        self.steps = self.checks = self.compared = 0
+        self.divergences: list[Divergence] = []
+        self.remarks: list[str] = []
+        self.is_closed = False
+        self._handle: Any = None
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among the ranks that are compared."""
+        return self._peers.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks are compared."""
+        return len(self._peers.ranks)
+
+    def begin(self, *, hears: bool) -> "Guard":
+        """Has every step of the optimizer heard from now on, unless `stepped` is called for it."""
+        if hears:
+            self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
+        if len(self._peers.ranks) == 1:
+            self._remark("there is one rank, and nothing is compared")
+        return self
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the guard: its hooks are taken out of the optimizer and the model."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._peers.close()
+        for part in (self._finder, self._watched):
+            if part is not None:
+                part.close()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def stepped(self) -> None:
+        """A step is over; it is checked if it is one of those that are."""
+        if self.is_closed:
+            return
+        self.steps += 1
+        if self._finder is not None and self._finder.found:
+            self._watched, self._finder = self._finder.found[0], None
+        if self._is_checked(self.steps):
+            self.check()
+        if self._watched is not None:
+            self._watched.forget()
+            self._watched.armed = self._is_checked(self.steps + 1)
+
+    def _is_checked(self, step: int) -> bool:
+        return len(self._peers.ranks) > 1 and (
+            step % self._every == 0 or step == min(FIRST, self._every)
+        )
+
+    def check(self) -> Divergence | None:
+        """Compares now, and acts on what it finds. All ranks must call it together."""
+        if len(self._peers.ranks) == 1:
+            return None
+        own, said = self._own()
+        try:
+            rows = self._peers.gather([said[name] for name in FIELDS])
+        except RuntimeError as error:
+            self.close()
+            self._lost(error)
+            return None
+        return self._judge(own, [dict(zip(FIELDS, row, strict=True)) for row in rows])
+
+    def _own(self) -> tuple[State, dict[str, int]]:
+        """What this rank holds. A failure of ours is one of all ranks, and ends no training."""
+        try:
+            if self._watched is not None and self._watched.failure is not None:
+                raise self._watched.failure
+            own = state.take(self._optimizer, self._watched)
+            return own, state.numbers(
+                own,
+                step=self.steps,
+                watched=self._watched,
+                samples=self._samples,
+                randomness=self._randomness,
+            )
+        except Exception as error:
+            self._remark(f"it failed ({type(error).__name__}: {error}), and has ended")
+            return State(), dict(_FAILED)
+
+    def _judge(self, own: State, rows: Sequence[dict[str, int]]) -> Divergence | None:
+        if any(row["failed"] for row in rows):
+            ranks = tuple(
+                r for r, row in zip(self._peers.ranks, rows, strict=True) if row["failed"]
+            )
+            self._remark(f"it failed on {records.named(ranks)}, and has ended")
+            self.close()
+            return None
+        first, self.checks, self.compared = not self.checks, self.checks + 1, own.compared
+        self._say_what_is_not_compared(own)
+        kinds = comparing.differing(rows, first=first)
+        if self._is_state_divided and comparing.STATE in kinds:
+            kinds.remove(comparing.STATE)
+        if len({row["statistics"] for row in rows}) > 1:
+            self._remark(
+                "running statistics of BatchNorm differ between ranks, and an evaluation uses "
+                "those of its own rank; SyncBatchNorm or a broadcast before it makes them alike"
+            )
+        findings, sums = self._look_closer(kinds, own, rows) if kinds else ((), ())
+        if not findings:
+            self._agreed_at = self.steps
+            return None
+        of_state = (
+            0
+            if self._is_state_divided
+            else sum(" of " in n and n[:5] != "step " for n in own.state)
+        )
+        return self._act(findings, sums, of_state)
+
+    def _say_what_is_not_compared(self, own: State) -> None:
+        if not own.compared:
+            self._remark(
+                "no tensor of this job can be compared: no model was called in training, or its "
+                "parameters are divided among the ranks; give model= or group="
+            )
+        elif own.left_out:
+            self._remark(
+                f"{own.left_out} tensors are not compared: they are of no model that was called, "
+                "or divided among the ranks by a library"
+            )
+
+    def _look_closer(
+        self, kinds: Sequence[str], own: State, rows: Sequence[dict[str, int]]
+    ) -> tuple[tuple[Finding, ...], tuple[Sums, ...]]:
+        """Has ranks send their names and digests, and then sums of the first that differ."""
+        others = self._documents(own)
+        ranks = self._peers.ranks
+        findings: list[Finding] = []
+        for kind in kinds:
+            field = comparing.ALIKE.get(kind, ("", ""))[1]
+            found: Finding | None = None
+            if kind == comparing.STATE and comparing.is_state_divided([o["state"] for o in others]):
+                self._is_state_divided = True
+                self._remark("the optimizer's state is divided among the ranks and not compared")
+                continue
+            if field:
+                found = comparing.of_names(kind, [other[field] for other in others], ranks)
+            if kind == comparing.PARAMETERS and found is None:
+                found = _of_divided(others, rows, ranks)
+            findings.append(found or self._of_rows(kind, rows))
+        with_sums = (comparing.PARAMETERS, comparing.STATE)
+        names = [n for f in findings if f.kind in with_sums for n in f.names[:_MOST_SUMS]]
+        return tuple(findings), self._sums(own, names)
+
+    def _documents(self, own: State) -> list[dict[str, dict[str, Any]]]:
+        """Digests by name, of every rank."""
+        mine = {
+            "parameters": own.parameters, "state": own.state, "buffers": own.buffers,
+            "divided": own.divided, "settings": own.settings,
+        }  # fmt: skip
+        gathered = self._peers.gather_bytes(msgspec.json.encode(mine))
+        return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
+
+    def _of_rows(self, kind: str, rows: Sequence[dict[str, int]]) -> Finding:
+        """A finding that the numbers alone give."""
+        ranks = self._peers.ranks
+        field = {comparing.STEPS: "step", comparing.NAMES: "names", comparing.INITIAL: "initial"}
+        alike = {
+            comparing.SAMPLES: comparing.alike(rows, "samples"),
+            comparing.RANDOMNESS: comparing.alike(rows, "cpu_random")
+            or comparing.alike(rows, "device_random"),
+        }
+        places = alike.get(kind) or comparing.groups_of(
+            [row[field.get(kind, "parameters")] for row in rows]
+        )
+        values = tuple(str(row["step"]) for row in rows) if kind == comparing.STEPS else ()
+        groups = tuple(tuple(ranks[place] for place in group) for group in places)
+        return Finding(kind=kind, first=kind, groups=groups, values=values)
+
+    def _sums(self, own: State, names: Sequence[str]) -> tuple[Sums, ...]:
+        """Every rank's sums of the tensors with these names, where they have one size."""
+        mine: dict[str, tuple[int, list[float]]] = {}
+        for name in names:
+            tensor = own.tensors.get(name)
+            if tensor is not None and tensor.is_floating_point():
+                sums = sketch(tensor)
+                if bool(sums.isfinite().all()):
+                    mine[name] = (tensor.numel(), sums.tolist())
+        kind = dict[str, tuple[int, list[float]]]
+        of_ranks = [
+            msgspec.json.decode(data, type=kind)
+            for data in self._peers.gather_bytes(msgspec.json.encode(mine))
+        ]
+        return tuple(
+            Sums(
+                name=name,
+                elements=of_ranks[0][name][0],
+                by_rank=tuple(tuple(one[name][1]) for one in of_ranks),
+            )
+            for name in names
+            if all(name in one for one in of_ranks) and len({one[name][0] for one in of_ranks}) == 1
+        )
+
+    def _act(
+        self, findings: tuple[Finding, ...], sums: tuple[Sums, ...], of_state: int
+    ) -> Divergence:
+        watched = self._watched
+        difference = Divergence(
+            step=self.steps, agreed_at=self._agreed_at, every=self._every,
+            ranks=tuple(self._peers.ranks), findings=findings, sums=sums,
+            state_compared=of_state, optimizer=type(self._optimizer).__qualname__,
+            wrapper=type(watched.model).__name__ if watched is not None else "",
+            versions={"distcheck": __version__, "torch": str(torch.__version__),
+                      "python": sys.version.partition(" ")[0]},
+        )  # fmt: skip
+        is_new = {one.kind for one in findings} - self._seen
+        self._seen |= is_new
+        if is_new and self._save is not None:
+            difference = self._saved(difference)
+        if len(self.divergences) < 64:
+            self.divergences.append(difference)
+        if callable(self._action):
+            self._action(difference)
+        elif self._action == "raise":
+            self.close()
+            raise DivergenceError(difference)
+        elif is_new and self._peers.rank == 0:
+            warnings.warn(message(difference), GuardWarning, stacklevel=2)
+        return difference
+
+    def _saved(self, difference: Divergence) -> Divergence:
+        """Has the first rank write a bundle; the others name the same file."""
+        name = b""
+        if self._peers.rank == 0:
+            try:
+                name = str(records.write(difference, Path(self._save or ""))).encode()
+            except OSError as error:
+                self._remark(f"the bundle could not be written: {error}")
+        name = self._peers.gather_bytes(name or b" ")[0].strip()
+        return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
+
+    def _lost(self, error: Exception) -> None:
+        """A check that not all ranks reached."""
+        said = (
+            f"distcheck.guard: not every rank reached the check after step {self.steps}; the ranks "
+            f"make different numbers of steps, or one has ended ({str(error).splitlines()[0]})"
+        )
+        if self._action == "raise":
+            raise RuntimeError(said) from error
+        warnings.warn(said, GuardWarning, stacklevel=2)
+
+    def _remark(self, text: str) -> None:
+        """Says once what is not compared, on the first rank."""
+        if text not in self.remarks:
+            self.remarks.append(text)
+            if self._peers.rank == 0:
+                warnings.warn(f"distcheck.guard: {text}", GuardWarning, stacklevel=2)
+
+
+def _of_divided(
+    documents: Sequence[dict[str, dict[str, Any]]],
+    rows: Sequence[dict[str, int]],
+    ranks: Sequence[int],
+) -> Finding | None:
+    """The first tensor of which ranks hold one part, and not the same of it."""
+    for places in comparing.divided_groups(rows):
+        own = [documents[place]["divided"] for place in places]
+        found = comparing.of_names(comparing.PARAMETERS, own, [ranks[place] for place in places])
+        if found is not None:
+            return found
+    return None
+
+
+def start(
+    optimizer: Any,
+    *,
+    every: int,
+    action: Any,
+    model: torch.nn.Module | None,
+    watched: Watched | None = None,
+    hears: bool = True,
+    **about: Any,
+) -> Guard:
+    """Checks what was given, and begins. Raises UsageError."""
+    optimizer = _inner_of(optimizer)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
+    if not callable(action) and action not in ("raise", "warn"):
+        raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
+    finder = None
+    if watched is None and model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        watched = Watched(model)
+    elif watched is None:
+        finder = Finder(functools.partial(has_parameters_of, optimizer))
+    guard = Guard(optimizer, every=every, action=action, watched=watched, finder=finder, **about)
+    return guard.begin(hears=hears)
+
+
+def has_parameters_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
+    """Whether an optimizer trains a parameter of the module."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in own for p in module.parameters())
+
+
+def _inner_of(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside those that accelerate and Fabric put around it."""
+    seen = 0
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer, seen = inner, seen + 1
+        if seen > 8:
+            break
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"guard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    return optimizer

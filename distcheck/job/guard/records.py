@@ -1,0 +1,134 @@
+"""What a guard has found, and the bundle that holds it: one JSON file, read with care."""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from distcheck.errors import UsageError
+from distcheck.records.decoding import decode_json, read_bounded
+
+SCHEMA = "distcheck.guard/1"
+_MOST_BYTES = 64 << 20
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of thing in which ranks differ, or are alike and must not be.
+
+    first        the first parameter, buffer or setting
+    groups       ranks that agree about it; the largest group first
+    differing    how many names differ, of `compared`; `names` has the first 64 of them
+    values       by rank, where they are numbers
+    """
+
+    kind: str
+    first: str
+    groups: tuple[tuple[int, ...], ...]
+    differing: int = 1
+    compared: int = 1
+    names: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of every rank as 64 sums each (`distcheck.job.sketches`)."""
+
+    name: str
+    elements: int
+    by_rank: tuple[tuple[float, ...], ...]
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check has found. `agreed_at` is the last step at which ranks agreed, or -1;
+    `state_compared` counts the tensors of optimizer state that were compared, step counts aside.
+    """
+
+    schema: str = SCHEMA
+    step: int
+    agreed_at: int
+    every: int
+    ranks: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    sums: tuple[Sums, ...] = ()
+    state_compared: int = 0
+    optimizer: str = ""
+    wrapper: str = ""
+    versions: dict[str, str] = {}
+    file: str = ""
+
+    @property
+    def text(self) -> str:
+        """What differs, in a line for each kind."""
+        return "\n".join(sentence(one, self) for one in self.findings)
+
+
+def named(ranks: tuple[int, ...]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2`; the middle of many is left out."""
+    shown = [str(rank) for rank in ranks]
+    if len(shown) > 8:
+        shown = [*shown[:6], "...", shown[-1]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
+
+
+def sentence(found: Finding, of: Divergence) -> str:
+    """One finding for a person."""
+    since = f"; they agreed at step {of.agreed_at}" if of.agreed_at >= 0 else ""
+    groups = " and ".join(named(group) for group in found.groups[:4])
+    groups += f" and {len(found.groups) - 4} more groups" if len(found.groups) > 4 else ""
+    if found.kind == "samples":
+        return f"step {of.step}: {named(found.groups[0])} trained on the same samples"
+    if found.kind == "random streams":
+        return f"step {of.step}: {named(found.groups[0])} drew the same random numbers in forward"
+    if found.kind == "steps":
+        return f"{groups} made different numbers of optimizer steps: {', '.join(found.values)}"
+    if found.kind == "initial state":
+        return f"step {of.step}: {groups} began with different parameters"
+    if found.kind == "names of parameters":
+        return f"step {of.step}: {groups} hold different parameters (names, shapes or dtypes)"
+    if found.kind == "settings":
+        return (
+            f"step {of.step}: {found.first} differs between {groups}: {', '.join(found.values[:8])}"
+        )
+    what = {"parameters": "", "buffers": "buffer ", "optimizer state": "optimizer state "}
+    return (
+        f"step {of.step}: {what.get(found.kind, '')}{found.first} differs between {groups} "
+        f"({found.differing} of {found.compared} differ{since})"
+    )
+
+
+def write(difference: Divergence, folder: Path) -> Path:
+    """Writes a bundle under a name of its own, and returns the file. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"step-{difference.step:06d}"
+    for number in range(1000):
+        file = folder / (f"{stem}.json" if not number else f"{stem}-{number}.json")
+        try:
+            with file.open("xb") as out:
+                out.write(msgspec.json.encode(difference))
+            return file
+        except FileExistsError:
+            continue
+    raise OSError(f"{folder} holds 1000 files of step {difference.step}")
+
+
+def read(file: Path) -> Divergence:
+    """A bundle again. Raises UsageError for another file, or one that is damaged."""
+    try:
+        found = decode_json(read_bounded(file, _MOST_BYTES), Divergence)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"{file} is not a bundle of distcheck.guard ({error}); give the file that its message "
+            "names"
+        ) from error
+    if found.schema != SCHEMA:
+        raise UsageError(f"{file} is of the schema {found.schema!r}; this version reads {SCHEMA}")
+    if not found.findings or not found.ranks or not all(one.groups for one in found.findings):
+        raise UsageError(f"{file} is damaged: it holds no finding; give another file")
+    for sums in found.sums:
+        is_sound = all(math.isfinite(value) for row in sums.by_rank for value in row)
+        lengths = {len(row) for row in sums.by_rank}
+        if not is_sound or lengths != {64} or len(sums.by_rank) != len(found.ranks):
+            raise UsageError(f"{file} is damaged: its sums of {sums.name} do not fit its ranks")
+    return found

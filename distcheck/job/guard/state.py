@@ -1,0 +1,121 @@
+"""What one rank holds after a step, as digests: parameters, buffers, optimizer state, settings."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distcheck.job.guard.digests import combined, digests
+from distcheck.job.guard.watched import Watched, is_divided, is_in_one_piece, part_of
+from distcheck.job.inside.recorder import numbers_of
+
+# What a rank says of itself in every check, as one number each.
+FIELDS = (
+    "failed", "step", "names", "parameters", "part", "divided", "buffers", "statistics",
+    "state_names", "state", "settings", "initial", "samples", "count", "cpu_random",
+    "device_random",
+)  # fmt: skip
+
+
+@dataclass
+class State:
+    """Digests of one rank by kind and name, and what could not be compared."""
+
+    parameters: dict[str, int] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    divided: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    statistics: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
+    part: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    left_out: int = 0  # tensors that are in parts only their library knows, or in no model
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> int:
+        """How many tensors are compared with other ranks'."""
+        return len(self.parameters) + len(self.state) + len(self.divided) + len(self.buffers)
+
+
+def take(optimizer: torch.optim.Optimizer, watched: Watched | None) -> State:
+    """The state of this rank. `watched` is None where no model was seen in training."""
+    found = State()
+    names: dict[int, str] = {}
+    if watched is not None and is_in_one_piece(watched.model):
+        names = {id(p): name for name, p in watched.parameters()}
+        _put(found, "parameters", list(watched.parameters()))
+    of_state = [
+        (f"{key} of {names[id(p)]}", value)
+        for p in _parameters_of(optimizer)
+        if id(p) in names
+        for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
+    ]
+    _put(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
+    found.left_out += sum(id(p) not in names for p in _parameters_of(optimizer))
+    for number, group in enumerate(optimizer.param_groups):
+        found.settings |= {f"{k} of group {number}": v for k, v in numbers_of(group).items()}
+    found.settings |= {n: float(v) for n, v in of_state if isinstance(v, bool | int | float)}
+    if watched is not None and watched.buffers:
+        own = watched.statistics()
+        found.statistics = {n: d for n, d in watched.buffers.items() if n in own}
+        found.buffers = {n: d for n, d in watched.buffers.items() if n not in own}
+    return found
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _put(found: State, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Digests tensors into their kind; those of which ranks hold parts into `divided`."""
+    whole: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        own, at = (None, "") if is_divided(tensor) else part_of(tensor)
+        if own is None or own.device.type == "meta":
+            found.left_out += 1
+        elif at:
+            parts[name] = own
+            found.part = (*found.part, f"{name}@{at}")
+        else:
+            whole[name] = own
+            found.shapes = (*found.shapes, f"{kind} {name} {own.dtype} {tuple(own.shape)}")
+    found.tensors |= whole | parts
+    together = {**whole, **parts}
+    of_all = dict(zip(together, digests(list(together.values())), strict=True))
+    getattr(found, kind).update({name: of_all[name] for name in whole})
+    found.divided.update({name: of_all[name] for name in parts})
+
+
+def numbers(
+    state: State, *, step: int, watched: Watched | None, samples: bool, randomness: bool
+) -> dict[str, int]:
+    """What this rank says of itself, by the names of `FIELDS`."""
+    of_state = [shape for shape in state.shapes if shape.startswith("state ")]
+    drawn = watched.drawn if watched is not None and randomness else [0, 0]
+    has_samples = watched is not None and samples
+
+    def of(kind: dict[str, Any]) -> int:
+        return combined([part for item in kind.items() for part in item])
+
+    return {
+        "failed": 0,
+        "step": step,
+        "names": combined([shape for shape in state.shapes if not shape.startswith("state ")]),
+        "parameters": of(state.parameters),
+        "part": combined(state.part),
+        "divided": of(state.divided),
+        "buffers": of(state.buffers),
+        "statistics": of(state.statistics),
+        "state_names": combined(of_state),
+        "state": of(state.state),
+        "settings": of(state.settings),
+        "initial": watched.initial or 0 if watched is not None else 0,
+        "samples": watched.samples if has_samples and watched is not None else 0,
+        "count": watched.count if has_samples and watched is not None else 0,
+        "cpu_random": drawn[0],
+        "device_random": drawn[1],
+    }

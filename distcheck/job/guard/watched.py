@@ -1,0 +1,201 @@
+"""The model that a script trains: found when it is first called, and looked at in some steps.
+
+Its hooks sit on the module inside DistributedDataParallel, which has broadcast buffers by then.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from distcheck.job.guard.digests import combined, digests, signed
+from distcheck.job.inside.tensors import leaves, plain_name, rows_of
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Watched:
+    """A model: what one rank's step was given, while `armed`, and its state before that."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.armed = True
+        self.initial: int | None = None
+        self.failure: Exception | None = None
+        self._inside = _inside_of(model)
+        self._handles = [
+            self._inside.register_forward_pre_hook(_Hook(self.enters), with_kwargs=True),
+            self._inside.register_forward_hook(_Hook(self.leaves)),
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins."""
+        self.samples = self.count = 0
+        self.buffers: dict[str, int] | None = None
+        self._streams: list[int] | None = None
+        self.drawn = [0, 0]  # the states of streams that the first forward pass drew from
+
+    def close(self) -> None:
+        """Takes the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters by name, those of wrappers left out."""
+        for name, parameter in self.model.named_parameters():
+            yield plain_name(name), parameter
+
+    def enters(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Digests what the model is given, in steps that are checked."""
+        if torch.compiler.is_compiling() or not self.armed or not module.training:
+            return
+        try:
+            self._note(args, kwargs)
+        except Exception as error:  # the training goes on, and the next check says so
+            self.failure = error
+
+    def _note(self, args: Any, kwargs: Any) -> None:
+        if self.initial is None:
+            found = {n: p for n, p in self.parameters() if not is_divided(p)}
+            whole = {n: p for n, p in found.items() if part_of(p)[0] is p}
+            self.initial = combined([*whole, *digests(list(whole.values()))])
+        given = [t for t in leaves((args, kwargs)) if not t.requires_grad and not is_divided(t)]
+        rows = rows_of(given) if given else ()
+        self.count += len(rows)
+        self.samples = signed(self.samples + sum(int(row[:16], 16) for row in rows))
+        if self.buffers is None and _are_buffers_final(self.model):
+            named = list(self._buffers())
+            found_digests = digests([buffer for _, buffer in named])
+            self.buffers = dict(zip([name for name, _ in named], found_digests, strict=True))
+        if self._streams is None:
+            self._streams = _streams()
+
+    def leaves(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        """Notes which random streams the first forward pass drew from."""
+        if torch.compiler.is_compiling() or not self.armed or self._streams is None:
+            return
+        now = _streams()
+        for place, (before, after) in enumerate(zip(self._streams, now, strict=True)):
+            if before != after and not self.drawn[place]:
+                self.drawn[place] = before
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self.model.named_buffers():
+            if not is_divided(buffer) and buffer.device.type != "meta":
+                yield plain_name(name), buffer
+
+    def statistics(self) -> set[str]:
+        """The buffers in which BatchNorm keeps what it has seen on this rank alone."""
+        kind = torch.nn.modules.batchnorm._NormBase
+        return {
+            plain_name(f"{prefix}.{name}" if prefix else name)
+            for prefix, part in self.model.named_modules()
+            if isinstance(part, kind) and not isinstance(part, torch.nn.SyncBatchNorm)
+            for name in _STATISTICS
+        }
+
+
+class _Hook:
+    """A hook that a copy of the model, or a file of it, does not have."""
+
+    def __init__(self, hears: Callable[..., None]) -> None:
+        self._hears = hears
+
+    def __call__(self, *given: Any) -> None:
+        self._hears(*given)
+
+    def __reduce__(self) -> Any:
+        return _nothing_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    """Hears nothing."""
+
+
+def _nothing_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _inside_of(model: torch.nn.Module) -> torch.nn.Module:
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    return model.module if isinstance(model, wrapper) else model
+
+
+def _are_buffers_final(model: torch.nn.Module) -> bool:
+    """Whether a hook on the model comes after DistributedDataParallel's broadcast, if there is one:
+    not where DistributedDataParallel itself is compiled.
+    """
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    return not isinstance(getattr(model, "_orig_mod", None), wrapper)
+
+
+def _streams() -> list[int]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return [*digests(states), 0][:2]
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold parts of a tensor as only its library knows: FSDP1, DeepSpeed."""
+    return any(hasattr(tensor, name) for name in ("_is_flat_param", "_fsdp_flattened", "ds_id"))
+
+
+class Finder:
+    """Waits for the outermost module that is called in training and that `wanted` says yes to."""
+
+    def __init__(self, wanted: Callable[[torch.nn.Module], bool], *, several: bool = False) -> None:
+        self._wanted, self._several = wanted, several
+        self.found: list[Watched] = []
+        self._handle: Any = register_module_forward_pre_hook(self._called)
+
+    def close(self) -> None:
+        """Waits no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _called(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or self._handle is None:
+            return
+        if not module.training or not torch.is_grad_enabled() or self._is_within(module):
+            return
+        if not self._wanted(module):
+            return
+        watched = Watched(module)
+        self.found.append(watched)
+        if watched._inside is module:  # its own hook is not asked for this call
+            watched.enters(module, args, {})
+        if not self._several:
+            self.close()
+
+    def _is_within(self, module: torch.nn.Module) -> bool:
+        return any(module is part for one in self.found for part in one.model.modules())
+
+
+def is_in_one_piece(model: torch.nn.Module) -> bool:
+    """Whether FSDP1 has not taken the model's parameters apart."""
+    return not any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
+
+
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+    """What this rank holds of a tensor, and which part that is: "" for all of it. None for a sum
+    that is still to be made.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor, ""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return (None, "") if hasattr(tensor, "__tensor_flatten__") else (tensor, "")
+    if any(place.is_partial() for place in tensor.placements):
+        return None, ""
+    own: list[int] = list(tensor.device_mesh.get_coordinate() or [])
+    at = [
+        f"{number}:{own[number]}"
+        for number, place in enumerate(tensor.placements)
+        if place.is_shard() and number < len(own)
+    ]
+    return tensor.to_local(), ",".join(at)

@@ -1,0 +1,177 @@
+"""The story of `distcheck job --guard`: the command runs to its own end, and ranks compare."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from distcheck.errors import DistcheckError, ExitCode, UsageError
+from distcheck.job import running, settings
+from distcheck.job.guard import explaining, records
+from distcheck.job.guard.checked import Checked, read
+from distcheck.job.guard.records import Divergence
+from distcheck.job.running import Ran
+from distcheck.job.settings import Settings
+from distcheck.records import (
+    Case,
+    CaseReport,
+    CheckResult,
+    Compared,
+    Diagnosis,
+    Outcome,
+    Report,
+    merge_verdicts,
+)
+from distcheck.records.ends import RankEnd
+from distcheck.records.layers import NO_LAYER
+from distcheck.store.origin import origin_here
+from distcheck.worlds import scratch
+
+FOLDER = "distcheck-guard"
+_NOT_SHOWN = (
+    "a mistake that all ranks make alike: replicas agree on a wrong model, too",
+    "what differed between two checks and was made alike again",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person asks of a guard."""
+
+    words: tuple[str, ...]
+    nproc: int | None = None
+    every: int = 100
+    warns: bool = False
+    save: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError("--every must be at least 1")
+
+
+def guard_job(asked: Asked) -> tuple[Report, int]:
+    """Runs the job to its end: the report, and the exit code. It is the command's own where ranks
+    agreed and the command failed.
+    """
+    command = running.command_of(asked.words, asked.nproc)
+    bundles = Path(asked.save or FOLDER).absolute()
+    with scratch.folder(prefix="distcheck-job-") as folder:
+        made = origin_here()
+        given = Settings(mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles))
+        ran = running.run(command, settings.write(given, folder))
+        found = _read(folder)
+        if not found or (folder / "defect").exists():
+            running.check_recorded(folder, ran, command)
+    case = _judge(asked, found, ran)
+    report = Report(environment={}, cases=(case,), made=made, not_shown=_NOT_SHOWN)
+    differs = any(check.verdict == "fail" for check in case.checks if check.check != "outcome")
+    code = report.exit_code
+    if differs:
+        return report, int(ExitCode.MISMATCH)
+    return report, ran.code if ran.code and code != ExitCode.INTERNAL else int(code)
+
+
+def _read(folder: Path) -> list[Checked]:
+    try:
+        return [read(file) for file in sorted(folder.glob("guard-*.json"))]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DistcheckError(f"what a guard wrote is damaged ({error}); run it again") from error
+
+
+def _judge(asked: Asked, found: Sequence[Checked], ran: Ran) -> CaseReport:
+    world = max(one.world for one in found)
+    first = next((one for one in found if one.first), None)
+    outcomes = _outcomes(world, ran, first is not None)
+    check = _agreement(found, world, first)
+    ended = all(one.outcome is RankEnd.FINISHED for one in outcomes)
+    of_ends = CheckResult(
+        check="outcome", layer=NO_LAYER, verdict="pass" if ended else "fail",
+        compared=Compared(ranks=world, steps=max(one.steps for one in found)),
+    )  # fmt: skip
+    remarks = dict.fromkeys(f"guard: {text}" for one in found for text in one.remarks)
+    case = _case_of(asked, world, max(one.steps for one in found))
+    return CaseReport(
+        case=case,
+        strategy_file=next((word for word in asked.words if word.endswith(".py")), ""),
+        verdict=merge_verdicts([of_ends.verdict, check.verdict]),
+        outcomes=outcomes,
+        checks=(of_ends, check),
+        diagnosis=tuple(_causes(first)),
+        replay=f"distcheck explain {first.file}" if first and first.file else case.command_line,
+        notes=tuple(remarks),
+    )
+
+
+def _outcomes(world: int, ran: Ran, differs: bool) -> tuple[Outcome, ...]:
+    """How ranks ended; ranks that the guard has ended did not fail."""
+    raised = {} if differs else dict(ran.raised)
+    found = [
+        Outcome(rank=rank, outcome=RankEnd.RAISED, detail=raised[rank])
+        if rank in raised
+        else Outcome(rank=rank, outcome=RankEnd.FINISHED)
+        for rank in range(world)
+    ]
+    if ran.code and not raised and not differs:
+        detail = f"the command ended with exit code {ran.code}"
+        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, detail=detail)
+    return tuple(found)
+
+
+def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> CheckResult:
+    """All ranks hold the same, wherever they were asked; unknown where they never were."""
+    checks, tensors = max(one.checks for one in found), max(one.compared for one in found)
+    verdict, reason = "pass", f"{checks} checks of {tensors} tensors"
+    if first is not None:
+        verdict, reason = "fail", first.first.replace("\n", "; ")
+    elif world == 1:
+        verdict = "unknown"
+        reason = "the job has one rank, and nothing is compared; start at least 2"
+    elif not checks or not tensors:
+        steps = max(one.steps for one in found)
+        verdict = "unknown"
+        reason = f"in {steps} steps no tensor was compared; give a smaller --every"
+    return CheckResult(
+        check="agreement",
+        layer=NO_LAYER,
+        verdict=verdict,  # type: ignore[arg-type]
+        compared=Compared(tensors=tensors, elements=tensors * checks, ranks=world, steps=checks),
+        reason=reason,
+    )
+
+
+def _causes(first: Checked | None) -> list[Diagnosis]:
+    bundle = _bundle(first)
+    return [] if bundle is None else explaining.causes(bundle)
+
+
+def _bundle(first: Checked | None) -> Divergence | None:
+    if first is None or not first.file:
+        return None
+    try:
+        return records.read(Path(first.file))
+    except UsageError:  # on another machine, or it could not be written
+        return None
+
+
+def _case_of(asked: Asked, world: int, steps: int) -> Case:
+    script = next((word for word in asked.words if word.endswith(".py")), "job")
+    options = ["--guard"]
+    options += ["--every", str(asked.every)] if asked.every != Settings().every else []
+    options += ["--warn"] if asked.warns else []
+    options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
+    return Case(
+        id="guard",
+        strategy=Path(script).name,
+        world=world,
+        backend="none",
+        device="cpu",
+        dtype="float32",
+        workload="job",
+        data="job",
+        batch=0,
+        steps=steps,
+        layers=(),
+        rerun=False,
+        job=(*options, "--", *asked.words),
+    )

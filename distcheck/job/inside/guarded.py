@@ -1,0 +1,109 @@
+"""Puts a guard on every optimizer of a job, when it makes its first step."""
+
+import contextlib
+import os
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from distcheck.job.guard import guarding
+from distcheck.job.guard.checked import Checked
+from distcheck.job.guard.guarding import Guard
+from distcheck.job.guard.watched import Finder, Watched
+from distcheck.job.settings import Settings
+
+
+@dataclass
+class _Entry:
+    """A guard, its optimizer, and what was last written of it."""
+
+    guard: Guard
+    optimizer: torch.optim.Optimizer
+    number: int
+    noted: tuple[int, int] | None = None
+
+
+class Guarded:
+    """Hears every optimizer's steps; one that another one calls has no guard of its own."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._entries: dict[int, _Entry] = {}
+        self._outermost: int | None = None
+        self._has_failed = False
+        self._finder = Finder(_trains, several=True)
+
+    def install(self) -> None:
+        """Puts the hooks in, once a process."""
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._outermost not in (None, id(optimizer)):
+            return
+        self._outermost = id(optimizer)
+        if self._outermost in self._entries or self._has_failed:
+            return
+        try:
+            self._begin(optimizer)
+        except Exception:
+            self._has_failed = True
+            with contextlib.suppress(OSError):
+                (self._folder / "defect").write_text(traceback.format_exc())
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)
+        guard = guarding.start(
+            optimizer, every=self._settings.every,
+            action="warn" if self._settings.warns else "raise", model=None, watched=watched,
+            hears=False, group=None, save=self._settings.bundles, samples=True, randomness=True,
+            timeout_s=1800.0,
+        )  # fmt: skip
+        self._entries[id(optimizer)] = _Entry(guard, optimizer, len(self._entries))
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) != self._outermost:
+            return
+        self._outermost = None
+        self._finder.close()
+        entry = self._entries.get(id(optimizer))
+        if entry is None:
+            return
+        try:
+            entry.guard.stepped()
+        finally:
+            said = (entry.guard.checks, len(entry.guard.remarks))
+            if said != entry.noted:
+                entry.noted = said
+                note(entry.guard, entry.number, type(optimizer).__qualname__, self._folder)
+
+
+def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
+    """Writes what a guard has done so far."""
+    first = guard.divergences[0] if guard.divergences else None
+    checked = Checked(
+        rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,
+        checks=guard.checks, compared=guard.compared, remarks=tuple(guard.remarks),
+        first="" if first is None else first.text, file="" if first is None else first.file,
+    )  # fmt: skip
+    file = folder / f"guard-{guard.rank:04d}-{os.getpid()}-{number}.json"
+    with contextlib.suppress(OSError):
+        part = file.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(checked))
+        os.replace(part, file)
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _is_of(watched: Watched, optimizer: torch.optim.Optimizer) -> bool:
+    return guarding.has_parameters_of(optimizer, watched.model)

@@ -1,0 +1,203 @@
+"""A stand-in for GPUs: a script that asks for CUDA trains on the CPU, over gloo.
+
+Devices are replaced where torch is called (a `TorchFunctionMode`), and the few functions of
+`torch.cuda` and `torch.distributed` that scripts call themselves. What a GPU computes in another
+way (kernels, TF32, the order in which NCCL adds) is not seen.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_NOTHING = (
+    "set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats",
+    "reset_max_memory_allocated", "manual_seed", "manual_seed_all", "seed", "seed_all", "init",
+    "set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction",
+)  # fmt: skip
+_ZERO = (
+    "current_device", "memory_allocated", "max_memory_allocated", "memory_reserved",
+    "max_memory_reserved", "utilization",
+)  # fmt: skip
+_MEMORY = 16 << 30  # of a GPU, for scripts that size their batches by it
+
+
+class _Devices(TorchFunctionMode):
+    """Has every call of torch that names a GPU name the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = (args[0], *(_device(one) for one in args[1:]))
+        else:
+            args = tuple(_cpu() if _is_gpu(one) else one for one in args)
+        if "device" in kwargs:
+            kwargs["device"] = _device(kwargs["device"])
+        kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
+        return func(*args, **kwargs)
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _is_gpu(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _device(value: Any) -> Any:
+    """The CPU in place of a GPU, however it is named; any other value as it is."""
+    is_named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return _cpu() if is_named or is_number or _is_gpu(value) else value
+
+
+class _Stream:
+    """A stream, or an event, in which everything is done already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: 0.0 if name == "elapsed_time" else None
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """It is done."""
+        return True
+
+
+def install() -> None:
+    """Called once in a process, before the script's own code."""
+    _replace_cuda()
+    _replace_autocast()
+    _replace_wrapper()
+    load = torch.load
+
+    @functools.wraps(load)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        if "map_location" in kwargs or len(args) < 2:
+            kwargs["map_location"] = "cpu"
+        else:
+            args = (args[0], "cpu", *args[2:])
+        return load(*args, **kwargs)
+
+    torch.load = loading
+    if dist.is_available():
+        _replace_groups()
+    devices: Any = _Devices()
+    devices.__enter__()
+
+
+def _replace_cuda() -> None:
+    cuda: Any = torch.cuda
+    for name in _NOTHING:
+        setattr(cuda, name, lambda *_, **__: None)
+    for name in _ZERO:
+        setattr(cuda, name, lambda *_, **__: 0)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 8)
+    about = SimpleNamespace(
+        name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1
+    )
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: ranks
+    cuda.get_device_name = lambda *_: "CPU"
+    cuda.get_device_capability = lambda *_: (8, 0)
+    cuda.get_device_properties = lambda *_: about
+    cuda.mem_get_info = lambda *_: (_MEMORY, _MEMORY)
+    cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    cuda.get_rng_state_all = list
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda *_: _Stream()
+    cuda.device = lambda *_: contextlib.nullcontext()
+    # torch asks here whether it is to look after streams, graphs and pinned memory of a device.
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda *_, **__: None
+    accelerator.is_available = lambda: False
+    accelerator.device_count = lambda: 0
+
+
+def _replace_autocast() -> None:
+    begin = torch.autocast.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        begin(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    own: Any = torch.cuda.amp.autocast
+
+    @functools.wraps(own.__init__)
+    def of_cuda(
+        self: Any, enabled: bool = True, dtype: Any = torch.float16, cache_enabled: bool = True
+    ) -> None:
+        begin(self, "cpu", dtype, enabled, cache_enabled)
+
+    own.__init__ = of_cuda
+
+
+def _replace_wrapper() -> None:
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    begin = wrapper.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None,
+             *args: Any, **kwargs: Any) -> None:  # fmt: skip
+        begin(self, module, None, None, *args, **kwargs)
+
+    wrapper.__init__ = init  # type: ignore[method-assign]
+
+
+def _replace_groups() -> None:
+    begin, subgroup = dist.init_process_group, dist.new_group
+    from torch.distributed import device_mesh
+
+    mesh = device_mesh.init_device_mesh
+
+    @functools.wraps(begin)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        begin("gloo" if _is_nccl(backend) else backend, *args, **kwargs)
+
+    @functools.wraps(subgroup)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if _is_nccl(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        return subgroup(*args, **kwargs)
+
+    @functools.wraps(mesh)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, "init_process_group", init_process_group)  # noqa: B010
+        setattr(module, "new_group", new_group)  # noqa: B010
+    for module in (dist, device_mesh):
+        setattr(module, "init_device_mesh", init_device_mesh)  # noqa: B010
+
+
+def _is_nccl(backend: Any) -> bool:
+    return backend is None or "nccl" in str(backend)

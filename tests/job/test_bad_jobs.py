@@ -1,0 +1,280 @@
+"""Jobs that go wrong: each ends in one clear sentence and an exit code from the table, and the
+user's own output, files and standard input are as without distcheck.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.job import running
+
+BASE = """
+import os, sys, torch, torch.distributed as dist
+import torch.nn.functional as F
+
+def train(steps, before=lambda model: 0, after=lambda step, model: None):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(before(model), steps):
+        drawn = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+        inputs = torch.randn(4, 6, generator=drawn)
+        labels = torch.randint(0, 3, (4,), generator=drawn)
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after(step, model)
+"""
+
+RAISES = BASE + '\nraise KeyError("learning_rate")\n'
+
+NEEDS_A_GPU = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+"""
+
+WRITES_AND_ENDS_ALONE = (
+    BASE
+    + """
+print("read", len(sys.stdin.read().split()), flush=True)
+
+def after(step, model):
+    with open(f"log-{dist.get_rank()}.txt", "a") as log:
+        log.write(f"{step}\\n")
+
+dist.init_process_group("gloo")
+assert dist.get_world_size() > 1, "this script is for several ranks"
+train(6, after=after)
+print("trained", flush=True)
+"""
+)
+
+STARTS_ITS_RANKS = (
+    BASE
+    + """
+import torch.multiprocessing as mp
+
+def main(rank, world, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    train(3)
+
+if __name__ == "__main__":
+    import socket
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(main, args=(2, port), nprocs=2)
+"""
+)
+
+RESUMES = (
+    BASE
+    + """
+def before(model):
+    if not os.path.exists("snapshot.pt"):
+        return 0
+    found = torch.load("snapshot.pt")
+    model.module.load_state_dict(found["model"])
+    return found["step"]
+
+def after(step, model):
+    if dist.get_rank() == 0:
+        torch.save({"model": model.module.state_dict(), "step": step + 1}, "snapshot.pt")
+    dist.barrier()
+
+train(9, before, after)
+"""
+)
+
+FOR_GPUS = """
+import os, torch, torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+local_rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+torch.cuda.set_device(local_rank)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)).cuda()
+model = DDP(model, device_ids=[local_rank], output_device=local_rank)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+drawn = torch.Generator().manual_seed(local_rank)
+seen = torch.zeros(1, device="cuda")
+for step in range(4):
+    inputs = torch.randn(4, 6, generator=drawn).pin_memory().to(local_rank, non_blocking=True)
+    labels = torch.randint(0, 3, (4,), generator=drawn).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), labels)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    seen += len(inputs)
+    torch.cuda.synchronize()
+"""
+
+
+def run(
+    folder: Path, script: str, *options: str, torchrun: bool = True, stdin: str = ""
+) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """How `distcheck job` ended, and the case of its report, if there is one."""
+    file, report = folder / "train.py", folder / "report.json"
+    file.write_text(script)
+    words = [sys.executable, "-m", "distcheck", "job", "--steps", "4", "--json", str(report)]
+    words += [*options, *(["--nproc", "2"] if torchrun else []), "--", sys.executable, str(file)]
+    ran = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=300, input=stdin
+    )
+    cases = json.loads(report.read_text()).get("cases") if report.exists() else None
+    return ran, cases[0] if cases else None
+
+
+def said(ran: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of distcheck's own on standard error."""
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("distcheck: ")]
+    assert len(lines) == 1, ran.stderr
+    return lines[0]
+
+
+@pytest.mark.sweep
+def test_a_crash_before_the_first_step_is_the_ranks_own(tmp_path: Path) -> None:
+    ran, _ = run(tmp_path, RAISES)
+    assert ran.returncode == 4
+    assert said(ran).endswith("before its first optimizer step: KeyError: 'learning_rate'")
+
+
+def test_a_script_for_gpus_cannot_run_here(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    ran, _ = run(tmp_path, NEEDS_A_GPU)
+    assert ran.returncode == 3
+    assert "the job needs a GPU, and there is none here" in said(ran)
+    assert "--on-cpu runs it on CPUs" in said(ran)
+
+
+def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
+    ran, case = run(tmp_path, FOR_GPUS, "--on-cpu")
+    assert (ran.returncode, case["verdict"]) == (0, "pass"), ran.stdout + ran.stderr
+    assert any("in place of GPUs" in note for note in case["notes"])
+    checks = {(c["check"], c["layer"]) for c in case["checks"]}
+    assert {("gradients", "S32"), ("loss", "S32"), ("loss scaler", "-")} <= checks
+
+
+def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
+    """Standard input, output and files are the job's; a crash in the replay alone is `unknown`."""
+    ran, case = run(tmp_path, WRITES_AND_ENDS_ALONE, "--keep-going", stdin="a b c")
+    assert (ran.returncode, case["verdict"]) == (5, "unknown"), ran.stdout + ran.stderr
+    assert ran.stdout.count("trained") == 2
+    assert re.findall(r"^read (\d)$", ran.stdout, re.MULTILINE).count("3") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log-0.txt", "log-1.txt", "report.json", "train.py",
+    ]  # fmt: skip
+    assert (tmp_path / "log-0.txt").read_text().split() == list("012345")
+    reference = next(c for c in case["checks"] if c["check"] == "reference")
+    assert reference["reason"].startswith(
+        "as one process the script fails before its first step: AssertionError: this script is for "
+        "several ranks"
+    )
+
+
+@pytest.mark.sweep
+def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
+    ran, case = run(tmp_path, STARTS_ITS_RANKS, torchrun=False)
+    assert (ran.returncode, case["verdict"], case["world"]) == (5, "unknown", 2)
+    reasons = {c["check"]: c["reason"] for c in case["checks"]}
+    assert reasons["outcome"].startswith("the job ended after step 2; 4 steps were to be recorded")
+    assert reasons["reference"].startswith("the script starts its ranks itself")
+    gradients = next(c for c in case["checks"] if c["check"] == "gradients")
+    assert (gradients["verdict"], gradients["compared"]["ranks"]) == ("pass", 2)
+
+
+@pytest.mark.sweep
+def test_a_script_that_resumes_is_replayed_from_the_same_snapshot(tmp_path: Path) -> None:
+    for first in (0, 4):
+        ran, case = run(tmp_path, RESUMES)
+        assert (ran.returncode, case["verdict"]) == (0, "pass"), f"from {first}: {ran.stdout}"
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "expected"),
+    [
+        (["-S"], "print('here')", "start Python without -S, -E and -I"),
+        ([], "print('here')", "no process of the command imported torch"),
+    ],
+)
+def test_a_command_that_is_not_seen(
+    words: list[str], script: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "distcheck", "job", "--", sys.executable, *words, "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 5
+    assert ran.stdout == "here\n"
+    assert expected in said(ran)
+
+
+SHOW = """
+import sys
+from distcheck.job.inside import start
+sys.excepthook = lambda *_: None
+start._note_what_ends_it(sys.argv[1])
+class ChildFailedError(Exception): pass
+class ProcessRaisedException(Exception): pass
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("KeyError('lr')", ((0, "KeyError: 'lr'"),)),
+        ("RuntimeError('missing keys:\\n  a\\n  b')", ((0, "RuntimeError: missing keys:"),)),
+        ("ChildFailedError('=====\\ntrain.py FAILED')", ()),  # what its rank raised is noted there
+        ("ProcessRaisedException('\\n-- Process 1\\nTraceback\\nValueError: bad')",
+         ((0, "ValueError: bad"),)),
+    ],
+)  # fmt: skip
+def test_what_ended_a_process_is_one_line(error: str, expected: Any, tmp_path: Path) -> None:
+    program = SHOW.replace("{error}", error)
+    words = [sys.executable, "-c", program, str(tmp_path / "settings.json")]
+    subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
+    assert running._raised(tmp_path) == expected
+
+
+MODES = """
+import sys, torch
+import torch.nn.functional as F
+from distcheck.job.inside import hooks
+
+class Listener:
+    def __init__(self): self.heard = []
+    def __getattr__(self, name):
+        return lambda *given: self.heard.append(name)
+
+listener = Listener()
+hooks.install(listener, lambda: sys.exit(9))
+torch.set_default_device("cpu")
+model = torch.nn.Linear(3, 2)
+F.cross_entropy(model(torch.ones(4, 3)), torch.zeros(4, dtype=torch.int64)).backward()
+print([name for name in listener.heard if name in ("losses", "backward", "target")])
+"""
+
+
+def test_a_loss_is_heard_once_under_a_mode_of_torch(tmp_path: Path) -> None:
+    """torch.set_default_device has torch call its own functions again, by their public names."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MODES], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.strip() == "['target', 'losses', 'backward']", ran.stdout + ran.stderr
