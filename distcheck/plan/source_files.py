@@ -42,7 +42,7 @@ def mentions(pattern: str, spec: str) -> bool:
         return False
     try:
         texts = [path.read_bytes(), *modules_beside(path).values()]
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return False
     return any(re.search(pattern.encode(), text) for text in texts)
 

@@ -23,6 +23,9 @@ optimizer.load_state_dict(optimizer.state_dict())
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(2))
 dist.destroy_process_group()
+from distcheck.machine import seeds
+seeds.pin_determinism()
+assert torch.are_deterministic_algorithms_enabled()
 assert late_compiler.to_share() == []
 assert not late_compiler.is_loaded(), "plain training loaded it"
 assert "sympy" not in sys.modules
@@ -48,6 +51,8 @@ compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
 assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
 assert late_compiler.is_loaded() and torch._dynamo is sys.modules["torch._dynamo"] is not kept
 assert kept.graph_break is torch._dynamo.graph_break and kept.config is torch._dynamo.config
+import torch._inductor.config
+assert torch._inductor.config.deterministic
 asked = []
 real = torch._dynamo.disable
 torch._dynamo.disable = lambda fn, *a, **k: asked.append(fn.__name__) or real(fn, *a, **k)

@@ -44,7 +44,8 @@ class StandIn(ModuleType):
             if sys.modules.get(NAME) is self:
                 return fn(*args, **kwargs)
             if not made:
-                made.append(sys.modules[NAME].disable(fn, recursive, **options))
+                # By an import, which waits for another thread that is just importing it.
+                made.append(importlib.import_module(NAME).disable(fn, recursive, **options))
             return made[0](*args, **kwargs)
 
         return called
