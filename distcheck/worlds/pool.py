@@ -22,6 +22,8 @@ from distcheck.worlds.framing import Frames, Line
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.helper_process import (
+    NO_TORCH_IN_TIME,
+    START_DEADLINE_S,
     CleanHelper,
     HelperProcess,
     child_environment,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from distcheck.worlds.local.interpreters import Interpreters
 
 _PATIENCE_S = 30.0  # with a helper that has ranks to end, and what they have started
-_START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 
 
 class Pool:
@@ -101,11 +102,11 @@ class Pool:
         Raises CannotRunError when torch cannot be imported.
         """
         self.open()
-        deadline = time.monotonic() + _START_DEADLINE_S
+        deadline = time.monotonic() + START_DEADLINE_S
         while self._ready is None:
             self.pump(0.5)
             if time.monotonic() > deadline:
-                raise CannotRunError(f"importing torch took more than {_START_DEADLINE_S:.0f} s")
+                raise CannotRunError(NO_TORCH_IN_TIME)
         if self._ready.error:
             raise CannotRunError(
                 f"torch cannot be imported by {sys.executable}: {self._ready.error}; "

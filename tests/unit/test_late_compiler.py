@@ -51,8 +51,7 @@ compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
 assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
 assert late_compiler.is_loaded() and torch._dynamo is sys.modules["torch._dynamo"] is not kept
 assert kept.graph_break is torch._dynamo.graph_break and kept.config is torch._dynamo.config
-import torch._inductor.config
-assert torch._inductor.config.deterministic
+assert torch._inductor.config.deterministic, "it was imported before determinism was asked for"
 asked = []
 real = torch._dynamo.disable
 torch._dynamo.disable = lambda fn, *a, **k: asked.append(fn.__name__) or real(fn, *a, **k)
@@ -80,5 +79,17 @@ for use in (
         assert late_compiler.is_loaded() and late_compiler.to_share() == ["torch._dynamo"]
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, use
+"""
+    )
+
+
+def test_a_compiler_that_comes_later_is_deterministic() -> None:
+    _runs(
+        """
+from distcheck.machine import seeds
+seeds.pin_determinism()
+assert "torch._inductor.config" not in sys.modules
+import torch._inductor.config
+assert torch._inductor.config.deterministic
 """
     )

@@ -121,7 +121,11 @@ def test_launchers_that_start_each_other_and_those_that_do_not() -> None:
         ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999"),
         ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is 'x'; it takes a num"),
         ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE is missing"),
-        ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "without SLURM_STEP_NODELIST"),
+        ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "or set MASTER_ADDR and"),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "[3]"},
+            r"hosts '\[3\]' cannot be read; .* set MASTER_ADDR",
+        ),
     ],
 )
 def test_broken_variables(environ: dict[str, str], said: str) -> None:

@@ -29,7 +29,10 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     if meeting is None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
         if not nodes:
-            raise CannotRunError("srun has started this process without SLURM_STEP_NODELIST")
+            raise CannotRunError(
+                "srun has started this process without SLURM_STEP_NODELIST, so rank 0's machine is "
+                "not known; start it with `srun --export=ALL`, or set MASTER_ADDR and MASTER_PORT"
+            )
         # Every task must come to the same port without a word: from the step's own name.
         name = f"{environ.get('SLURM_JOB_ID', '')}.{step}".encode()
         meeting = f"tcp://{first_host(nodes)}:{_FIRST_PORT + zlib.crc32(name) % _PORTS}"
@@ -59,5 +62,8 @@ def first_host(nodes: str) -> str:
     """The first of Slurm's list: "gpu[03-05,9],login" begins with "gpu03"."""
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
-        raise CannotRunError(f"srun's list of hosts {nodes!r} cannot be read")
+        raise CannotRunError(
+            f"srun's list of hosts {nodes!r} cannot be read; a list such as 'gpu[03-05],login' is; "
+            "set MASTER_ADDR and MASTER_PORT to rank 0's machine instead"
+        )
     return first[1] + (first[2] or "")

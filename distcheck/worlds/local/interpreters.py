@@ -11,11 +11,14 @@ from typing import Protocol
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 from distcheck.worlds import messages
-from distcheck.worlds.local.helper_process import HelperProcess
+from distcheck.worlds.local.helper_process import (
+    NO_TORCH_IN_TIME,
+    START_DEADLINE_S,
+    HelperProcess,
+)
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import HASH_SEEDS
 
-_START_DEADLINE_S = 300.0  # importing torch from a cold network disk takes minutes
 _NEEDED_BYTES = 1 << 30  # 0.4 of it for torch; the rest is for the ranks
 
 
@@ -87,8 +90,8 @@ class Interpreters:
             importing += 1
         errors = [self.error, *(one.start_error for one in self._made)]
         self.error = next(filter(None, errors), "")
-        if not self.error and time.monotonic() - self._since > _START_DEADLINE_S:
-            self.error = f"importing torch took more than {_START_DEADLINE_S:.0f} s"
+        if not self.error and time.monotonic() - self._since > START_DEADLINE_S:
+            self.error = NO_TORCH_IN_TIME
         if self.error:
             self.close()
 
