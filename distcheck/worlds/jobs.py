@@ -39,10 +39,13 @@ class Job(Generic[Asked, Answer]):
         """
         if (name := f"{function.__module__}:{function.__qualname__}") != self.target:
             raise TypeError(f"{name} does a job whose target is {self.target}")
+        # Made where the function is imported: in the helper, for all that it forks (3 ms each).
+        request = None if self.request is bytes else msgspec.msgpack.Decoder(self.request)
 
         @functools.wraps(function)
         def run(payload: bytes, fds: Descriptors, reporter: "Reporter") -> bytes:
-            return _encoded(function(_decoded(payload, self.request), fds, reporter))
+            asked: Any = payload if request is None else request.decode(payload)
+            return _encoded(function(asked, fds, reporter))
 
         return run
 
@@ -53,7 +56,9 @@ class Job(Generic[Asked, Answer]):
 
     def decode(self, answer: bytes) -> Answer:
         """An answer that came. Raises msgspec.MsgspecError for anything else."""
-        return _decoded(answer, self.result)
+        if self.result is bytes:
+            return answer  # type: ignore[return-value]
+        return msgspec.msgpack.decode(answer, type=self.result)
 
     def accept(self, given: Mapping[str, object]) -> None:
         """Raises TypeError for descriptors that the job does not know."""
@@ -63,7 +68,3 @@ class Job(Generic[Asked, Answer]):
 
 def _encoded(value: Any) -> bytes:
     return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
-
-
-def _decoded(data: bytes, kind: type[Answer]) -> Answer:
-    return data if kind is bytes else msgspec.msgpack.decode(data, type=kind)  # type: ignore[return-value]

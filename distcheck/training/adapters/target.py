@@ -188,26 +188,37 @@ def counts(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in (int, "int")
 
 
+_Nodes = tuple[ast.AST, ...]
+_seen: dict[int, tuple[Any, _Nodes]] = {}  # by id, since objects of a user's may not be hashable
+
+
+def _nodes_of(function: Any) -> _Nodes:
+    """Every node of a function's syntax tree: each form looks at it, and each part of a form."""
+    if id(function) not in _seen:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        _seen[id(function)] = function, tuple(ast.walk(tree))
+    return _seen[id(function)][1]
+
+
 class Source:
     """A function's syntax tree; empty where its source cannot be had."""
 
     def __init__(self, value: Any) -> None:
         try:
-            text = textwrap.dedent(inspect.getsource(function_of(value)))
-            self._tree: ast.AST = ast.parse(text)
+            self._nodes = _nodes_of(function_of(value))
         except (OSError, TypeError, SyntaxError):
-            self._tree = ast.Module(body=[], type_ignores=[])
+            self._nodes = ()
 
     @cached_property
     def attributes(self) -> set[str]:
         """Every `.name` in it."""
-        return {node.attr for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
+        return {node.attr for node in self._nodes if isinstance(node, ast.Attribute)}
 
     def attributes_of(self, name: str) -> set[str]:
         """Every `.attr` of a variable."""
         return {
             node.attr
-            for node in ast.walk(self._tree)
+            for node in self._nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == name
@@ -229,7 +240,7 @@ class Source:
             and node.arg == "group"
             and isinstance(node.value, ast.Name)
             and node.value.id == name
-            for node in ast.walk(self._tree)
+            for node in self._nodes
         )
 
     def calls(self, name: str, attribute: str, method: str) -> bool:
@@ -242,14 +253,14 @@ class Source:
             and node.func.value.attr == attribute
             and isinstance(node.func.value.value, ast.Name)
             and node.func.value.value.id == name
-            for node in ast.walk(self._tree)
+            for node in self._nodes
         )
 
     @property
     def returns_many(self) -> bool:
         """Whether it returns a list, tuple or dict that it makes."""
         made = (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp)
-        nodes = list(ast.walk(self._tree))
+        nodes = self._nodes
         returned = [node.value for node in nodes if isinstance(node, ast.Return)]
         assigned = [node for node in nodes if isinstance(node, ast.Assign)]
         filled = {
@@ -266,7 +277,7 @@ class Source:
     @property
     def returns_what_it_calls(self) -> bool:
         """Whether it returns what a call made, by itself or under a name."""
-        nodes = list(ast.walk(self._tree))
+        nodes = self._nodes
         made = {
             place.id
             for node in nodes
@@ -284,7 +295,7 @@ class Source:
         """Whether it does with a variable what lists can and generators cannot: x[0], len(x),
         reversed(x).
         """
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 used = list(node.args) if node.func.id in ("len", "reversed") else []
@@ -295,7 +306,7 @@ class Source:
     @cached_property
     def words(self) -> set[str]:
         """Every name in it, of whatever kind."""
-        names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
+        names = {node.id for node in self._nodes if isinstance(node, ast.Name)}
         return self.attributes | names
 
     @property
@@ -303,7 +314,7 @@ class Source:
         """Whether it subtracts something from a `.data` that is not a gradient's: p.data -= ...,
         p.data.sub_(...), p.data = p.data - ...
         """
-        return any(_subtracts(node) for node in ast.walk(self._tree))
+        return any(_subtracts(node) for node in self._nodes)
 
     @property
     def registers_hooks(self) -> bool:
