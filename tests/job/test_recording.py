@@ -190,3 +190,15 @@ def test_a_group_of_one_rank_copies() -> None:
     assert torch.equal(room, given)
     assert group.barrier().is_completed()
     assert group.allreduce([given]).get_future().value() is not None
+
+
+def test_what_was_recorded_can_still_be_resized() -> None:
+    """FSDP2 gives the memory of what it gathered back in this way."""
+    recorded = torch.arange(6.0)
+    assert tensors.digest_of(recorded) == tensors.digest_of(torch.arange(6.0))
+    recorded.untyped_storage().resize_(0)
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert tensors.digest_of(conjugate) == tensors.digest_of(torch.tensor([1 - 2j]))
+    negative = conjugate.imag
+    assert negative.is_neg()
+    assert tensors.digest_of(negative) == tensors.digest_of(torch.tensor([-2.0]))

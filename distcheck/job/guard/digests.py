@@ -7,12 +7,13 @@ each level (Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Clos
 section 2: multiplication modulo 2^64 is universal in its upper 32 bits).
 """
 
-import ctypes
 import functools
 from collections.abc import Sequence
 
 import torch
 import xxhash
+
+from distcheck.machine.shared_tensors import raw_bytes
 
 _BLOCK = 1 << 16  # words of one sum
 _ROWS = 64  # sums at once: 32 MiB of products
@@ -45,12 +46,8 @@ def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
         plain = torch.view_as_real(plain.resolve_conj())
     plain = plain.contiguous().reshape(-1)
     if plain.device.type == "cpu":
-        if not plain.numel():
-            return 0
         # Not by numpy(), after which a storage cannot be resized, as FSDP2 does.
-        size = plain.numel() * plain.element_size()
-        bits = (ctypes.c_char * size).from_address(plain.data_ptr())
-        return signed(xxhash.xxh3_64_intdigest(bits))
+        return signed(xxhash.xxh3_64_intdigest(raw_bytes(plain))) if plain.numel() else 0
     return on_device(plain)
 
 

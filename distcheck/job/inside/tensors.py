@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distcheck.job.recording import MOST_ROWS, digest
+from distcheck.machine.shared_tensors import raw_bytes
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -28,12 +29,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of the bits; `tensor` is on the CPU and contiguous."""
-    if tensor.numel() == 0:
-        return digest(b"")
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """A digest of the bits; `tensor` is on the CPU and contiguous. Not by numpy(): a storage that
+    it has seen cannot be resized any more, as the script may want to.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return digest(raw_bytes(plain))
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
