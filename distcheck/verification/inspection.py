@@ -29,7 +29,6 @@ from distcheck.training.building import Ingredients, describe_model, open_ingred
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import LoadedStrategy, load_strategy
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local import asked_once
 from distcheck.worlds.local.child import Reporter
 
 _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
@@ -143,8 +142,7 @@ def _enter_world_of_one() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(alone)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with asked_once.answered():
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:

@@ -17,7 +17,6 @@ import msgspec
 
 from distcheck import backends
 from distcheck.worlds import linux
-from distcheck.worlds.local import asked_once
 
 _MARGIN_S = 120.0
 
@@ -84,15 +83,13 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
             wait_for_workers=False,
             master_listen_fd=listen_fd if serving else None,
         )
-    backend = registered or backends.register(rendezvous.backend)
-    with asked_once.answered():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world,
-            timeout=timeout,
-        )
+    dist.init_process_group(
+        registered or backends.register(rendezvous.backend),
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world,
+        timeout=timeout,
+    )
     _see_all_join(store, rendezvous)
     return store
 

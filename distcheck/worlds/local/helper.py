@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import linux, messages, scratch
 from distcheck.worlds.framing import Line
-from distcheck.worlds.local import asked_once, child, late_compiler, noise
+from distcheck.worlds.local import child, late_compiler, noise
 from distcheck.worlds.local.forks import ManyForks
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
@@ -122,7 +122,6 @@ class Helper:
                 else:
                     importlib.import_module(name)
         if missing:
-            asked_once.ask()
             gc.freeze()
 
     def _become_child(self, request: messages.Spawn, fds: list[int], parent: int) -> None:
@@ -236,7 +235,6 @@ def _preload(further: Sequence[str]) -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing torch left {threads} threads; forking needs one")
-    asked_once.ask()
     gc.freeze()  # as in a forked one
     gc.enable()
     return str(sys.modules["torch"].__version__)
