@@ -262,11 +262,13 @@ def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: s
             "the job ran on CPUs in place of GPUs, over gloo (--on-cpu): kernels and NCCL are "
             "not judged"
         )
-    count, size = needless(job)
+    count, size, seconds = needless(job)
     if count:
+        measured = "" if seconds is None else f" and {1000 * seconds:.3g} ms of waiting"
         notes.append(
             f"DistributedDataParallel exchanged in {count} backward passes that another one of the "
-            f"same step followed, {size / 1e6:.3g} MB each: right and slower than no_sync()"
+            f"same step followed, {size / 1e6:.3g} MB{measured} each: right and slower than "
+            "no_sync()"
         )
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:

@@ -5,10 +5,11 @@
     rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
 
 Tensors are called by what they are: `before/<parameter>`, `after/`, `local/` (before the exchange,
-added up over the backward passes of the step), `raw/` (when the last backward is over and nothing
-has clipped or unscaled), `step/` (what the optimizer sees), `buffer/`, and `data/<digest>` for
-batches, inputs and targets. Beyond the budget `local/`, `raw/` and `step/` are 64 sums
-(`sketches`), with `magnitude/<name>` for `local/`, and the record says so.
+added up over the backward passes of the step), `sizes/` (the absolute values of the passes' local
+gradients, added up, where a pass before the last may exchange), `raw/` (when the last backward is
+over and nothing has clipped or unscaled), `step/` (what the optimizer sees), `buffer/`, and
+`data/<digest>` for batches, inputs and targets. Beyond the budget `local/`, `raw/` and `step/` are
+64 sums (`sketches`), with `magnitude/<name>` for `local/`, and the record says so.
 """
 
 import os
@@ -62,6 +63,8 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     rows         digests of the samples in the first of them
     loss         what backward started from; None where none followed
     exchanges    whether DistributedDataParallel was to exchange in it; None without one
+    exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
+                 own measurement; None where it has none
     random       digests of the random streams before; `draws`: whether the forward pass drew
     """
 
@@ -72,6 +75,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     losses: tuple[LossCall, ...] = ()
     exchanges: bool | None = None
+    exchange_s: float | None = None
     autocast: str = ""
 
 

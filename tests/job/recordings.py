@@ -29,6 +29,7 @@ class Facts:
         self.locals = [gradients(r, step) for r in range(world)]
         self.local = self.locals[rank]
         self.raw = mean(self.locals)
+        self.sizes: Tensors = {}
         self.at_step: Tensors | None = None
         self.after: Tensors | None = None
         self.groups: tuple[dict[str, float], ...] = ({"lr": LR},)
@@ -53,7 +54,8 @@ class Facts:
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
             file.add_state(f"after/{name}", after[name], keep=self.rank == 0)
-        for kind, found in (("local", self.local), ("raw", self.raw), ("step", at_step)):
+        kinds = {"local": self.local, "sizes": self.sizes, "raw": self.raw, "step": at_step}
+        for kind, found in kinds.items():
             file.add_gradients(kind, found, 1.0)
         file.write(
             budget, rank=self.rank, world=self.world, optimizer="torch.optim.sgd.SGD",

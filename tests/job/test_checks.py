@@ -303,8 +303,34 @@ def test_exchanges_before_the_last_pass_are_counted(
     tmp_path: Path, flags: tuple[bool, bool], expected: int
 ) -> None:
     def accumulates(facts: Facts) -> None:
-        facts.passes = [facts.a_pass(i, loss=1.0, exchanges=flags[i]) for i in range(2)]
+        facts.passes = [
+            facts.a_pass(i, loss=1.0, exchanges=flags[i], exchange_s=[0.25, None][i])
+            for i in range(2)
+        ]
 
-    count, size = exchange.needless(make(tmp_path, accumulates))
+    count, size, seconds = exchange.needless(make(tmp_path, accumulates))
     assert count == expected
+    assert seconds == (None if flags == (True, False) else 0.25)
     assert size == (0 if flags == (True, False) else 16 * 4)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 0], ids=["whole", "sums"])
+@pytest.mark.parametrize(
+    ("of_passes", "off", "verdict"),
+    [(True, 1e-7, "pass"), (True, 1e-5, "fail"), (False, 1e-7, "fail")],
+)
+def test_passes_that_cancel_round_by_their_own_sizes(
+    tmp_path: Path, budget: int, of_passes: bool, off: float, verdict: str
+) -> None:
+    """Two passes of +1 and -1, each exchanged: what they add up to is far smaller than they."""
+
+    def cancel(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(i, loss=1.0, exchanges=True) for i in range(2)]
+        facts.local = {name: torch.full(shape, 1e-4) for name, shape in SHAPES.items()}
+        facts.raw = {name: one + off for name, one in facts.local.items()}
+        if of_passes:
+            facts.sizes = {name: torch.full(shape, 2.0) for name, shape in SHAPES.items()}
+
+    results = checks.without_reference(make(tmp_path, cancel, budget=budget))
+    found = next(r for r in results if r.check == "gradients")
+    assert (found.verdict, found.compared.ranks) == (verdict, 2)

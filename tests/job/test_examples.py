@@ -62,3 +62,14 @@ def test_every_edit_fits_its_script(tmp_path: Path) -> None:
     for bug in BUGS:
         plant(bug, tmp_path)
     assert len({bug.name for bug in BUGS}) == len(BUGS)
+
+
+@pytest.mark.sweep
+def test_an_exchange_in_every_pass_is_only_slow(tmp_path: Path) -> None:
+    """As most scripts accumulate; gradients of passes may cancel, and each exchange rounds them."""
+    right = (FOLDER / "nanogpt_like.py").read_text()
+    line = next(line for line in right.splitlines() if "require_backward_grad_sync" in line)
+    (tmp_path / "train.py").write_text(right.replace(line + "\n", ""))
+    code, report = judge(tmp_path / "train.py", tmp_path)
+    assert code == 0, report
+    assert "right and slower than no_sync()" in json.dumps(report)

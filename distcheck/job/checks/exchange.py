@@ -9,7 +9,7 @@ from distcheck.job.reading import Recording
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.rounding import interval
-from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
+from distcheck.machine.numerics import NotBoundedError, gamma, real_parts, unit_roundoff
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER, ROUNDING
 
@@ -96,10 +96,11 @@ def _compare(
     passes = max(1, max(sum(p.loss is not None for p in r.passes) for r in records))
     wholes = all(record.whole for record in records)
     dtype = getattr(torch, records[0].dtypes.get(name, "float32"))
-    sizes = None
-    if not wholes:
+    if wholes:
+        sizes = [_sizes(job, rank, step, name, like) for rank, like in enumerate(local)]
+    else:
         local = [_as_sums(one, record.whole) for one, record in zip(local, records, strict=True)]
-        sizes = [_magnitude(job, rank, step, name) for rank in range(job.world)]
+        sizes = [_sums_of_sizes(job, rank, step, name) for rank in range(job.world)]
     try:
         found = interval(
             local, weights, rescaled=True, passes=passes, magnitudes=sizes,
@@ -125,32 +126,49 @@ def _compare(
     return sums
 
 
-def needless(job: Recording) -> tuple[int, int]:
+def needless(job: Recording) -> tuple[int, int, float | None]:
     """Backward passes of rank 0 in which DistributedDataParallel exchanged although a later one of
-    the same step does, too; and the bytes of gradients that each such exchange takes.
+    the same step does, too; the bytes of gradients that each such exchange takes; and the seconds
+    for which it made backward wait, where torch has measured them.
     """
     count = size = 0
+    waited: float | None = None
     for step in job.steps:
         record = job.records[0, step]
         flags = [one.exchanges for one in record.passes if one.loss is not None]
         if not flags or not flags[-1] or not record.whole:
             continue
+        waited = next((p.exchange_s for p in record.passes[::-1] if p.exchange_s), waited)
         count += sum(flag is True for flag in flags[:-1])
         kept = [job.gradient("local", 0, step, name) for name in job.parameters(step)]
         size = sum(g.numel() * g.element_size() for g in kept if g is not None)
-    return count, size
+    return count, size, waited
 
 
 def _as_sums(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
     return sketches.sketch(tensor) if whole else tensor
 
 
-def _magnitude(job: Recording, rank: int, step: int, name: str) -> torch.Tensor:
+def _sizes(job: Recording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
+    """What the absolute values of the passes' gradients add up to: the gradients may cancel in
+    their sum, and an exchange in each pass rounds every one.
+    """
+    kept = job.gradient("sizes", rank, step, name)
+    if kept is None:
+        return real_parts(local).abs()
+    # They were added up in the gradient's dtype, with fewer roundings than passes.
+    passes = len(job.records[rank, step].passes)
+    return kept.double() * (1 + gamma(passes, unit_roundoff(kept.dtype)))
+
+
+def _sums_of_sizes(job: Recording, rank: int, step: int, name: str) -> torch.Tensor:
     kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
     if kept is not None:
         return kept
     local = job.gradient("local", rank, step, name)
-    return torch.zeros(sketches.SLOTS) if local is None else sketches.magnitudes(local)
+    if local is None:
+        return torch.zeros(sketches.SLOTS)
+    return sketches.magnitudes(_sizes(job, rank, step, name, local))
 
 
 def clipping(job: Recording) -> Iterator[CheckResult]:

@@ -52,6 +52,7 @@ class Recorder:
         self._clips: list[Clip] = []
         self._calls: list[Call] = []
         self._local: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, torch.Tensor] = {}
         self._raw: dict[str, torch.Tensor] | None = None
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
@@ -96,6 +97,7 @@ class Recorder:
                 rows=tensors.rows_of(given) if given else (),
                 random=tensors.random_digests(),
                 exchanges=exchanges(model),
+                exchange_s=exchange_seconds(model),
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
@@ -175,6 +177,9 @@ class Recorder:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             held = self._local.get(name)
+            if held is not None and any(p.exchanges is not False for p in self._passes[:-1]):
+                sizes = self._sizes.setdefault(name, tensors.magnitudes(held))
+                sizes += tensors.magnitudes(gradient)
             self._local[name] = gradient.clone() if held is None else held.add_(gradient)
 
         return add
@@ -244,6 +249,7 @@ class Recorder:
             file.add_state(f"after/{name}", parameter, keep=self._rank == 0)
         by = 1.0 / self._scale if self._scale else 1.0
         file.add_gradients("local", self._local, by)
+        file.add_gradients("sizes", self._sizes, by)
         file.add_gradients("raw", self._raw, by)
         file.add_gradients("step", self._at_step or {}, 1.0)
         self._left -= file.write(
@@ -320,9 +326,23 @@ def exchanges(model: torch.nn.Module) -> bool | None:
     """Whether DistributedDataParallel, which others may wrap (Fabric does), exchanges in this pass;
     None without one.
     """
-    kind = torch.nn.parallel.DistributedDataParallel
-    found = next((part for part in model.modules() if isinstance(part, kind)), None)
+    found = _ddp_in(model)
     return None if found is None else bool(found.require_backward_grad_sync)
+
+
+def exchange_seconds(model: torch.nn.Module) -> float | None:
+    """How long an exchange made backward passes wait so far, on average, as torch measures it in
+    some of them: what it took, less what was computed meanwhile.
+    """
+    measured: dict[str, Any] = getattr(_ddp_in(model), "_get_ddp_logging_data", dict)()
+    took = measured.get("avg_backward_comm_time", 0)
+    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0, took - hidden) / 1e9 if took else None
+
+
+def _ddp_in(model: torch.nn.Module) -> Any:
+    kind = torch.nn.parallel.DistributedDataParallel
+    return next((part for part in model.modules() if isinstance(part, kind)), None)
 
 
 def targets_of(name: str, target: Any, ignored: int) -> int:

@@ -51,7 +51,8 @@ class StepFile:
             plain = tensors.whole(gradient)
             plain = plain.clone() if by == 1.0 else plain * by
             self._digests[f"{kind}/{name}"] = tensors.digest_of(plain)
-            self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
+            if kind != "sizes":
+                self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
             if kind == "step" and self._digests.get(f"raw/{name}") == self._digests[f"step/{name}"]:
                 continue  # nothing was clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
@@ -64,8 +65,11 @@ class StepFile:
         if not whole:
             kept = {name: t for name, t in self._kept.items() if name.startswith("sums/")}
             for name, gradient in self._gradients.items():
+                if name.startswith("sizes/"):
+                    continue  # they are in the magnitudes of the local ones
                 kept[name] = sketches.sketch(gradient)
-                kept[f"magnitude/{name}"] = sketches.magnitudes(gradient)
+                sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
+                kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
         data = save(kept)
         stem = f"step-{self._step:06d}"
         part = self._folder / f"{stem}.part"

@@ -36,6 +36,11 @@ def digest_of(tensor: torch.Tensor) -> str:
     return digest(raw_bytes(plain))
 
 
+def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+    """The absolute values of the elements, of complex ones those of both parts."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).abs()
+
+
 def leaves(value: Any) -> list[torch.Tensor]:
     """The tensors of a batch, or of arguments, in a fixed order."""
     return list(_leaves(value))
