@@ -1,7 +1,13 @@
-"""One pool per test process: a helper that has imported torch once."""
+"""One pool per test process: a helper that has imported torch once; and runs without a rerun."""
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
+from distcheck.plan import cases as plan
+from distcheck.plan.cases import Request
+from distcheck.records import Case
 from distcheck.verification.run import shared_pool
 from distcheck.worlds.pool import Pool
 
@@ -12,3 +18,26 @@ def pool() -> Pool:
     pool = shared_pool()
     pool.wait_ready()
     return pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--with-reruns", action="store_true",
+        help="run every case a second time, as users do, where the ordinary suite does not",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def no_rerun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`distcheck.verify` runs one world for each case, which takes half of the time: for tests of
+    what one world shows. Reruns have tests of their own (world/test_separate.py, test_verify.py,
+    the mutants that only a rerun shows); `tox -e sweep` runs these with them.
+    """
+    if request.config.getoption("--with-reruns"):
+        return
+    planned = plan.plan_cases
+
+    def once(asked: Request) -> Sequence[Case]:
+        return [msgspec.structs.replace(case, rerun=False) for case in planned(asked)]
+
+    monkeypatch.setattr(plan, "plan_cases", once)

@@ -17,6 +17,8 @@ from distcheck.records import CaseReport
 from distcheck.reports.json_report import as_document
 from tests.world import warm
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")

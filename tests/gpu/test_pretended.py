@@ -58,7 +58,7 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_everything_that_a_verification_does(tmp_path: Path) -> None:
     """Ranks, traces, judges of every layer, rerun, and the whole batch on the CPU."""
-    ran = run(tmp_path, "--strategy", "allreduce", "--world", "2")
+    ran = run(tmp_path, "--strategy", "allreduce", "--world", "2", "--steps", "2")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["environment"]["gpu"] == "pretended"

@@ -153,6 +153,7 @@ def test_a_crash_before_the_first_step_is_the_ranks_own(tmp_path: Path) -> None:
     assert said(ran).endswith("before its first optimizer step: KeyError: 'learning_rate'")
 
 
+@pytest.mark.sweep
 def test_a_script_for_gpus_cannot_run_here(tmp_path: Path) -> None:
     import torch
 

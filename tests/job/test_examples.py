@@ -16,7 +16,7 @@ FRAMEWORKS = {
     "with_fabric": "lightning_fabric",
     "with_trainer": "transformers",
 }
-ALWAYS = ("exchange after the first pass", "clipping before the exchange")
+ALWAYS = ("exchange after the first pass",)
 
 
 def judge(script: Path, folder: Path, *options: str, world: int = 2) -> tuple[int, dict[str, Any]]:

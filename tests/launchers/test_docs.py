@@ -36,24 +36,12 @@ def test_there_are_examples() -> None:
 
 
 WORLDS = (2, 4, 2, 2, 2, 4, 2)
-IN_SWEEP = {
-    0,
-    1,
-    2,
-    3,
-    5,
-    6,
-}  # what other modules here and test_mpi_verify.py start in the same ways
 
 
+@pytest.mark.sweep  # the other modules here, and test_mpi_verify.py, start processes in these ways
 @pytest.mark.parametrize(
     ("example", "world"),
-    [
-        pytest.param(
-            example, world, id=example[:60], marks=[pytest.mark.sweep] if n in IN_SWEEP else []
-        )
-        for n, (example, world) in enumerate(zip(EXAMPLES, WORLDS, strict=True))
-    ],
+    [pytest.param(e, world, id=e[:60]) for e, world in zip(EXAMPLES, WORLDS, strict=True)],
 )
 def test_example(tmp_path: Path, example: str, world: int) -> None:
     scripts = sysconfig.get_path("scripts")

@@ -32,23 +32,30 @@ def test_a_far_rank_that_computes_has_not_hung(tmp_path: Path) -> None:
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
-@needs_torchvision
-def test_data_is_compared_by_its_bytes(tmp_path: Path) -> None:
-    """Alike wherever it lies; and one label that differs is no longer the same data."""
+def _on_two_machines(tmp_path: Path, *, differ: bool) -> list[tuple[int, str, str]]:
     quick = ("--strategy", "allreduce", *QUICK[2:], "--data", "mnist", "--data-dir", "files")
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         real_files.write_mnist(folder / "files", packed=False)
+    if differ:
+        (labels,) = (folders[1] / "files").rglob("train-labels-idx1-ubyte")
+        changed = bytearray(labels.read_bytes())
+        changed[-1] ^= 1
+        labels.write_bytes(changed)
     commands = by_hand(2, "--world", "2", quick=quick)
-    ends = finish([start_warm(c, f) for c, f in zip(commands, folders, strict=True)])
+    return finish([start_warm(c, f) for c, f in zip(commands, folders, strict=True)])
+
+
+@pytest.mark.sweep
+@needs_torchvision
+def test_data_is_alike_wherever_it_lies(tmp_path: Path) -> None:
+    ends = _on_two_machines(tmp_path, differ=False)
     assert [code for code, _, _ in ends] == [0, 0], ends
 
-    (labels,) = (folders[1] / "files").rglob("train-labels-idx1-ubyte")
-    changed = bytearray(labels.read_bytes())
-    changed[-1] ^= 1
-    labels.write_bytes(changed)
-    commands = by_hand(2, "--world", "2", quick=quick)
-    ends = finish([start_warm(c, f) for c, f in zip(commands, folders, strict=True)])
+
+@needs_torchvision
+def test_data_of_which_one_label_differs_is_other_data(tmp_path: Path) -> None:
+    ends = _on_two_machines(tmp_path, differ=True)
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "rank 1 on" in ends[0][2], ends[0][2]
     assert "has other files of mnist than rank 0" in ends[0][2], ends[0][2]

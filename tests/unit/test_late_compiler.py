@@ -64,10 +64,19 @@ assert asked == ["zero_grad"], asked
     )
 
 
-def test_any_use_of_it_loads_it() -> None:
+def test_any_use_of_it_loads_it_and_it_is_deterministic() -> None:
     _runs(
         """
 import os
+child = os.fork()
+if child == 0:
+    from distcheck.machine import seeds
+    seeds.pin_determinism()
+    assert "torch._inductor.config" not in sys.modules
+    import torch._inductor.config
+    assert torch._inductor.config.deterministic
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 for use in (
     "import torch._dynamo.config as found; assert found is torch._dynamo.config",
     "assert torch._dynamo.is_compiling() is False",
@@ -79,17 +88,5 @@ for use in (
         assert late_compiler.is_loaded() and late_compiler.to_share() == ["torch._dynamo"]
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, use
-"""
-    )
-
-
-def test_a_compiler_that_comes_later_is_deterministic() -> None:
-    _runs(
-        """
-from distcheck.machine import seeds
-seeds.pin_determinism()
-assert "torch._inductor.config" not in sys.modules
-import torch._inductor.config
-assert torch._inductor.config.deterministic
 """
     )

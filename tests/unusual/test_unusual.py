@@ -5,6 +5,8 @@ import pytest
 import distcheck
 from tests.unusual import everything
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 ALL = everything()
 FIRST = {program.group: program.name for program in reversed(ALL)}
 

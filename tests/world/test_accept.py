@@ -13,6 +13,8 @@ from distcheck.reports.json_report import as_document
 from tests.world import lossy, warm
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 HERE = "tests.world.lossy:"
 ACCEPTED = {
     lossy.FP16: ("low-precision:fp16", {"low-precision"}),

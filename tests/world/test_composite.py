@@ -11,6 +11,8 @@ import distcheck
 from distcheck.contract import Build, Step, strategy
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 SMALL = "tests.mutants.small:InGroups"
 BUILT_IN = (
     "allreduce", "ring", "gather_scatter", "reduce_broadcast", "parameter_server", "ddp",

@@ -6,6 +6,8 @@ import torch.distributed as dist
 import distcheck
 from tests.correct import FORMS
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 
 @pytest.mark.parametrize("form", FORMS)
 def test_correct_code_without_a_promise_passes(form: str) -> None:

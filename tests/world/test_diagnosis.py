@@ -10,6 +10,8 @@ from distcheck.judge.diagnosis import gradients
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.records import CheckResult, Diagnosis, Outcome
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 RIGHT = ["allreduce", "ring", "ddp_bf16_hook", "ddp_no_sync", "fsdp"]
 LOOKED_AT = ("ring", "fsdp")  # a promised order, and sharded parameters
 

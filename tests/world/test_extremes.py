@@ -9,6 +9,8 @@ from distcheck.contract import Step
 from distcheck.records import Report
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 
 def sums_and_divides(model: nn.Module, step: Step) -> None:
     for parameter in model.parameters():

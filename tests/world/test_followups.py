@@ -11,6 +11,8 @@ import pytest
 import distcheck
 from distcheck.records import Report
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 CODE = Path(__file__).parents[1] / "adapted" / "float32_only.py"
 DEFAULT = ("lattice", "mlp")  # as the default run: float32, and float64 beside it
 

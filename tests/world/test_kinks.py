@@ -15,6 +15,8 @@ from distcheck.records import CheckResult
 from distcheck.reports.json_report import render_json
 from distcheck.reports.terminal import render_text
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 _WHOLE = 6
 
 

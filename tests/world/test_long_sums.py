@@ -10,6 +10,8 @@ from distcheck.contract import Batch
 from distcheck.records import CheckResult
 from tests.world.test_kinks import AtAKink
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 _WHOLE = 6
 _POSITIONS = 65_536
 _OFF = 64 * torch.finfo(torch.float32).eps  # as a loop over thousands of positions was measured

@@ -9,6 +9,8 @@ import pytest
 import distcheck
 from distcheck.records import CaseReport
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 CODE = f"{Path(__file__).parents[1] / 'adapted' / 'functions.py'}"
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import distcheck
 from distcheck.records import CheckResult
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 
 def mean(model, step, divisor=0):  # type: ignore[no-untyped-def]
     for parameter in model.parameters():

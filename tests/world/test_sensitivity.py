@@ -5,12 +5,16 @@ import re
 from html import unescape
 from typing import Any
 
+import pytest
+
 import distcheck
 from distcheck.records import CheckResult, Report
 from distcheck.records.mistakes import MISTAKES
 from distcheck.reports.html_report import render
 from distcheck.reports.json_report import render_json
 from distcheck.reports.terminal import render_text
+
+pytestmark = pytest.mark.usefixtures("no_rerun")
 
 HERE = "tests.world.silent"
 

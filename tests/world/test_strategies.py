@@ -16,6 +16,8 @@ from distcheck.records import Report
 from distcheck.testing import WorldView
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 QUICK = ["lattice", "mlp"]
 in_worlds = pytest.mark.parametrize(
     "worlds", [[3], pytest.param([1, 2, 4, 5], marks=pytest.mark.sweep)], ids=str

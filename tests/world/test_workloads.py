@@ -15,6 +15,8 @@ from distcheck.records import CaseReport
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 
 def passed(workload: type, strategy: str, *, steps: int = 2) -> CaseReport:
     """The report on a workload that is right, and has to be found so."""
