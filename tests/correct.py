@@ -10,6 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import strategy
 
+# Built-in strategies that divide the layers of a model; each runs in its own worlds, on models
+# that it can divide.
+LAYOUTS = ("column_parallel", "data_tensor", "row_parallel", "tensor_parallel")
+
 
 def flat_buffer(model, step):
     """All gradients in one collective, scaled before."""

@@ -30,6 +30,11 @@ class UpdateReference:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model, self._trains = model, trains
 
+    @property
+    def world(self) -> int:
+        """The number of ranks whose steps it can take."""
+        return self._trace.layout.world
+
     def is_sharded(self, index: int) -> bool:
         """Whether one rank alone holds it; numbers of an optimizer's groups are on every rank."""
         name = self._trace.layout.model.optimizer[index].name

@@ -69,7 +69,7 @@ def gradients(at: AtStep) -> WholeBatch:
     tolerances = tuple(_tolerance(at, index, mean) for index in indices)
     return WholeBatch(
         at.shares,
-        at.computed_where_unseen,
+        at.computed_where_unseen if at.references.mesh is None else (),
         gradients=expected,
         tolerances=tolerances,
         by_shards=_by_shards(at, mean, expected, tolerances) if layer_of(at) == IN_FLOAT32 else {},

@@ -30,8 +30,11 @@ class Pieces:
     `whole` is a model that is not trained; what is put together is written into it.
     """
 
-    def __init__(self, whole: nn.Module, *, what: str) -> None:
-        self._whole, self._what = whole, what
+    def __init__(self, whole: nn.Module, *, what: str, undivided: str | None = None) -> None:
+        """`undivided` is what is said where every rank holds everything; empty: nothing is."""
+        self._whole, self._what, self._undivided = whole, what, undivided
+        if undivided is None:
+            self._undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
         self._parameters = dict(whole.named_parameters())
         sizes = [p.numel() for p in self._parameters.values()]
         self._device = next(iter(self._parameters.values())).device
@@ -93,10 +96,8 @@ class Pieces:
         holders = self._zeros(self._total)
         holders[mine] = 1
         dist.all_reduce(holders)
-        if self._size > 1 and bool((holders == self._size).all()):
-            raise UsageError(
-                f"{self._what} holds every parameter whole on every rank; give --as wrapper"
-            )
+        if self._size > 1 and self._undivided and bool((holders == self._size).all()):
+            raise UsageError(self._undivided)
         self._owned = [
             (places >= 0) & (speaker[places.clamp(min=0)] == self._rank) for places in self._places
         ]
