@@ -12,7 +12,10 @@ from distcheck.contract import strategy
 
 # Built-in strategies that divide the layers of a model; each runs in its own worlds, on models
 # that it can divide.
-LAYOUTS = ("column_parallel", "data_tensor", "row_parallel", "tensor_parallel")
+LAYOUTS = (
+    "column_parallel", "data_pipeline", "data_tensor", "pipeline", "pipeline_1f1b",
+    "pipeline_by_hand", "row_parallel", "tensor_parallel",
+)  # fmt: skip
 
 
 def flat_buffer(model, step):

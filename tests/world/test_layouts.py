@@ -7,13 +7,14 @@ from distcheck.errors import UsageError
 from tests.correct import LAYOUTS
 
 SMALL = "tests.mutants.small:Small"
-WORLDS = {"data_tensor": 4}
+WORLDS = {"data_tensor": 4, "data_pipeline": 4}
+DTYPES = [("float32", "S32"), pytest.param("float64", "S64", marks=pytest.mark.sweep)]
 
 
-@pytest.mark.parametrize(("dtype", "layer"), [("float32", "S32"), ("float64", "S64")])
+@pytest.mark.parametrize(("dtype", "layer"), DTYPES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
-    asked = {"world": WORLDS.get(name, 2), "dtype": dtype, "batch": 30, "separate": False}
+    asked = {"world": WORLDS.get(name, 2), "dtype": dtype, "batch": 32, "separate": False}
     report = distcheck.verify(name, workload=SMALL, **asked)
     report.raise_for_verdict()
     (case,) = report.cases

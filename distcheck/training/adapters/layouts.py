@@ -22,6 +22,7 @@ from torch import nn
 
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
+from distcheck.records.mesh import Mesh
 from distcheck.training.adapters.over_pieces import OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.building import is_distributed
@@ -51,6 +52,14 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
     )
 
 
+def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
+    """A ValueError of the strategy says that it cannot divide this model."""
+    try:
+        return base.wrap(model)
+    except ValueError as error:
+        raise UsageError(f"strategy {what} does not divide this model: {error}") from error
+
+
 class _Pieced:
     """Parameters that a rank holds as DTensors, or as pieces of its own making."""
 
@@ -62,7 +71,7 @@ class _Pieced:
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model stays as it is, but for DTensors."""
         self._pieces = None
-        trial = self._base.wrap(copy.deepcopy(model))
+        trial = _wrapped(self._base, copy.deepcopy(model), self._what)
         if any(is_distributed(parameter) for parameter in trial.parameters()):
             return self._base.wrap(model)
         mesh = self._base.contract.mesh(dist.get_world_size())
@@ -71,7 +80,12 @@ class _Pieced:
             f"{self._what} promises the mesh {mesh}, and every rank holds every parameter whole: "
             "nothing is divided"
         )
-        pieces = Pieces(model, what=self._what, undivided=undivided if mesh.divides else "")
+        pieces = Pieces(
+            model,
+            what=self._what,
+            undivided=undivided if mesh.divides else "",
+            group=_who_share_a_model(mesh),
+        )
         pieces.learn(self._base.wrap)
         trained = copy.deepcopy(model)
         wrapped = self._base.wrap(trained)
@@ -94,6 +108,13 @@ class _Pieced:
             self._pieces.write_gradients()
 
 
+def _who_share_a_model(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this one's data coordinate. Every rank makes every group, in one order."""
+    groups: list[Any] = [dist.new_group(list(mesh.ranks_of(data))) for data in range(mesh.data)]
+    own: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
+    return own
+
+
 class _Accessed:
     """Parameters and gradients that the strategy's own accessors put together.
 
@@ -110,7 +131,8 @@ class _Accessed:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model is filled by the accessors."""
-        self._model, self._wrapped = model, self._base.wrap(copy.deepcopy(model))
+        self._model = model
+        self._wrapped = _wrapped(self._base, copy.deepcopy(model), self._what)
         self._write_parameters()
         return self._wrapped
 
