@@ -26,3 +26,13 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
 def test_a_mesh_that_is_not_the_world_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data -1 x tensor 2 needs a multiple of 2 ranks"):
         distcheck.verify("data_tensor", world=3, workload=SMALL)
+
+
+def test_samples_at_a_kink_may_be_on_either_side_of_it() -> None:
+    report = distcheck.verify(
+        "row_parallel", world=2, workload="tests.unusual.at_kinks:AtAKink", dtype="float32",
+        batch=256, separate=False,
+    )  # fmt: skip
+    report.raise_for_verdict()
+    (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
+    assert "on which side of a kink" in gradients.reason
