@@ -19,7 +19,9 @@ class DataTensor:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Divides pairs of linear layers over the ranks of a row."""
-        names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(f"it is a {type(model).__name__}, and not a chain of layers")
+        names = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
         styles = [ColwiseParallel(), RowwiseParallel()] * (len(names) // 2)
         device = next(model.parameters()).device.type
         shape, axes = (dist.get_world_size() // 2, 2), ("data", "tensor")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.generated_words import PREFIX
-from distcheck.records.mesh import Mesh
+from distcheck.records.mesh import MESH, Mesh
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import CELLS
 
@@ -14,7 +14,7 @@ _NOT_DIVIDED = ("lattice", "composite")  # of the default run
 def notes_on(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     """What a person should know before reading the verdict."""
     yield (
-        f"mesh {mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
+        f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
         "samples. Sums that are split over ranks are rounded in another order than in one process, "
         "so gradients and losses are judged by the float32 and float64 references, and not by the "
         "bitwise and rounding-bound layers"

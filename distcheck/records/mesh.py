@@ -16,6 +16,7 @@ Axes = tuple[tuple[Axis, int], ...]
 REST = -1  # the size of an axis that takes what the others leave of the world
 # Axes along which ranks hold different parts of the parameters.
 DIVIDING = ("tensor", "pipeline", "expert")
+MESH = "mesh "  # begins the note on a case in a mesh
 T = TypeVar("T")
 
 

@@ -7,6 +7,10 @@ from distcheck.errors import UsageError
 from tests.correct import LAYOUTS
 
 SMALL = "tests.mutants.small:Small"
+WORKLOADS = {
+    "expert_parallel": "experts", "sequence_parallel": "transformer",
+    "transformer_tensor": "transformer",
+}  # fmt: skip
 WORLDS = {"data_tensor": 4, "data_pipeline": 4}
 DTYPES = [("float32", "S32"), pytest.param("float64", "S64", marks=pytest.mark.sweep)]
 
@@ -15,12 +19,27 @@ DTYPES = [("float32", "S32"), pytest.param("float64", "S64", marks=pytest.mark.s
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     asked = {"world": WORLDS.get(name, 2), "dtype": dtype, "batch": 32, "separate": False}
-    report = distcheck.verify(name, workload=SMALL, **asked)
+    report = distcheck.verify(name, workload=WORKLOADS.get(name, SMALL), **asked)
     report.raise_for_verdict()
     (case,) = report.cases
     layers = {check.check: check.layer for check in case.checks}
     assert layers["gradients"] == layers["loss"] == layer
     assert any("not by the bitwise and rounding-bound layers" in note for note in case.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "world", "said"),
+    [
+        ("transformer_tensor", "transformer", 3, "4 heads cannot be divided by 3 ranks"),
+        ("pipeline_by_hand", SMALL, 3, "3 stages need an nn.Sequential of at least 3 layers"),
+        ("tensor_parallel", "transformer", 2, "it is a Transformer, and not a chain of layers"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(
+    name: str, workload: str, world: int, said: str
+) -> None:
+    with pytest.raises(UsageError, match=f"does not divide this model: {said}"):
+        distcheck.verify(name, world=world, workload=workload, dtype="float32")
 
 
 def test_a_mesh_that_is_not_the_world_is_refused() -> None:

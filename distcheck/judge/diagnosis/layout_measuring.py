@@ -12,6 +12,8 @@ from distcheck.machine.numerics import real_parts
 from distcheck.records.mesh import Mesh
 from distcheck.training.traces.layout import Kind, has_loss
 
+# Chosen, as a share of the largest error of a tensor: below it, an element counts as right.
+_RIGHT_BESIDE = 1e-3
 # Chosen, as a share of a gradient's norm: what is left over of a gradient that is taken for another
 # one. Far above the rounding of float32, far below what one sample changes.
 _LEFT_OVER = 1e-4
@@ -192,7 +194,7 @@ def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Regio
     """The box that has the wrong elements, if it is not the whole tensor."""
     apart = (held - expected).abs()
     most = float(apart.max())
-    places = (apart > max(1e-3 * most, allowed)).nonzero()
+    places = (apart > max(_RIGHT_BESIDE * most, allowed)).nonzero()
     if not len(places) or not held.dim():
         return None
     low, high = places.min(0).values.tolist(), (places.max(0).values + 1).tolist()

@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcheck.judge.oracles.at_step import AtStep
-from distcheck.machine.numerics import real_parts, unit_roundoff
+from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
 
+# Chosen: see above.
 _NEAR = 128 * unit_roundoff("float32")
 _MOST = 12
 _MOST_ELEMENTS = 1 << 25  # of all differences, which are held at once
@@ -52,9 +53,9 @@ class Units(TorchDispatchMode):
         mine = [place for at, place in self._flipped if at == call]
         if mine:
             flat = found.view(-1)
-            for place in mine:  # the least normal number is a kink's other side
+            for place in mine:  # the smallest number is on a kink's other side
                 there = float(flat[place]) > 0
-                flat[place] = 0.0 if there else torch.finfo(found.dtype).tiny
+                flat[place] = 0.0 if there else smallest(found.dtype)
         return found
 
 
