@@ -266,4 +266,11 @@ CAUSES: dict[str, set[str]] = {
     "ReturnsTheLastMicroBatchsLoss": {"wrong-loss"},
     "TiedAcrossStages": {"missing-sum"},
     "OneStageIsNotAveraged": {"no-sync"},
+    # tokens
+    "NormsAreNotSummed": {"missing-sum"},
+    "SumsTheHeadAsWell": {"extra-sum"},
+    "CutsWhereItMustSum": {"broken-backward"},
+    "GateIsNotSummed": {"missing-sum"},
+    "ExpertsAreAveraged": {"extra-division"},
+    "DropsRows": {"wrong-output"},
 }

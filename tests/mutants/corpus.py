@@ -223,6 +223,8 @@ EXTRAS = frozenset(
         "MomentumLostOnOneRank", "FSDPThatDecays",
         "KeepsItsFirstRate", "MakesOneGroup", "OnlyTheFirstGroup",
         # layouts
+        "NormsAreNotSummed", "SumsTheHeadAsWell", "CutsWhereItMustSum", "GateIsNotSummed",
+        "ExpertsAreAveraged", "DropsRows",
         "NoSumInBackward", "SharesOfAWholeLayer", "SumInBFloat16", "PartsTheOtherWayRound",
         "BiasOnEveryRank", "AveragesTerms", "SumsBothWays", "SumsAWholeLayer", "DividesAWholeLayer",
         "HalvesOnePiece", "AveragesPieces", "LastBitsOfOneReplica", "ReturnsTwiceTheLoss",

@@ -4,6 +4,7 @@ import pytest
 
 import distcheck
 from distcheck.errors import UsageError
+from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
 
 SMALL = "tests.mutants.small:Small"
@@ -55,3 +56,36 @@ def test_samples_at_a_kink_may_be_on_either_side_of_it() -> None:
     report.raise_for_verdict()
     (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
     assert "on which side of a kink" in gradients.reason
+
+
+def accessed(name: str) -> CaseReport:
+    report = distcheck.verify(
+        f"tests.unusual.accessors:{name}", world=2, workload=SMALL, dtype="float32", steps=2,
+        separate=False,
+    )  # fmt: skip
+    (case,) = report.cases
+    return case
+
+
+def test_accessors_put_the_model_together() -> None:
+    assert accessed("WithAccessors").verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "reason"),
+    [
+        ("GivesNoGradients", "gradients", "full_gradients(model) returned nothing for 0.weight"),
+        ("LeavesOneOut", "initial state", "full_parameters(model) returned nothing for 0.bias"),
+    ],
+)
+def test_an_accessor_that_returns_nothing_is_no_pass(name: str, check: str, reason: str) -> None:
+    case = accessed(name)
+    assert case.verdict == "unknown"
+    (found,) = [one for one in case.checks if one.check == check]
+    assert found.verdict == "unknown"
+    assert reason in found.reason
+
+
+def test_one_accessor_needs_the_other() -> None:
+    with pytest.raises(UsageError, match=r"has full_gradients\(model\) and no full_parameters"):
+        accessed("HalfAPair")
