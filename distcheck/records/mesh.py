@@ -104,6 +104,8 @@ def mesh_in(axes: Axes, world: int) -> Mesh | None:
     """
     if not axes:
         return None
+    if axes_of(dict(axes)) != axes:
+        raise ValueError("an axis of the mesh is named twice")
     given = prod(size for _, size in axes if size != REST)
     open_ended = any(size == REST for _, size in axes)
     found = Mesh(tuple((name, world // given if size == REST else size) for name, size in axes))

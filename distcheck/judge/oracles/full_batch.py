@@ -32,7 +32,7 @@ the weight's norm, correct code was measured at up to 2e-6 in float32.)
 Layers that are split over k ranks (docs/layouts.md): a sum of K products is then k sums of K / k
 products, and k - 1 additions between them. A term goes through K / k - 1 of the former and at most
 k - 1 of the latter, which is K - 1 at most for 1 <= k <= K: the bound of such a sum, gamma(K - 1)
-times the sum of absolute values (Higham, section 4.2), is no wider than that of the sum in one
+times the sum of absolute values (Higham, section 4.2), is at most that of the sum in one
 piece. What the root of N P does not count are the additions between ranks, at most k - 1 in each of
 L layers, forward and backward: N P becomes N P + 2 L (k - 1), for L all the modules that have
 parameters.
