@@ -52,7 +52,7 @@ class StepBounds:
         self._world = then.layout.world
         self._headers = [then.header(rank, step) for rank in range(self._world)]
         self._sizes = [len(header.ids) for header in self._headers]
-        mesh = job.contracts[0].mesh(job.case.world)  # whose ranks may share samples
+        mesh = job.contracts[0].mesh(self._world)  # whose ranks may share samples
         self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
         self._layer = _LAYERS.get(job.case.dtype, "")
         self._names = [spec.name for spec in then.layout.model.parameters]
