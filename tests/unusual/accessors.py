@@ -4,6 +4,9 @@ import torch
 import torch.distributed as dist
 from distcheck_strategies.column_parallel import ColumnParallel, ColumnParallelLinear
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from distcheck.contract import strategy
 
@@ -57,3 +60,14 @@ class HalfAPair(ColumnParallel):
 
     def full_gradients(self, model: nn.Module):
         return {}
+
+
+@strategy(parallel={"pipeline": 1, "tensor": 2})
+class DTensorsAndPieces:
+    """One layer as DTensors, another in pieces of its own."""
+
+    def wrap(self, model):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        model[2] = ColumnParallelLinear(model[2])
+        return model

@@ -86,6 +86,11 @@ def test_an_accessor_that_returns_nothing_is_no_pass(name: str, check: str, reas
     assert reason in found.reason
 
 
+def test_dtensors_beside_pieces_are_refused() -> None:
+    with pytest.raises(UsageError, match="divides the model in another way as well"):
+        accessed("DTensorsAndPieces")
+
+
 def test_one_accessor_needs_the_other() -> None:
     with pytest.raises(UsageError, match=r"has full_gradients\(model\) and no full_parameters"):
         accessed("HalfAPair")

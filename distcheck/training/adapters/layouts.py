@@ -71,8 +71,7 @@ class _Pieced:
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model stays as it is, but for DTensors."""
         self._pieces = None
-        trial = _wrapped(self._base, copy.deepcopy(model), self._what)
-        if any(is_distributed(parameter) for parameter in trial.parameters()):
+        if self._holds_dtensors(copy.deepcopy(model)):
             return self._base.wrap(model)
         mesh = self._base.contract.mesh(dist.get_world_size())
         assert mesh is not None
@@ -92,6 +91,27 @@ class _Pieced:
         pieces.hold(wrapped.parameters())
         self._pieces, self._models = pieces, (model, trained)
         return wrapped
+
+    def _holds_dtensors(self, model: nn.Module) -> bool:
+        """Whether any rank does; all of them ask. Raises UsageError where those are not all that is
+        divided: what the others lack could not be put together.
+        """
+        before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
+        held = set(_wrapped(self._base, model, self._what).parameters())
+        after = dict(model.named_parameters())
+        found = any(is_distributed(parameter) for parameter in held)
+        beside = bool({*after.values()} - held) or any(
+            name not in after or after[name].shape != shape for name, (shape, _) in before.items()
+        )
+        device = next((device for _, device in before.values()), None)
+        flags = torch.tensor([found, beside], dtype=torch.long, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        if bool(flags.all()):
+            raise UsageError(
+                f"{self._what} holds DTensors, and divides the model in another way as well; give "
+                "it full_parameters(model) and full_gradients(model)"
+            )
+        return bool(flags[0])
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Over what this rank holds."""
