@@ -46,14 +46,14 @@ class Loop:
         self._mesh = strategy.contract.mesh(case.world)
         self._has_data = rank in case.with_data
         position = case.with_data.index(rank) if self._has_data else None
-        self._readers = len(case.with_data)
+        self.readers = len(case.with_data)
         if self._mesh is not None:
-            position, self._readers = self._mesh.coordinate(rank, "data"), self._mesh.data
+            position, self.readers = self._mesh.coordinate(rank, "data"), self._mesh.data
         self._shards = Shards(
             ingredients.loaded,
             size=ingredients.samples.size(train=True),
             batch=case.batch,
-            world=self._readers,
+            world=self.readers,
             rank=position,
             seed=case.seed,
         )
@@ -111,7 +111,7 @@ class Loop:
             world_size=case.world,
             samples=len(ids),
             total_samples=stretch.count,
-            ranks_with_data=self._readers,
+            ranks_with_data=self.readers,
         )
         self._ingredients.prepare(self.model, number)
         self._ingredients.schedule(self._optimizer, number)
