@@ -5,6 +5,7 @@ A strategy needs no base class. It is a function, or an object with any of
     wrap(model) -> module        once, before the first step (as DistributedDataParallel does)
     optimizer(build, parameters) -> optimizer    once, in place of build(parameters)
     backward(loss_of, batch, step) -> loss    in place of one forward and backward of the shard
+                                 (with `parallel=`, None on a rank that does not have the loss)
     scale_loss(loss, step)       before backward
     sync(model, step)            after backward
     close()                      once, after the last step
@@ -14,11 +15,13 @@ reduction order its gradients must be bit-identical, without one within the roun
 *some* order. This module imports no torch, so that a strategy file costs nothing to declare.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
+
+from distcheck.records.mesh import Axes, Mesh, axes_of, mesh_in
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +118,9 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     device     the only kind of device it works on: "cpu" or "cuda"
     declines   cells of `--thorough` that it is not made for (see `distcheck list`); they are
                left out, and the report says so
+    parallel   the axes of the mesh in which ranks train one model together, each with its size
+               (-1: what the others leave of the world). Ranks that differ in another axis than
+               `data` are given the same samples
     """
 
     order: Order | None = None
@@ -130,6 +136,13 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     device: Device | None = None
     declines: tuple[CellName, ...] = ()
+    parallel: Axes = ()
+
+    def mesh(self, world: int) -> Mesh | None:
+        """The mesh in a world, None where none is promised. Raises ValueError where it does not
+        fit.
+        """
+        return mesh_in(self.parallel, world)
 
     @property
     def observes_loss(self) -> bool:
@@ -196,7 +209,18 @@ class Batch:
         ]
 
 
-LossOf = Callable[[Batch], "torch.Tensor"]  # a stretch of the shard to its mean loss
+class LossOf(Protocol):
+    """What a strategy's `backward` is given: a stretch of the shard to its mean loss."""
+
+    def __call__(self, batch: Batch) -> "torch.Tensor":
+        """The loss of what the wrapped model makes of the batch."""
+        ...
+
+    def given(self, outputs: "torch.Tensor", batch: Batch) -> "torch.Tensor":
+        """The loss of outputs that were computed already, as the last stage of a pipeline does."""
+        ...
+
+
 Build = Callable[..., "torch.optim.Optimizer"]  # parameters, or groups of them, to an optimizer
 
 
@@ -285,11 +309,14 @@ def strategy(
     backend: str | None = None,
     device: Device | None = None,
     declines: tuple[CellName, ...] = (),
+    parallel: Mapping[str, int] | None = None,
 ) -> Callable[[T], T]:
     """Declares the contract of the function or class below it; see `Contract` for the words.
 
     Raises ValueError for a promise that is not one of them.
     """
+    if parallel is not None:  # no hook sees a gradient of the whole model, nor one rank all of it
+        sync, optimizer_state = "out-of-sight", "cut"
     contract = Contract(
         order=order,
         scale=scale,
@@ -304,6 +331,7 @@ def strategy(
         backend=backend,
         device=device,
         declines=declines,
+        parallel=axes_of(parallel),
     )
     try:
         msgspec.convert(msgspec.to_builtins(contract), Contract)

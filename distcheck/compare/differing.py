@@ -52,6 +52,8 @@ class StepBounds:
         self._world = then.layout.world
         self._headers = [then.header(rank, step) for rank in range(self._world)]
         self._sizes = [len(header.ids) for header in self._headers]
+        mesh = job.contracts[0].mesh(self._world)  # whose ranks may share samples
+        self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
         self._layer = _LAYERS.get(job.case.dtype, "")
         self._names = [spec.name for spec in then.layout.model.parameters]
 
@@ -124,7 +126,7 @@ class StepBounds:
         if not self._layer:
             return None
         recorded = self._trace.tensors(0, Kind.GRADIENT, self._step)
-        return 2 * self._scale(recorded, index, sum(self._sizes))
+        return 2 * self._scale(recorded, index, self._samples)
 
     def _scale(self, gradients: Sequence[torch.Tensor | None], index: int, samples: int) -> float:
         scales = module_scales(self._names, gradients)

@@ -84,6 +84,7 @@ def evidence_of(
         must_happen=ingredients.must_happen,
         averages=references.averages,
         holding=references.holding,
+        mesh=references.mesh,
     )
 
 

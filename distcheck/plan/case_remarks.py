@@ -6,6 +6,7 @@ from distcheck.contract import Contract
 from distcheck.judge.acceptance import read
 from distcheck.judge.oracles import lattice
 from distcheck.machine.numerics import unit_roundoff
+from distcheck.plan import layout_remarks
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
@@ -48,6 +49,9 @@ def notes_on(
     case: Case, sizes: Sequence[Sequence[int]], contract: Contract | None = None
 ) -> list[str]:
     """What a person should know about a case before reading its verdict."""
+    mesh = contract.mesh(case.world) if contract is not None else None
+    if mesh is not None:
+        return list(layout_remarks.notes_on(mesh, sizes))
     notes = []
     if case.world == 1:
         notes.append(
@@ -94,6 +98,9 @@ def notes_on(
 def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
     """Why a case has nothing to show for a strategy with this contract; empty where it has."""
     contract = facts.contract
+    if contract.parallel:
+        why = layout_remarks.why_left_out(case, facts)
+        return why or case.left_out or why_no_full_batch(case, facts, sizes)
     declined = case.left_out or why_declined(
         case.workload,
         contract,

@@ -322,7 +322,8 @@ def plan_checks(
     if not local_sgd:
         planned.append(owes.check("agreement", "-", compared))
     planned += owes.in_every_case()
-    if len(case.with_data) > 1 and (gradient_layers or local_sgd):
+    one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
+    if one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd):
         planned.append(owes.sensitivity())
     if facts.must_happen:
         planned.append(owes.purpose())
@@ -346,6 +347,8 @@ def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
     """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
+        return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
     if "lattice" in case.layers:
         if not _lattice_inexact(case, facts.contract, sizes):

@@ -36,6 +36,7 @@ class Coverage:
         sizes: Sequence[Sequence[int]],
     ) -> None:
         self._case, self._contract, self._model, self._sizes = case, contract, model, sizes
+        self._mesh = contract.mesh(case.world)
         self._with_data = len(case.with_data)
 
     def check(
@@ -92,8 +93,11 @@ class Coverage:
         ]
 
     def loss(self, layer: str) -> PlannedCheck:
-        """The loss of every rank and step."""
+        """The loss of every rank and step; in a mesh, of one rank of each data coordinate."""
         required = self._all(1, self._with_data * self._case.steps)
+        if self._mesh is not None:
+            data, steps = self._mesh.data, self._case.steps
+            required = Compared(tensors=1, elements=data * steps, ranks=data, steps=steps)
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outcome(self) -> Compared:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from distcheck.errors import ExitCode
 from distcheck.records import Case, Report
+from distcheck.records.mesh import MESH
 from distcheck.reports.wording import most_telling_first
 
 _FILES = ("--json", "--junit", "--html", "--save")  # of the run that was; they exist now
@@ -29,6 +30,8 @@ def next_step(report: Report) -> str:
         return shlex.join(_without(words, _FILES))
     words = _without(_words_of(case) if words is None else words, (*_FILES, "--shard"))
     worlds = {c.case.world for c in report.cases}
+    if any(note.startswith(MESH) for c in report.cases for note in c.notes):
+        return shlex.join([*_without(words, ("--seed",)), "--seed", str(case.seed + 1)])
     if not worlds & set(_LARGER_WORLDS) and max(case.adaptation.without_data, default=0) < 3:
         asked = [word for world in _LARGER_WORLDS for word in ("--world", str(world))]
         line = shlex.join([*_without(words, ("--world",)), *asked])

@@ -27,6 +27,8 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
             elsewhere.append((name, f"needs device {contract.device}"))
         elif contract.backend not in (None, "gloo"):
             elsewhere.append((name, f"needs backend {contract.backend}"))
+        elif contract.parallel:
+            elsewhere.append((name, "divides a model's layers; verify it with --workload mlp"))
         else:
             here.append(name)
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))

@@ -325,8 +325,10 @@ def read_about(folder: Path) -> SavedCase:
 def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
     about, indexes = seal.read_about(folder)
     try:
-        return decode_json(about, SavedCase), indexes
-    except msgspec.MsgspecError as error:
+        saved = decode_json(about, SavedCase)
+        saved.facts.contract.mesh(saved.case.world)
+        return saved, indexes
+    except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 

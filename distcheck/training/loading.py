@@ -89,7 +89,7 @@ class LoadedStrategy:
     optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
         build_optimizer
     )
-    backward: "Callable[[LossOf, Batch, Step], torch.Tensor] | None" = None
+    backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
 

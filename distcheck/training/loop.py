@@ -15,6 +15,7 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, restore, take_checkpoint
 from distcheck.training.loading import LoadedStrategy
+from distcheck.training.losses import LossOfShard, value_of
 from distcheck.training.recorder import Observer
 from distcheck.training.refused import lengths, refuse_other_names, refuse_steps_in_backward
 from distcheck.training.sharding import Shards
@@ -42,13 +43,18 @@ class Loop:
         case, self._training = ingredients.case, ingredients.training
         self._ingredients, self._strategy, self._observer = ingredients, strategy, observer
         self._rank, self._progress = rank, progress
+        self._mesh = strategy.contract.mesh(case.world)
         self._has_data = rank in case.with_data
+        position = case.with_data.index(rank) if self._has_data else None
+        self.readers = len(case.with_data)
+        if self._mesh is not None:
+            position, self.readers = self._mesh.coordinate(rank, "data"), self._mesh.data
         self._shards = Shards(
             ingredients.loaded,
             size=ingredients.samples.size(train=True),
             batch=case.batch,
-            world=len(case.with_data),
-            rank=case.with_data.index(rank) if self._has_data else None,
+            world=self.readers,
+            rank=position,
             seed=case.seed,
         )
         self._load_again = load_again
@@ -105,7 +111,7 @@ class Loop:
             world_size=case.world,
             samples=len(ids),
             total_samples=stretch.count,
-            ranks_with_data=len(case.with_data),
+            ranks_with_data=self.readers,
         )
         self._ingredients.prepare(self.model, number)
         self._ingredients.schedule(self._optimizer, number)
@@ -220,16 +226,11 @@ class Loop:
 
     def _backward(self, batch: Batch, step: Step) -> float:
         """Leaves the shard's gradients, and returns its mean loss."""
-        loss_of = partial(self._ingredients.loaded.workload.loss, self.wrapped)
+        loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
             returned = self._strategy.backward(loss_of, batch, step)
-            if not isinstance(returned, torch.Tensor):
-                raise TypeError(
-                    "the strategy's backward() must return the shard's mean loss, a tensor, and "
-                    f"returned {returned!r}"
-                )
-            return float(returned.detach())
+            return value_of(returned, may_lack=self._mesh is not None)
         parts = batch.split(self._training.accumulate)
         if len(parts) == 1:
             return float(self._backward_one(loss_of(batch), step))

@@ -23,6 +23,7 @@ from distcheck.training.jobs import (
 from distcheck.training.loading import LoadedStrategy, load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
+from distcheck.training.traces.layout import has_loss
 from distcheck.training.traces.writer import TraceWriter
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local import noise
@@ -74,7 +75,7 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     strategy = load_strategy(case.strategy, case.adaptation) if case.strategy else alone()
     loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
     size = ingredients.samples.size(train=True)
-    per_epoch = steps_per_epoch(size, case.batch, case.world)
+    per_epoch = steps_per_epoch(size, case.batch, loop.readers)
     for epoch in range(job.epochs):
         figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
         # Ranks that each hold a part of the parameters put them together in every forward pass.
@@ -95,10 +96,11 @@ def _train_epoch(
     loss_sum, samples, spent, recent = 0.0, 0, [], []
     for number in range(steps):
         loss, size, seconds = loop.step(epoch * per_epoch + number)
-        loss_sum, samples = loss_sum + loss * size, samples + size
         spent.append(seconds)
-        recent.append(loss)
-        if rank == 0 and job.log_every and (number + 1) % job.log_every == 0:
+        if has_loss(loss):  # which only the last stage of a pipeline has
+            loss_sum, samples = loss_sum + loss * size, samples + size
+            recent.append(loss)
+        if rank == 0 and recent and job.log_every and (number + 1) % job.log_every == 0:
             mean = sum(recent) / len(recent)
             running = RunningLoss(epoch=epoch, step=number + 1, steps=steps, loss=mean)
             reporter.say(msgspec.msgpack.encode(running))

@@ -13,6 +13,7 @@ from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.training.traces.writer import TraceWriter
+from distcheck.training.unknown import gradient_unknown, value_unknown
 
 
 class Observer(Protocol):
@@ -122,7 +123,8 @@ class TraceRecorder:
             gradient = None if parameter is None else parameter.grad
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
-            self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
+            if not gradient_unknown(parameter):
+                self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
@@ -165,7 +167,8 @@ class TraceRecorder:
         for index, spec in enumerate(model_layout.parameters):
             parameter = found.get(spec.name)
             order = _order_of(parameter)
-            self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
+            if not value_unknown(parameter):
+                self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             buffer = found.get(spec.name)

@@ -51,6 +51,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             strategy = load_strategy(case.strategy, case.adaptation)
         _check_loss(case, strategy)
         _check_without_data(case, strategy)
+        _check_mesh(case, strategy.contract)
         acceptance.check_promise(case, strategy.contract)
         key = (case.workload, case.dtype)
         if key not in known:
@@ -118,6 +119,28 @@ def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
             f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "
             "backward(); remove --without-data, or the promise"
         )
+
+
+def _check_mesh(case: Case, contract: Contract) -> None:
+    """Raises UsageError for a mesh that does not fit the world, and what does not go with one."""
+    try:
+        mesh = contract.mesh(case.world)
+    except ValueError as error:
+        raise UsageError(
+            f"strategy {case.strategy}: {error}; give another --world, or another parallel="
+        ) from None
+    if mesh is None:
+        return
+    for option, given in (
+        ("--accept", case.accept),
+        ("--without-data", case.adaptation.without_data),
+        ("--loss", case.loss != "mean"),
+    ):
+        if given:
+            raise UsageError(
+                f"{option} is for code in which every rank has the whole model; {case.strategy} "
+                f"promises the mesh {mesh}; remove {option}"
+            )
 
 
 def _syncs_statistics(file: str) -> bool:

@@ -132,9 +132,7 @@ def plan_runs(
     calibrations: dict[tuple[str, int], Calibration] = {}
     runs = []
     for case, about in zip(cases, facts, strict=True):
-        sizes = shard_sizes(
-            case.steps, size=about.train_size, batch=case.batch, world=len(case.with_data)
-        )
+        sizes = sizes_in(case, about)
         if reason := remarks.why_left_out(case, about, sizes):
             left_out.append((case, reason))
             continue
@@ -167,6 +165,14 @@ def plan_runs(
     for case, reason in left_out:
         runs = _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
+
+
+def sizes_in(case: Case, about: CaseFacts) -> list[list[int]]:
+    """Per step, how many samples each rank with data reads."""
+    mesh = about.contract.mesh(case.world)
+    world = len(case.with_data) if mesh is None else mesh.data
+    sizes = shard_sizes(case.steps, size=about.train_size, batch=case.batch, world=world)
+    return sizes if mesh is None else [mesh.spread(of_step) for of_step in sizes]
 
 
 def _notes(

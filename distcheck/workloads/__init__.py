@@ -29,6 +29,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 ABOUT: Mapping[str, About] = {
     "lattice": About(steps=12, data="lattice"),
     "mlp": About(in_float64=True),
+    "transformer": About(in_float64=True),
+    "experts": About(in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,)),

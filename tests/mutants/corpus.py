@@ -222,6 +222,17 @@ EXTRAS = frozenset(
         "forgets_running_statistics", "ReportsAnotherLoss", "StateEverywhere", "StateNowhere",
         "MomentumLostOnOneRank", "FSDPThatDecays",
         "KeepsItsFirstRate", "MakesOneGroup", "OnlyTheFirstGroup",
+        # layouts
+        "NormsAreNotSummed", "SumsTheHeadAsWell", "CutsWhereItMustSum", "GateIsNotSummed",
+        "ExpertsAreAveraged", "DropsRows",
+        "NoSumInBackward", "SharesOfAWholeLayer", "SumInBFloat16", "PartsTheOtherWayRound",
+        "BiasOnEveryRank", "AveragesTerms", "SumsBothWays", "SumsAWholeLayer", "DividesAWholeLayer",
+        "HalvesOnePiece", "AveragesPieces", "LastBitsOfOneReplica", "ReturnsTwiceTheLoss",
+        "MovesAfterTheStep", "NoMeanOverData", "SumOverData", "PairsCountAlike",
+        "MeanOverTheOtherAxis", "NeverDividesByMicroBatches", "DividesByMicroBatchesTwice",
+        "NothingComesBack", "LosesTheLastMicroBatch", "GradientsOfOtherMicroBatches",
+        "ActivationsOfOtherMicroBatches", "KeepsTheLastStepsGradient",
+        "ReturnsTheLastMicroBatchsLoss", "TiedAcrossStages", "OneStageIsNotAveraged",
         # process state
         "fills_a_bucket_in_the_order_of_a_set", "fills_a_bucket_in_the_order_of_hashes",
         "chooses_a_bucket_by_hash", "shuffles_by_the_hash_of_a_class",

@@ -63,6 +63,29 @@ class Small:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class Three(Small):
+    """A layer more, which a pair of divided layers leaves over."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(_FEATURES, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, classes)
+        )
+
+
+class TiedChain(Small):
+    """One weight in the first and the last but one layer of a chain."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        chain = nn.Sequential(
+            nn.Linear(_FEATURES, _FEATURES, bias=False),
+            nn.ReLU(),
+            nn.Linear(_FEATURES, _FEATURES, bias=False),
+            nn.Linear(_FEATURES, classes),
+        )
+        chain[2].weight = chain[0].weight
+        return chain
+
+
 class WithAdam(Small):
     """Adam hardly notices the scale of a gradient."""
 

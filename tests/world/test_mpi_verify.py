@@ -16,6 +16,7 @@ import pytest
 
 from distcheck import backends
 from distcheck.worlds.mpi import started as mpirun
+from tests.correct import LAYOUTS
 from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, distcheck, hear_interrupts
 
 __all__ = ["distcheck"]
@@ -29,6 +30,7 @@ STRATEGIES = sorted(
         if point.dist is not None
         and point.dist.name == "distcheck"
         and point.name != "data_parallel"  # of one process and its GPUs
+        and point.name not in LAYOUTS
     }
 )
 # Their ranks add up what they received, in an order that is the strategy's own, not MPI's.

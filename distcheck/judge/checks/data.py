@@ -3,7 +3,7 @@
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
 belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
 sampler of its own is checked for less: no sample twice in an epoch, shards of the right size,
-another order in another epoch.
+another order in another epoch. In a mesh, ranks of one data coordinate read the same samples.
 """
 
 import torch
@@ -28,16 +28,27 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         first = within * case.batch
         count = min(case.batch, size - first)
         order = _shuffle(size, case.seed, epoch)
-        for position, rank in enumerate(evidence.with_data):
+        for rank, position in _positions(evidence).items():
             header = evidence.trace.header(rank, step)
             mine = [p for p in range(first, first + count) if p % world == position]
             expected = [order[p] for p in mine]
             tally.count(parameter="", rank=rank, step=step, elements=len(header.ids))
             if len(header.ids) != len(expected) or not own_sampler:
                 _compare_ids(tally, header, expected, rank, step)
-            _no_sample_twice(tally, header, seen.setdefault(epoch, {}), rank, step)
+            if rank in evidence.with_data:
+                _no_sample_twice(tally, header, seen.setdefault(epoch, {}), rank, step)
+            elif own_sampler:
+                first_of = evidence.trace.header(evidence.with_data[position], step)
+                _compare_ids(tally, header, list(first_of.ids), rank, step)
     if own_sampler:
         _orders_differ(tally, evidence, per_epoch)
+
+
+def _positions(evidence: Evidence) -> dict[int, int]:
+    """Of each rank with data, whose shard it reads: its own, or that of its data coordinate."""
+    if evidence.mesh is None:
+        return {rank: position for position, rank in enumerate(evidence.with_data)}
+    return {rank: evidence.mesh.coordinate(rank, "data") for rank in evidence.ranks}
 
 
 def _shuffle(size: int, seed: int, epoch: int) -> list[int]:

@@ -11,6 +11,7 @@ from distcheck.contract import Contract, Training
 from distcheck.judge.oracles.averaging import Averages
 from distcheck.records import Case
 from distcheck.records.expected_events import Happening
+from distcheck.records.mesh import Mesh
 from distcheck.records.mistakes import Shown
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import Entry, StepHeader, TraceReader
@@ -37,7 +38,7 @@ class Evidence:
 
     `train_size` and `own_sampler` are of the data; `training` and `must_happen` of the workload;
     `averages` says when parameters are averaged, where ranks may train by themselves; `holding`
-    are the ranks that must hold the mean gradient.
+    are the ranks that must hold the mean gradient; `mesh` is that of a model-parallel layout.
     """
 
     case: Case
@@ -51,6 +52,7 @@ class Evidence:
     must_happen: tuple[Happening, ...] = ()
     averages: Averages | None = None
     holding: tuple[int, ...] = ()
+    mesh: Mesh | None = None
 
     @property
     def ranks(self) -> range:
@@ -59,8 +61,10 @@ class Evidence:
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """The ranks that read a shard, in the order of the expectations' lists."""
-        return self.case.with_data
+        """The ranks that read a shard, in the order of the expectations' lists; in a mesh, one of
+        each data coordinate.
+        """
+        return self.case.with_data if self.mesh is None else self.mesh.readers
 
     @property
     def among(self) -> TraceReader:

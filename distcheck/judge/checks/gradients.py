@@ -14,7 +14,7 @@ from distcheck.judge.acceptance import COMPRESSED
 from distcheck.judge.checks.by_form import comparison_of, comparison_with, projected
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import Compare, match_ranks
+from distcheck.judge.checks.matching import Compare, match_ranks, note_not_given
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import EachItsOwn, Form, Projection
 from distcheck.records import TensorSpec
@@ -46,6 +46,10 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 compare=_comparison(forms.of(index), tally, spec, expectation.step, kept),
                 zero_will_do=True,
             )
+            if evidence.mesh is not None:
+                note_not_given(
+                    tally, evidence.trace, Kind.GRADIENT, expectation.step, index, evidence.holding
+                )
         _remark_on_rank(expectation, kept, tally)
         if forms.closing:
             tally.remark(forms.closing)

@@ -2,7 +2,7 @@
 
 from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import match_ranks
+from distcheck.judge.checks.matching import match_ranks, note_not_given
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Bits
 from distcheck.training.traces.layout import Kind
@@ -29,3 +29,5 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     ranks=evidence.ranks,
                     compare=comparison_with(Bits(expected), tally),
                 )
+                if evidence.mesh is not None and kind is Kind.PARAMETER:
+                    note_not_given(tally, evidence.trace, kind, 0, index, evidence.ranks)

@@ -8,6 +8,8 @@ from distcheck.judge.checks.comparison import bitwise, by_norm
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import MeanLoss, RankLosses
+from distcheck.records.mesh import Mesh
+from distcheck.training.traces.layout import has_loss
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -36,6 +38,9 @@ def _compare_ranks(
 def _compare_mean(
     evidence: Evidence, expectation: Expectation, expected: MeanLoss, tally: Tally
 ) -> None:
+    if evidence.mesh is not None:
+        _compare_in_mesh(evidence, evidence.mesh, expectation, expected, tally)
+        return
     mean = _mean(expectation, [header.loss for header in expectation.headers])
     comparison = by_norm(_scalar(mean), _scalar(expected.expected), expected.bound)
     if not comparison.ok and expected.beside is not None:
@@ -46,6 +51,33 @@ def _compare_mean(
     _sum_up(expectation, tally, expected=expected.expected, bound=expected.bound)
     for rank in evidence.with_data:
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
+
+
+def _compare_in_mesh(
+    evidence: Evidence, mesh: Mesh, expectation: Expectation, expected: MeanLoss, tally: Tally
+) -> None:
+    """Ranks at the same place in every data coordinate have the batch's loss together; in a
+    pipeline, those of some places have none.
+    """
+    step, shown = expectation.step, False
+    for ranks in mesh.along("data"):
+        losses = [evidence.trace.header(rank, step).loss for rank in ranks]
+        if not all(map(has_loss, losses)):
+            continue
+        mean = _mean(expectation, losses)
+        comparison = by_norm(_scalar(mean), _scalar(expected.expected), expected.bound)
+        for rank in ranks:
+            tally.add(comparison, parameter="loss", rank=rank, step=step)
+        if not shown:
+            tally.sums.add_losses(
+                step, losses, mean=mean, expected=expected.expected, bound=expected.bound
+            )
+        shown = True
+    if not shown:
+        tally.missing(
+            f"backward() returned no loss at step {step} on any rank of some data coordinate; "
+            "return it on the rank that has it"
+        )
 
 
 def _mean(expectation: Expectation, losses: Sequence[float]) -> float:

@@ -56,6 +56,19 @@ def match_ranks(
         tally.add(known[digest], parameter=spec.name, rank=rank, step=step)
 
 
+def note_not_given(
+    tally: Tally, trace: TraceReader, kind: Kind, slot: int, index: int, ranks: Iterable[int]
+) -> None:
+    """Says that a strategy's accessor has left a tensor out, on ranks that finished the step."""
+    accessor = "full_gradients" if kind is Kind.GRADIENT else "full_parameters"
+    for rank in ranks:
+        unwritten = trace.entry(rank, kind, slot, index).state is State.UNWRITTEN
+        if unwritten and trace.header(rank, slot).written:
+            name = trace.layout.specs(kind)[index].name
+            tally.missing(f"{accessor}(model) returned nothing for {name}")
+            return
+
+
 def is_zero(tensor: torch.Tensor | None) -> bool:
     """Whether it is there, and holds nothing but zeros."""
     return tensor is not None and not bool(tensor.any())

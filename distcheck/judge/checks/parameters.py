@@ -38,7 +38,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _compare_updates(
     evidence: Evidence, expectation: Expectation, updates: Updates, tally: Tally
 ) -> None:
-    for rank, after in zip(evidence.with_data, updates.after, strict=True):
+    ranks = evidence.with_data if evidence.mesh is None else evidence.ranks
+    for rank, after in zip(ranks, updates.after, strict=True):
         if after is not None:  # otherwise counted as not compared
             _compare_rank(evidence, rank, expectation.step, after, updates, tally)
 

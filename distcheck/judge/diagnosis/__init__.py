@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis import beside, gradients, loss_contract, outcomes, state
+from distcheck.judge.diagnosis import beside, gradients, layouts, loss_contract, outcomes, state
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
-from distcheck.records.layers import ROUNDING
+from distcheck.records.layers import BITWISE, ROUNDING
 
 CAUSES = (
     "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
@@ -31,7 +31,9 @@ CAUSES = (
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
     "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging",
     "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
-    "repeated-samples", "wrong-on-server", "unexplained",
+    "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",
+    "extra-sum", "extra-division", "wrong-piece", "wrong-output", "broken-backward",
+    "replicas-differ", "micro-batch-scale", "unexplained",
 )  # fmt: skip
 
 
@@ -76,6 +78,11 @@ def diagnose(
 
 def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
+    if facts.layout is not None:
+        moved = failed.get(("parameters", BITWISE))
+        moved_at = moved.first.step if moved is not None and moved.first is not None else None
+        follows = moved_at is not None and moved_at < facts.layout.step
+        return [] if follows else layouts.explain(failed, facts.layout)
     found = beside.lost(facts)
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)

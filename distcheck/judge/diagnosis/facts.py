@@ -19,6 +19,7 @@ scale, two for a further factor.
 
 import msgspec
 
+from distcheck.judge.diagnosis.layout_facts import LayoutFacts
 from distcheck.records import LossName
 
 LEAST_FOR_A_GRID = 16  # elements; of fewer, all could be numbers of a shorter dtype by chance
@@ -217,7 +218,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     averaged after every so many steps, and rightly. `average`: of a wrong average of parameters,
     where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
     low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
-    ones. Outside of `steps`, ranks have the numbers of the world that
+    ones. `layout`: of a model-parallel layout, what is measured in place of `steps`. Outside of
+    `steps`, ranks have the numbers of the world that
     was run.
     """
 
@@ -235,4 +237,5 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     average: StepFacts | None = None
     passes: PassFacts | None = None
     scaled_projection: float | None = None
+    layout: LayoutFacts | None = None
     trouble: str = ""

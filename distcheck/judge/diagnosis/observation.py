@@ -22,6 +22,7 @@ from distcheck.contract import (
 )
 from distcheck.judge import acceptance
 from distcheck.judge.diagnosis.facts import Facts, Overlap
+from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.micro_batches import measured_passes
 from distcheck.judge.diagnosis.on_demand import StepExpectation
@@ -39,6 +40,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError, real_parts
 from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
+from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
@@ -80,6 +82,8 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
         return facts
     try:
         facts = look.at_update(facts)
+        if look.mesh is not None:
+            return look.at_layout(facts, look.mesh)
         if accepted is not None and not accepted.owes_mean:
             return look.at_design(facts, accepted)
         if lost := look.lost():
@@ -93,7 +97,7 @@ class _Look:
     def __init__(self, job: ObserveRequest, ingredients: Ingredients, whole: TraceReader) -> None:
         self._job = job
         self._references = References(ingredients, job.contract, whole)
-        self._trace = self._references.trace
+        self._trace, self.mesh = self._references.trace, self._references.mesh
         self._ingredients = ingredients
         self._expectations: dict[int, StepExpectation] = {}
         elements = sum(spec.elements for spec in job.layout.model.parameters)
@@ -128,6 +132,15 @@ class _Look:
             factor = scaled_projection(self._expect(step))
             return msgspec.structs.replace(facts, scaled_projection=factor)
         return facts
+
+    def at_layout(self, facts: Facts, mesh: Mesh) -> Facts:
+        """Measures the first step that failed in a model-parallel layout."""
+        step = self._job.steps[0]
+        if step >= self._trace.steps_written():
+            return facts
+        return msgspec.structs.replace(
+            facts, layout=measured_layout(self._references.at(step), mesh)
+        )
 
     def at_steps(self, facts: Facts) -> Facts:
         """Measures every step that was written."""

@@ -95,7 +95,7 @@ def parameters(at: AtStep) -> Updates:
     reference, step, averages = at.references.update, at.step, at.references.averages
     known: dict[bytes, After | None] = {}
     after = []
-    for rank in range(at.trace.layout.world):
+    for rank in range(reference.world):
         inputs = reference.input_digest(rank, step)
         if inputs not in known:
             known[inputs] = _updated(at, rank)
@@ -112,7 +112,8 @@ def _updated(at: AtStep, rank: int) -> After | None:
     reference = at.references.update
     try:
         found = reference.run(rank, at.step)
-        if zeros := _zeros_for_none(at, rank):
+        zeros = set[int]() if at.references.mesh else _zeros_for_none(at, rank)
+        if zeros:
             moved = reference.run(rank, at.step, absent=zeros)
             found[Kind.PARAMETER] = moved[Kind.PARAMETER]
     except NotRecordedError:

@@ -29,6 +29,14 @@ exact gradient of a bias in front of BatchNorm is zero. It is the sum of the sam
 enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
 the weight's norm, correct code was measured at up to 2e-6 in float32.)
 
+Layers that are split over k ranks (docs/layouts.md): a sum of K products is then k sums of K / k
+products, and k - 1 additions between them. A term goes through K / k - 1 of the former and at most
+k - 1 of the latter, which is K - 1 at most for 1 <= k <= K: the bound of such a sum, gamma(K - 1)
+times the sum of absolute values (Higham, section 4.2), is at most that of the sum in one
+piece. What the root of N P does not count are the additions between ranks, at most k - 1 in each of
+L layers, forward and backward: N P becomes N P + 2 L (k - 1), for L all the modules that have
+parameters.
+
 Terms that fall below the smallest normal number are rounded to a multiple of the smallest one,
 tiny (2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms,
 each the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a
@@ -68,9 +76,12 @@ shards' losses, each computed again, provided that in float64 this mean is the w
 within S64's tolerance.
 """
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import fsum, sqrt
+from typing import Any
 
 import torch
 from torch import nn
@@ -112,9 +123,11 @@ class FullBatch:
     positions: int = 0
 
 
-def relative_tolerance(layer: str, batch: int, positions: int = 0) -> float:
-    """The relative L2 tolerance of a layer; see the module's text."""
-    terms = batch * max(_POSITIONS, positions)
+def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int = 0) -> float:
+    """The relative L2 tolerance of a layer; see the module's text. `splits` are the additions
+    between ranks that a term goes through, forward and backward.
+    """
+    terms = batch * max(_POSITIONS, positions) + splits
     if layer == IN_FLOAT64:
         return max(_S64_RELATIVE, unit_roundoff(torch.float64) * sqrt(terms))
     return unit_roundoff(torch.float32) * sqrt(terms)
@@ -178,16 +191,20 @@ class FullBatchReference:
             for size in stretch_sizes(samples, count)
         ]
 
-    def run(self, step: int, *, ghost: bool = True) -> FullBatch:
+    def run(
+        self, step: int, *, ghost: bool = True, within: AbstractContextManager[Any] | None = None
+    ) -> FullBatch:
         """The batch of one step, from rank 0's state; shards one after the other.
 
-        `ghost=False` lets BatchNorm see the whole batch, as one machine would.
+        `ghost=False` lets BatchNorm see the whole batch, as one machine would. The passes are run
+        `within` a context, if one is given.
         """
         batch, shards = self._prepare(step)
         stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
-        with under, self._ghost(step, stretches) as layers, counting:
+        outer = within or contextlib.nullcontext()
+        with outer, under, self._ghost(step, stretches) as layers, counting:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(

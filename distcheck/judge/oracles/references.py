@@ -23,12 +23,14 @@ from distcheck.training.traces.reader import TraceReader
 
 class References:
     """One of each. `whole` is the trace of all ranks; steps are those of the ranks with data, as if
-    they were all that there are.
+    they were all that there are. In a `mesh` they are those of one rank of each data coordinate.
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
         self.ingredients, self.contract, self.whole = ingredients, contract, whole
-        self.trace = whole.of_ranks(ingredients.case.with_data)
+        self.mesh = contract.mesh(whole.layout.world)
+        readers = ingredients.case.with_data if self.mesh is None else self.mesh.readers
+        self.trace = whole.of_ranks(readers)
         # R by step and parameter, kept for steps that come after it.
         self.intervals: dict[int, list[Interval | None]] = {}
 
@@ -39,6 +41,8 @@ class References:
     @cached_property
     def holding(self) -> tuple[int, ...]:
         """The ranks of the whole trace that must hold the mean gradient."""
+        if self.mesh is not None:
+            return tuple(range(self.mesh.world))
         return ranks_that_hold(self.whole, self.ingredients.case.with_data)
 
     @cached_property
@@ -77,9 +81,9 @@ class References:
 
     @cached_property
     def update(self) -> UpdateReference:
-        """For the optimizer's step."""
-        model = self._model
-        return UpdateReference(self.ingredients, self.contract, self.trace, model, self._trains)
+        """For the optimizer's step; in a mesh, that of every rank."""
+        model, trace = self._model, self.trace if self.mesh is None else self.whole
+        return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
     def averages(self) -> Averages | None:

@@ -6,11 +6,11 @@ import torch
 import xxhash
 
 from distcheck.contract import Contract
-from distcheck.judge.oracles.shards import all_finite, load_state
+from distcheck.judge.oracles.shards import NotRecordedError, all_finite, load_state
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
-from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
 
@@ -29,6 +29,11 @@ class UpdateReference:
     ) -> None:
         self._ingredients, self._contract, self._trace = ingredients, contract, trace
         self._model, self._trains = model, trains
+
+    @property
+    def world(self) -> int:
+        """The number of ranks whose steps it can take."""
+        return self._trace.layout.world
 
     def is_sharded(self, index: int) -> bool:
         """Whether one rank alone holds it; numbers of an optimizer's groups are on every rank."""
@@ -70,6 +75,9 @@ class UpdateReference:
         parameters = dict(trainable(model))
         for index, parameter in enumerate(parameters.values()):
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
+                name = trace.layout.model.parameters[index].name
+                raise NotRecordedError(f"rank {rank} recorded no gradient of {name} at step {step}")
             gradient = None if index in absent else gradient
             parameter.requires_grad_(self._trains[index])
             parameter.grad = None if gradient is None else gradient.clone()

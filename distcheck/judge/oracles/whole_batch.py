@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.judge.oracles import any_order
+from distcheck.judge.oracles import any_order, kinks
 from distcheck.judge.oracles.any_order import AnyOrder
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Either, GradientForms, Gradients, Limit, MeanLoss, Near
@@ -38,7 +38,7 @@ _LONG_LOSS = (
 @dataclass(frozen=True)
 class WholeBatch(GradientForms):
     """The gradients of one step's whole batch. `by_shards` has those that rounding puts on another
-    side of a kink, taken as the ranks take their samples.
+    side of a kink, taken as the ranks take their samples; `of_shards`, shard by shard.
     """
 
     gradients: Gradients
@@ -69,10 +69,10 @@ def gradients(at: AtStep) -> WholeBatch:
     tolerances = tuple(_tolerance(at, index, mean) for index in indices)
     return WholeBatch(
         at.shares,
-        at.computed_where_unseen,
+        at.computed_where_unseen if at.references.mesh is None else (),
         gradients=expected,
         tolerances=tolerances,
-        by_shards=_by_shards(at, mean, expected, tolerances) if layer_of(at) == IN_FLOAT32 else {},
+        by_shards=_beside(at, mean, expected, tolerances) if layer_of(at) == IN_FLOAT32 else {},
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
@@ -148,8 +148,17 @@ def _relative_to_batch(at: AtStep, index: int) -> float:
     """The same of gradients that are neither rounded nor quantised on their way."""
     spec, samples, layer = at.specs[index], at.shares.samples, layer_of(at)
     scale = at.module_scales.get(spec.name.rpartition(".")[0], 0.0)
-    relative = relative_tolerance(layer, samples, at.full_batch.positions)
+    relative = relative_tolerance(layer, samples, at.full_batch.positions, _splits(at))
     return relative * scale + underflow(layer, samples, spec.elements)
+
+
+def _splits(at: AtStep) -> int:
+    """How many additions between ranks a term of a split sum goes through, at most."""
+    mesh = at.references.mesh
+    if mesh is None:
+        return 0
+    layers = {spec.name.rpartition(".")[0] for spec in at.specs}
+    return 2 * len(layers) * (mesh.world // mesh.data - 1)
 
 
 def _by_shards(
@@ -174,6 +183,25 @@ def _by_shards(
         if near and _shards_are_the_batch(at, index):
             found[index] = shards
     return found
+
+
+def _beside(
+    at: AtStep, mean: _Mean, expected: Gradients, tolerances: tuple[float, ...]
+) -> dict[int, torch.Tensor]:
+    """What else gradients may be, where rounding puts some sample on another side of a kink: taken
+    shard by shard, and in a mesh, where no rank has a shard, with these samples moved.
+    """
+    found = _by_shards(at, mean, expected, tolerances)
+    if at.references.mesh is None:
+        return found
+    refused = [
+        index
+        for index, full in enumerate(expected)
+        if full is not None
+        and index not in found
+        and any(not _distance(g, full) <= tolerances[index] for g in at.recorded_gradients(index))
+    ]
+    return found | (kinks.beside_kinks(at, refused) if refused else {})
 
 
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from torch import nn
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
+from distcheck.training.adapters.layouts import laid_out
 from distcheck.training.adapters.target import Target
 from distcheck.training.loading import LoadedStrategy, adapt_sync, source_file
 
@@ -98,7 +99,8 @@ def as_strategy(target: Target) -> LoadedStrategy:
         sync = getattr(made, others[0]) if others else None
     if sync is not None:
         found["sync"] = adapt_sync(target.spec, sync)
-    return LoadedStrategy(contract=contract, file=file, **found)
+    loaded = LoadedStrategy(contract=contract, file=file, **found)
+    return laid_out(loaded, made, what=repr(target.spec)) if contract.parallel else loaded
 
 
 def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:

@@ -30,14 +30,28 @@ class Pieces:
     `whole` is a model that is not trained; what is put together is written into it.
     """
 
-    def __init__(self, whole: nn.Module, *, what: str) -> None:
-        self._whole, self._what = whole, what
+    def __init__(
+        self,
+        whole: nn.Module,
+        *,
+        what: str,
+        undivided: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`undivided` is what is said where every rank holds everything; empty: nothing is. `group`
+        has the ranks that hold one model together (None: all).
+        """
+        self._group = group
+        self._whole, self._what, self._undivided = whole, what, undivided
+        if undivided is None:
+            self._undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
         self._parameters = dict(whole.named_parameters())
         sizes = [p.numel() for p in self._parameters.values()]
         self._device = next(iter(self._parameters.values())).device
         self._ends = torch.tensor(sizes).cumsum(0)
         self._total = sum(sizes)
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._size = dist.get_rank(), dist.get_world_size(group)
+        self._nobody = dist.get_world_size()
         self._places: list[torch.Tensor] = []  # per held tensor: the element's number, or -1
         self._owned: list[torch.Tensor] = []  # per held tensor: whether this rank speaks for it
         self.held: list[nn.Parameter] = []
@@ -84,19 +98,17 @@ class Pieces:
                 f"{self._what} has parameters() that hold an element twice on rank {self._rank}; "
                 "each element must be in one piece"
             )
-        speaker = self._zeros(self._total) + self._size
+        speaker = self._zeros(self._total) + self._nobody
         speaker[mine] = self._rank
-        dist.all_reduce(speaker, dist.ReduceOp.MIN)
-        lost = (speaker == self._size).nonzero().flatten().cpu()
+        dist.all_reduce(speaker, dist.ReduceOp.MIN, group=self._group)
+        lost = (speaker == self._nobody).nonzero().flatten().cpu()
         if len(lost):
             raise LostElementsError(self._say_lost(lost))
         holders = self._zeros(self._total)
         holders[mine] = 1
-        dist.all_reduce(holders)
-        if self._size > 1 and bool((holders == self._size).all()):
-            raise UsageError(
-                f"{self._what} holds every parameter whole on every rank; give --as wrapper"
-            )
+        dist.all_reduce(holders, group=self._group)
+        if self._size > 1 and self._undivided and bool((holders == self._size).all()):
+            raise UsageError(self._undivided)
         self._owned = [
             (places >= 0) & (speaker[places.clamp(min=0)] == self._rank) for places in self._places
         ]
@@ -156,8 +168,8 @@ class Pieces:
             whole[places[owned]] = bits[owned]
             filled[places[owned]] = 1
             own.append((places[places >= 0], bits[places >= 0]))
-        dist.all_reduce(whole)
-        dist.all_reduce(filled)
+        dist.all_reduce(whole, group=self._group)
+        dist.all_reduce(filled, group=self._group)
         for places, bits in own:
             whole[places] = bits
             filled[places] = 1
@@ -194,7 +206,7 @@ class Pieces:
         here: list[dict[str, Any]] = [optimizer.state.get(p, {}) for p in self.held]
         keys = sorted({k for s in here for k, v in s.items() if isinstance(v, torch.Tensor)})
         lists: list[Any] = [None] * self._size
-        dist.all_gather_object(lists, keys)
+        dist.all_gather_object(lists, keys, group=self._group)
         state: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._parameters.values()}
         for key in sorted({key for keys in lists for key in keys}):
             values = [s.get(key) for s in here]
@@ -213,7 +225,7 @@ class Pieces:
 
     def _any_rank(self, here: bool) -> bool:
         flag = self._zeros(1) + int(here)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
 

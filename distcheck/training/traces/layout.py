@@ -40,6 +40,8 @@ ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the 
 # written, settings, implementation of the optimizer, samples, loss, factor on the loss, epoch,
 # RNG bytes, RNG digest, library states' bytes
 HEADER = struct.Struct("<BBHIddqI16sI")
+# The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
+NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]
 _MOST_ORDERED = 8  # dimensions: four bits each
 
 
@@ -222,6 +224,11 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             (self.table_offset + rank * table_bytes, table_bytes),
             (self.index_bytes + rank * self.data_bytes_per_rank, self.data_bytes_per_rank),
         ]
+
+
+def has_loss(loss: float) -> bool:
+    """Whether a recorded loss is one that the rank had."""
+    return struct.pack("<d", loss) != struct.pack("<d", NO_LOSS)
 
 
 def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:

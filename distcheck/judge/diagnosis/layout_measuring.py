@@ -1,0 +1,213 @@
+"""Measures one failed step of a model-parallel layout, against the whole batch in one process."""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from distcheck.judge.diagnosis.layout_facts import LayoutFacts, LayoutParameter, Region
+from distcheck.judge.oracles import whole_batch
+from distcheck.judge.oracles.at_step import AtStep
+from distcheck.machine.numerics import real_parts
+from distcheck.records.mesh import Mesh
+from distcheck.training.traces.layout import Kind, has_loss
+
+# Chosen, as a share of the largest error of a tensor: below it, an element counts as right.
+_RIGHT_BESIDE = 1e-3
+# Chosen, as a share of a gradient's norm: what is left over of a gradient that is taken for another
+# one. Far above the rounding of float32, far below what one sample changes.
+_LEFT_OVER = 1e-4
+
+
+def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
+    """What the ranks held at a step, in terms of what they should have held."""
+    found, last = [], -1
+    for index in range(len(at.specs)):
+        parameter = _Measuring(at, mesh, index).measured()
+        if parameter is not None:
+            found.append(parameter)
+            last = index
+    modules = [_module(spec.name) for spec in at.specs]
+    wrong = {parameter.module for parameter in found}
+    later = dict.fromkeys(m for m in modules[last + 1 :] if m not in wrong)
+    expected = whole_batch.loss(at)
+    losses = _losses(at, mesh)
+    return LayoutFacts(
+        step=at.step,
+        axes=mesh.axes,
+        micro_batches=at.contract.micro_batches,
+        total=len(at.specs),
+        parameters=tuple(found),
+        right=tuple(later),
+        loss_is_wrong=any(not abs(loss - expected.expected) <= expected.bound for loss in losses),
+        loss=next(iter(losses), 0.0),
+        expected_loss=expected.expected,
+    )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _losses(at: AtStep, mesh: Mesh) -> list[float]:
+    """The batch's loss as ranks at one place in every data coordinate have it together."""
+    whole, found = at.references.whole, []
+    for ranks in mesh.along("data"):
+        headers = [whole.header(rank, at.step) for rank in ranks]
+        if all(has_loss(header.loss) for header in headers):
+            samples = sum(len(header.ids) for header in headers)
+            found.append(sum(h.loss * len(h.ids) for h in headers) / samples)
+    return found
+
+
+class _Measuring:
+    """One parameter at one step."""
+
+    def __init__(self, at: AtStep, mesh: Mesh, index: int) -> None:
+        self._at, self._mesh, self._index = at, mesh, index
+        whole = at.references.whole
+        held = [whole.tensor(r, Kind.GRADIENT, at.step, index) for r in range(mesh.world)]
+        self._held = [None if h is None else real_parts(h).double() for h in held]
+        expected = at.full_batch.gradients[index]
+        self._expected = None if expected is None else real_parts(expected).double()
+        self._allowed = 0.0 if expected is None else whole_batch.tolerance(at, index)
+
+    def measured(self) -> LayoutParameter | None:
+        """What it is; None where it is right on every rank."""
+        name = self._at.specs[self._index].name
+        expected = self._expected
+        if expected is None:
+            return None
+        absent = tuple(rank for rank, held in enumerate(self._held) if held is None)
+        wrong = tuple(
+            rank
+            for rank, held in enumerate(self._held)
+            if held is not None and not float((held - expected).norm()) <= self._allowed
+        )
+        if not wrong and not absent:
+            return None
+        found = LayoutParameter(name=name, module=_module(name), wrong=wrong, absent=absent)
+        if absent or not bool(expected.any()):
+            return found
+        held = [self._held[rank] for rank in wrong]
+        tensors = [tensor for tensor in held if tensor is not None]
+        return self._related(found, tensors, expected)
+
+    def _related(
+        self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
+    ) -> LayoutParameter:
+        earlier = self._earlier()
+        return msgspec.structs.replace(
+            found,
+            factor=self._common_factor(held, expected),
+            shares=self._axis_of_shares(expected),
+            shard=self._is_own_shard(),
+            even=self._is_even_mean(held),
+            earlier=earlier is not None and self._all_near(held, earlier),
+            added=earlier is not None and self._all_near(held, expected + earlier),
+            lost=self._lost_passes(held, expected),
+            mixed=self._axis_of_mixed(held, expected),
+            region=_region(held[0], expected, self._allowed),
+            distance=max(float((one - expected).norm() / expected.norm()) for one in held),
+        )
+
+    def _near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors are one but for rounding."""
+        return float((one - other).norm()) <= max(self._allowed, _LEFT_OVER * float(other.norm()))
+
+    def _all_near(self, held: Sequence[torch.Tensor], other: torch.Tensor) -> bool:
+        return bool(other.any()) and all(self._near(one, other) for one in held)
+
+    def _common_factor(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> float | None:
+        factors = [float((one * expected).sum() / expected.square().sum()) for one in held]
+        if max(factors) - min(factors) > _LEFT_OVER * max(map(abs, factors), default=0.0):
+            return None
+        factor = factors[0]
+        fits = all(self._near(one, factor * expected) for one in held)
+        return factor if fits and abs(factor) > _LEFT_OVER else None
+
+    def _axis_of_shares(self, expected: torch.Tensor) -> str:
+        """The axis along which ranks hold different parts of a sum."""
+        for axis, size in self._mesh.axes:
+            groups = [[self._held[r] for r in ranks] for ranks in self._mesh.along(axis)]
+            if size < 2 or any(t is None for group in groups for t in group):
+                continue
+            sums = [torch.stack([t for t in group if t is not None]).sum(0) for group in groups]
+            apart = any(not self._near(t, expected / size) for t in groups[0] if t is not None)
+            if apart and all(self._near(total, expected) for total in sums):
+                return axis
+        return ""
+
+    def _axis_of_mixed(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> str:
+        """The axis whose ranks hold different pieces, and all hold one mean or sum of them."""
+        for axis, size in self._mesh.axes:
+            if axis == "data" or size < 2:
+                continue
+            for dim in (d for d in range(expected.dim()) if expected.shape[d] % size == 0):
+                pieces = torch.stack(expected.chunk(size, dim))
+                for one in (pieces.mean(0), pieces.sum(0)):
+                    if self._all_near(held, torch.cat([one] * size, dim)):
+                        return axis
+        return ""
+
+    def _is_own_shard(self) -> bool:
+        """Whether every rank holds the gradient of its own samples alone."""
+        if self._mesh.data < 2:
+            return False
+        for rank, held in enumerate(self._held):
+            own = self._at.shards[self._mesh.coordinate(rank, "data")].gradients[self._index]
+            if held is None or own is None or not self._near(held, real_parts(own).double()):
+                return False
+        return True
+
+    def _is_even_mean(self, held: Sequence[torch.Tensor]) -> bool:
+        """Whether every data coordinate counts alike, though their numbers of samples differ."""
+        if len(set(self._at.shares.sizes)) < 2:
+            return False
+        parts = [shard.gradients[self._index] for shard in self._at.shards]
+        present = [real_parts(part).double() for part in parts if part is not None]
+        return len(present) == len(parts) and self._all_near(held, torch.stack(present).mean(0))
+
+    def _lost_passes(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> tuple[int, ...]:
+        """The micro-batch whose part of the gradient is not there, where one shard is cut."""
+        if self._at.contract.micro_batches < 2 or self._mesh.data > 1:
+            return ()
+        passes = self._at.references.shards.passes(0, self._at.step)
+        for number, of_pass in enumerate(passes):
+            part = of_pass[self._index]
+            if part is None:
+                continue
+            if self._all_near(held, expected - real_parts(part).double()):
+                return (number,)
+        return ()
+
+    def _earlier(self) -> torch.Tensor | None:
+        """What was right at the step before."""
+        if self._at.step == 0:
+            return None
+        before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]
+        # The model is now in that step's state; what is asked next loads its own.
+        return None if before is None else real_parts(before).double()
+
+
+def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Region | None:
+    """The box that has the wrong elements, if it is not the whole tensor."""
+    apart = (held - expected).abs()
+    most = float(apart.max())
+    places = (apart > max(_RIGHT_BESIDE * most, allowed)).nonzero()
+    if not len(places) or not held.dim():
+        return None
+    low, high = places.min(0).values.tolist(), (places.max(0).values + 1).tolist()
+    box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+    inside = held[box].numel()
+    # Chosen: of an activation's units some are zero, and their elements right whatever happened.
+    if inside == held.numel() or len(places) < inside / 4:
+        return None
+    right = expected[box]
+    factor = float((held[box] * right).sum() / right.square().sum()) if bool(right.any()) else 0.0
+    fits = float((held[box] - factor * right).norm()) <= _LEFT_OVER * float(right.norm())
+    cuts = ", ".join(
+        f"{a}:{b}" if b - a < size else ":"
+        for a, b, size in zip(low, high, held.shape, strict=True)
+    )
+    return Region(where=f"[{cuts}]", factor=factor if fits else None)

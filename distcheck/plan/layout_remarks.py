@@ -1,0 +1,44 @@
+"""What a person should know about a case in a model-parallel layout. No torch."""
+
+from collections.abc import Iterator, Sequence
+
+from distcheck.records import EXACT_DTYPES, Case
+from distcheck.records.generated_words import PREFIX
+from distcheck.records.mesh import MESH, Mesh
+from distcheck.training.jobs import CaseFacts
+from distcheck.workloads.cells import CELLS
+
+_NOT_DIVIDED = ("lattice", "composite")  # of the default run
+
+
+def notes_on(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What a person should know before reading the verdict."""
+    yield (
+        f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
+        "samples. Sums that are split over ranks are rounded in another order than in one process, "
+        "so gradients and losses are judged by the float32 and float64 references, and not by the "
+        "bitwise and rounding-bound layers"
+    )
+    uneven = next((step for step in sizes if len(set(step)) > 1), None)
+    if uneven is not None:
+        parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
+        yield f"unequal shards ({parts}): each must be weighted by its number of samples"
+
+
+def why_left_out(case: Case, facts: CaseFacts) -> str:
+    """Why a case shows nothing of a layout; empty where it does."""
+    workload = case.workload
+    generated = workload.startswith(PREFIX)
+    if workload.partition(":")[0] in _NOT_DIVIDED or workload in CELLS or generated:
+        return (
+            "a layout divides the layers of a model that it was written for, and not this one's; "
+            "--workload mlp has a case in float64 as well"
+        )
+    if case.dtype not in EXACT_DTYPES:
+        return f"no reference has a bound for sums that are split over ranks in {case.dtype}"
+    if facts.draws_random_numbers:
+        return (
+            "the forward pass draws random numbers, and no reference can repeat those of ranks "
+            "that compute one sample together"
+        )
+    return ""

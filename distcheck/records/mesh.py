@@ -1,0 +1,116 @@
+"""How the ranks of a model-parallel world are arranged: axes, sizes, and who reads which samples.
+
+Ranks are counted as torch's `init_device_mesh` counts them: along the last axis first. Ranks that
+differ in another axis than `data` share one data coordinate: they are given the same samples, and
+compute one shard together. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+Axis = Literal["data", "tensor", "pipeline", "sequence", "expert"]
+Axes = tuple[tuple[Axis, int], ...]
+REST = -1  # the size of an axis that takes what the others leave of the world
+# Axes along which ranks hold different parts of the parameters.
+DIVIDING = ("tensor", "pipeline", "expert")
+MESH = "mesh "  # begins the note on a case in a mesh
+T = TypeVar("T")
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """The axes of a world, with their sizes; their product is its number of ranks."""
+
+    axes: Axes
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.axes)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """How many ranks lie along an axis; 1 where the mesh has no such axis."""
+        return dict[str, int](self.axes).get(axis, 1)
+
+    @property
+    def data(self) -> int:
+        """How many shards a step's batch is divided into."""
+        return self.size("data")
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks of one data coordinate hold different parts of the parameters."""
+        return any(self.size(axis) > 1 for axis in DIVIDING)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where a rank is on an axis; 0 where the mesh has no such axis."""
+        names = [name for name, _ in self.axes]
+        if axis not in names:
+            return 0
+        inner = prod(size for _, size in self.axes[names.index(axis) + 1 :])  # type: ignore[arg-type]
+        return rank // inner % self.size(axis)
+
+    def ranks_of(self, data: int) -> tuple[int, ...]:
+        """The ranks of a data coordinate, which share its samples."""
+        return tuple(r for r in range(self.world) if self.coordinate(r, "data") == data)
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The first rank of each data coordinate."""
+        return tuple(self.ranks_of(data)[0] for data in range(self.data))
+
+    def along(self, axis: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ in this axis only."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        others = [name for name, _ in self.axes if name != axis]
+        for rank in range(self.world):
+            place = tuple(self.coordinate(rank, other) for other in others)
+            found.setdefault(place, []).append(rank)
+        return [tuple(group) for group in found.values()]
+
+    def spread(self, shards: Sequence[T]) -> list[T]:
+        """Of one value for each data coordinate, one for each rank."""
+        return [shards[self.coordinate(rank, "data")] for rank in range(self.world)]
+
+
+def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
+    """The axes of a promise. Raises ValueError for anything else."""
+    if parallel is None:
+        return ()
+    known = get_args(Axis)
+    if not isinstance(parallel, Mapping) or not parallel:
+        raise ValueError(f"parallel is {parallel!r}; expected is a dict such as {{'tensor': 2}}")
+    for name, size in parallel.items():
+        if name not in known:
+            raise ValueError(f"parallel has the axis {name!r}; known are {', '.join(known)}")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != REST):
+            raise ValueError(
+                f"parallel has {name} {size!r}; a size is a number from 1, or -1 for what the "
+                "other axes leave of the world"
+            )
+    if sum(size == REST for size in parallel.values()) > 1:
+        raise ValueError("parallel has -1 for several axes; one axis can take the rest")
+    return tuple((name, int(size)) for name, size in parallel.items())
+
+
+def mesh_in(axes: Axes, world: int) -> Mesh | None:
+    """The mesh of a promise in a world; None where none is promised. Raises ValueError where the
+    product of its sizes is not the world.
+    """
+    if not axes:
+        return None
+    if axes_of(dict(axes)) != axes:
+        raise ValueError("an axis of the mesh is named twice")
+    given = prod(size for _, size in axes if size != REST)
+    open_ended = any(size == REST for _, size in axes)
+    found = Mesh(tuple((name, world // given if size == REST else size) for name, size in axes))
+    if found.world != world or world < given:
+        said = " x ".join(f"{name} {'-1' if size == REST else size}" for name, size in axes)
+        needs = f"a multiple of {given} ranks" if open_ended else f"{given} ranks"
+        raise ValueError(f"the mesh {said} needs {needs}, and the world has {world}")
+    return found

@@ -1,0 +1,236 @@
+"""A strategy of a model-parallel layout: how what its ranks hold becomes the whole model.
+
+The kind of code is seen when a copy of the model is wrapped, before the model itself:
+
+    DTensors    parameters of the model itself; the recorder puts each together (`full_tensor()`)
+    accessors   `full_parameters(model)` and `full_gradients(model)` of the strategy, by name
+    pieces      anything else: numbered copies of the model show where each element went, see
+                `pieces.py`
+
+In the last two the model that is recorded is another one than what is trained.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.contract import Build, Step
+from distcheck.errors import UsageError
+from distcheck.records.mesh import Mesh
+from distcheck.training.adapters.over_pieces import OverPieces
+from distcheck.training.adapters.pieces import Pieces
+from distcheck.training.building import is_distributed
+from distcheck.training.loading import LoadedStrategy
+from distcheck.training.unknown import mark
+
+Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
+_ACCESSORS = ("full_parameters", "full_gradients")
+
+
+def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
+    """The same strategy, with the whole model put together after every step. Raises UsageError
+    for one of two accessors without the other.
+    """
+    given = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
+    if len(given) == 1:
+        other = next(name for name in _ACCESSORS if name not in given)
+        raise UsageError(f"{what} has {given[0]}(model) and no {other}(model); give both, or none")
+    layout = _Accessed(base, made, what) if given else _Pieced(base, what)
+    contract = msgspec.structs.replace(base.contract, one_group=True)
+    return dataclasses.replace(
+        base,
+        contract=contract,
+        wrap=layout.wrap,
+        optimizer=layout.optimizer,
+        sync=layout.sync,
+    )
+
+
+def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
+    """A ValueError of the strategy says that it cannot divide this model."""
+    try:
+        return base.wrap(model)
+    except ValueError as error:
+        raise UsageError(f"strategy {what} does not divide this model: {error}") from error
+
+
+class _Pieced:
+    """Parameters that a rank holds as DTensors, or as pieces of its own making."""
+
+    def __init__(self, base: LoadedStrategy, what: str) -> None:
+        self._base, self._what = base, what
+        self._pieces: Pieces | None = None
+        self._models: tuple[nn.Module, nn.Module] | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What is trained; the model stays as it is, but for DTensors."""
+        self._pieces = None
+        if self._holds_dtensors(copy.deepcopy(model)):
+            return self._base.wrap(model)
+        mesh = self._base.contract.mesh(dist.get_world_size())
+        assert mesh is not None
+        undivided = (
+            f"{self._what} promises the mesh {mesh}, and every rank holds every parameter whole: "
+            "nothing is divided"
+        )
+        pieces = Pieces(
+            model,
+            what=self._what,
+            undivided=undivided if mesh.divides else "",
+            group=_who_share_a_model(mesh),
+        )
+        pieces.learn(self._base.wrap)
+        trained = copy.deepcopy(model)
+        wrapped = self._base.wrap(trained)
+        pieces.hold(wrapped.parameters())
+        self._pieces, self._models = pieces, (model, trained)
+        return wrapped
+
+    def _holds_dtensors(self, model: nn.Module) -> bool:
+        """Whether any rank does; all of them ask. Raises UsageError where those are not all that is
+        divided: what the others lack could not be put together.
+        """
+        before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
+        held = set(_wrapped(self._base, model, self._what).parameters())
+        after = dict(model.named_parameters())
+        found = any(is_distributed(parameter) for parameter in held)
+        beside = bool({*after.values()} - held) or any(
+            name not in after or after[name].shape != shape for name, (shape, _) in before.items()
+        )
+        device = next((device for _, device in before.values()), None)
+        flags = torch.tensor([found, beside], dtype=torch.long, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        if bool(flags.all()):
+            raise UsageError(
+                f"{self._what} holds DTensors, and divides the model in another way as well; give "
+                "it full_parameters(model) and full_gradients(model)"
+            )
+        return bool(flags[0])
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Over what this rank holds."""
+        if self._pieces is None or self._models is None:
+            return self._base.optimizer(build, parameters)
+        inner = self._base.optimizer(build, self._pieces.held)
+        made: Any = OverPieces(inner, self._pieces, *self._models)
+        return made  # type: ignore[no-any-return]
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        """The strategy's own, then gradients together."""
+        self._base.sync(model, step)
+        if self._pieces is not None:
+            self._pieces.write_gradients()
+
+
+def _who_share_a_model(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this one's data coordinate. Every rank makes every group, in one order."""
+    groups: list[Any] = [dist.new_group(list(mesh.ranks_of(data))) for data in range(mesh.data)]
+    own: dist.ProcessGroup = groups[mesh.coordinate(dist.get_rank(), "data")]
+    return own
+
+
+class _Accessed:
+    """Parameters and gradients that the strategy's own accessors put together.
+
+    What the optimizer keeps of its own is not asked for: the workload's optimizer goes the same
+    steps on the whole model, from the gradients that were given, and its state is recorded.
+    """
+
+    def __init__(self, base: LoadedStrategy, made: Any, what: str) -> None:
+        self._base, self._what = base, what
+        self._parameters: Accessor = made.full_parameters
+        self._gradients: Accessor = made.full_gradients
+        self._model: nn.Module | None = None
+        self._wrapped: nn.Module | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What is trained; the model is filled by the accessors."""
+        self._model = model
+        self._wrapped = _wrapped(self._base, copy.deepcopy(model), self._what)
+        self._write_parameters()
+        return self._wrapped
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Over what this rank holds, and beside it over the whole model."""
+        assert self._model is not None
+        inner = self._base.optimizer(build, parameters)
+        made: Any = _Beside(inner, build(self._model.parameters()), self._write_parameters)
+        return made  # type: ignore[no-any-return]
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        """The strategy's own, then what its accessor gives of the gradients."""
+        self._base.sync(model, step)
+        assert self._model is not None
+        given = self._given(self._gradients, "full_gradients")
+        for name, parameter in self._model.named_parameters():
+            value = given.get(name)
+            parameter.grad = None if value is None else value.detach().clone()
+            mark(parameter, gradient_unknown=name not in given)
+
+    def _write_parameters(self) -> None:
+        assert self._model is not None
+        given = self._given(self._parameters, "full_parameters")
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                value = given.get(name)
+                if value is not None:
+                    self._check(name, value, parameter)
+                    parameter.copy_(value)
+                mark(parameter, value_unknown=value is None)
+
+    def _given(self, accessor: Accessor, name: str) -> Mapping[str, torch.Tensor | None]:
+        found = accessor(self._wrapped)  # type: ignore[arg-type]
+        if found is None:
+            return {}
+        if isinstance(found, Mapping):
+            return found
+        raise UsageError(
+            f"{self._what}: {name}(model) returned a {type(found).__name__}; expected is a dict "
+            "of parameter names and whole tensors"
+        )
+
+    def _check(self, name: str, value: Any, parameter: nn.Parameter) -> None:
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            return
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(
+            f"{self._what}: full_parameters(model) gave {shape} for {name}; its whole tensor has "
+            f"the shape {tuple(parameter.shape)}"
+        )
+
+
+class _Beside:
+    """The optimizer of what a rank holds, and the workload's own over the whole model."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, whole: torch.optim.Optimizer, write: Callable[[], None]
+    ) -> None:
+        self._inner, self._whole, self._write = inner, whole, write
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Of the whole parameters."""
+        return self._whole.state  # type: ignore[return-value]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of what the rank holds."""
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Both; then the whole parameters are what the accessor gives."""
+        self._inner.step()
+        for one, other in zip(self._whole.param_groups, self._inner.param_groups, strict=True):
+            one.update({key: value for key, value in other.items() if key != "params"})
+        self._whole.step()
+        self._write()

@@ -1,0 +1,47 @@
+"""The optimizer of a rank's pieces, beside the whole model that is recorded."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distcheck.training.adapters.pieces import Pieces
+
+
+class OverPieces:
+    """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        pieces: Pieces,
+        whole: nn.Module,
+        worked_on: nn.Module,
+    ) -> None:
+        self._inner, self._pieces = inner, pieces
+        self._whole, self._worked_on = whole, worked_on
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._collect()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self._inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The pieces' gradients."""
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Steps the pieces, then puts parameters and state together."""
+        self._inner.step()
+        self._collect()
+
+    def _collect(self) -> None:
+        self._pieces.write_parameters()
+        self.state = self._pieces.state_of(self._inner)
+        trained = dict(self._worked_on.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self._whole.named_buffers():
+                if name in trained and not trained[name].is_meta:
+                    buffer.copy_(trained[name])

@@ -1,0 +1,78 @@
+"""A layer of experts with top-1 routing: what expert parallelism divides.
+
+A gate chooses one expert for each sample, and its answer counts by the gate's probability, so the
+gate has a gradient as well.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distcheck.contract import Batch
+
+WIDTH, EXPERTS = 32, 8
+
+
+class Experts(nn.Module):
+    """[n, width] -> [n, width]: each row by the expert that the gate chooses for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(EXPERTS)
+        )
+
+    def choose(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row, the expert [n] and its probability [n]."""
+        probabilities = F.softmax(self.gate(rows), dim=1)
+        chosen = probabilities.argmax(1)
+        return chosen, probabilities.gather(1, chosen.unsqueeze(1)).squeeze(1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Expert by expert."""
+        chosen, probability = self.choose(rows)
+        answers = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().squeeze(1)
+            answers = answers.index_add(0, mine, expert(rows[mine]))
+        return answers * probability.unsqueeze(1)
+
+
+class Workload:
+    """A linear layer, the experts beside a residual, a linear layer; SGD with momentum."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Any sample shape will do."""
+        return Model(prod(sample_shape), classes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross-entropy, the mean over the shard."""
+        return F.cross_entropy(model(batch.inputs), batch.labels)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD, learning rate 0.05, momentum 0.9."""
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class Model(nn.Module):
+    """inputs [n, *sample shape] -> logits [n, classes]."""
+
+    def __init__(self, numbers: int, classes: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(numbers, WIDTH)
+        self.mixture = Experts()
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Through the experts, beside a residual."""
+        rows = self.enter(inputs.flatten(1))
+        logits: torch.Tensor = self.head(rows + self.mixture(rows))
+        return logits
+
+
+workload = Workload()
