@@ -85,6 +85,7 @@ class LoadedStrategy:
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
     begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
     zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
+    clip: "Callable[[torch.nn.Module, float], None] | None" = None
     close: Callable[[], None] = _no_close
     optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
         build_optimizer

@@ -11,6 +11,7 @@ from distcheck.machine import devices, seeds
 from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
+from distcheck.training.owners import Owners
 from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.training.traces.writer import TraceWriter
 
@@ -34,8 +35,10 @@ class Observer(Protocol):
         """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
         ...
 
-    def backward_over(self) -> None:
-        """The step's last backward has ended, nothing else has been called."""
+    def backward_over(self, stretches: int) -> None:
+        """The step's last backward has ended, nothing else has been called. The strategy's own
+        backward cut each batch that it was given into `stretches`.
+        """
         ...
 
     def synced(self, step: int, model: nn.Module) -> None:
@@ -59,9 +62,19 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
+    With `by_owners`, gradients are taken from the rank whose optimizer updates them.
     """
 
-    def __init__(self, writer: TraceWriter, layout: TraceLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        writer: TraceWriter,
+        layout: TraceLayout,
+        device: torch.device,
+        *,
+        by_owners: bool = False,
+    ) -> None:
+        self._by_owners = by_owners
+        self._owners: Owners | None = None
         self._writer = writer
         self._device = device
         self._layout = layout
@@ -71,6 +84,7 @@ class TraceRecorder:
         self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
         self._settings = 0
+        self._stretches = 1
         self._ready: list[int] = []
         self._hooks: dict[int, LeafHook] = {}
         self._unseen: set[int] = set()
@@ -88,6 +102,7 @@ class TraceRecorder:
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Records the initial state: slot 0."""
+        self._owners = Owners(model, optimizer) if self._by_owners else None
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
@@ -107,8 +122,9 @@ class TraceRecorder:
             found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
             self._loss_factor = float("nan") if found is None else float(found)
 
-    def backward_over(self) -> None:
+    def backward_over(self, stretches: int) -> None:
         """Notes the hooks that torch forgot after they were last put back."""
+        self._stretches = stretches
         lost = (index for index, hook in self._hooks.items() if not hook.is_read)
         self._unseen = {index for index in lost if index not in self._ready}
 
@@ -116,10 +132,11 @@ class TraceRecorder:
         """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
         that no hook could see nothing is recorded.
         """
-        parameters = dict(trainable(model))
+        gradients = {name: parameter.grad for name, parameter in trainable(model)}
+        if self._owners is not None:
+            gradients = self._owners.gradients(model)
         for index, spec in enumerate(self._layout.model.parameters):
-            parameter = parameters.get(spec.name)
-            gradient = None if parameter is None else parameter.grad
+            gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
@@ -138,6 +155,7 @@ class TraceRecorder:
             epoch=self._epoch,
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,
+            stretches=self._stretches,
             library_states=self._library_states,
             settings=self._settings,
             implementation=implementation(optimizer),

@@ -29,7 +29,9 @@ CAUSES = (
     "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
-    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "model-averaging",
+    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "accumulation-scale",
+    "lost-broadcast", "local-norm-clip",
+    "model-averaging",
     "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
     "repeated-samples", "wrong-on-server", "unexplained",
 )  # fmt: skip

@@ -58,10 +58,11 @@ class UpdateReference:
         return digest.digest()
 
     def run(
-        self, rank: int, step: int, *, absent: Collection[int] = ()
+        self, rank: int, step: int, *, absent: Collection[int] = (), clip_factor: float = 1.0
     ) -> dict[Kind, list[torch.Tensor | None]]:
         """Parameters and optimizer state after the step, in the layout's order. Parameters whose
-        index is in `absent` have no gradient, whatever was recorded.
+        index is in `absent` have no gradient, whatever was recorded; where the loop clips, it does
+        so to `clip_factor` times the norm.
 
         Raises NotRecordedError where the trace lacks what the update starts from.
         """
@@ -87,7 +88,7 @@ class UpdateReference:
         self._ingredients.schedule(optimizer, step)
         training = self._ingredients.training
         if training.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm * clip_factor)
         if training.loss_scale is None or all_finite(trace, rank, step):
             with seeds.under(header.settings):
                 optimizer.step()

@@ -87,7 +87,7 @@ def as_strategy(target: Target) -> LoadedStrategy:
     made = construct(target) if target.is_class else target.value
     found = {
         name: method
-        for name in ("wrap", "scale_loss", "close", "optimizer", "backward")
+        for name in ("wrap", "scale_loss", "close", "clip", "optimizer", "backward")
         if (method := getattr(made, name, None)) is not None
     }
     if "scale_loss" in found:
