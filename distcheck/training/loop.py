@@ -19,6 +19,7 @@ from distcheck.training.own_backward import OwnBackward
 from distcheck.training.recorder import Observer
 from distcheck.training.refused import lengths, refuse_other_names, refuse_steps_in_backward
 from distcheck.training.sharding import Shards
+from distcheck.worlds.messages import SETTING_UP
 
 Progress = Callable[[int, str], None]  # (step, phase)
 
@@ -58,7 +59,7 @@ class Loop:
         self._scaler = torch.amp.GradScaler(
             ingredients.device.type, init_scale=scale or 1.0, enabled=scale is not None
         )
-        progress(0, "build")
+        progress(0, "build" if strategy.full is None else SETTING_UP)
         self._build()
         observer.started(self.model, self._optimizer)
 
@@ -118,6 +119,7 @@ class Loop:
         self._strategy.begun(self.wrapped, step)
         if self._has_data:
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
+            first = first and self._strategy.full is None  # an engine may hold them elsewhere
             before = lengths(self.model) if first else None
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
             if before is not None:
@@ -137,6 +139,8 @@ class Loop:
         own = type(self.wrapped).zero_grad
         if self._strategy.zero_grad is not None:
             self._strategy.zero_grad(self.wrapped, step)
+        elif self._strategy.full is not None:
+            self._optimizer.zero_grad()
         elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
             self.wrapped.zero_grad()
         else:

@@ -53,7 +53,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     writer = TraceWriter(fds["trace"], job.layout, rank, fds.get("baseline"))
     strategy = load()
     by_owners = strategy.contract.gradients == "owner"
-    recorder = TraceRecorder(writer, job.layout, device, by_owners=by_owners)
+    recorder = TraceRecorder(writer, job.layout, device, by_owners=by_owners, full=strategy.full)
     progress = late.watching(reporter.progress)
     loop = Loop(ingredients, strategy, recorder, rank=rank, progress=progress, load_again=load)
     for step in range(job.case.steps):

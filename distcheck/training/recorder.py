@@ -1,6 +1,6 @@
 """Watches one rank train and writes down, per step, what the checks need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
 from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.training.traces.writer import TraceWriter
+
+Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]  # of `engines.ACCESSORS`
 
 
 class Observer(Protocol):
@@ -62,7 +64,9 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
-    With `by_owners`, gradients are taken from the rank whose optimizer updates them.
+    What an engine holds elsewhere is asked for by `full`; what it does not have is not recorded,
+    and so not compared. With `by_owners`, gradients are taken from the rank whose optimizer updates
+    them.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class TraceRecorder:
         device: torch.device,
         *,
         by_owners: bool = False,
+        full: Full | None = None,
     ) -> None:
+        self._full = full
         self._by_owners = by_owners
         self._owners: Owners | None = None
         self._writer = writer
@@ -132,14 +138,18 @@ class TraceRecorder:
         """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
         that no hook could see nothing is recorded.
         """
-        gradients = {name: parameter.grad for name, parameter in trainable(model)}
+        held = self._full("full_gradients") if self._full is not None else None
+        gradients = dict(held or {})
+        if held is None:
+            gradients = {name: parameter.grad for name, parameter in trainable(model)}
         if self._owners is not None:
             gradients = self._owners.gradients(model)
         for index, spec in enumerate(self._layout.model.parameters):
             gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
-            self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
+            if held is None or gradient is not None:
+                self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
@@ -179,17 +189,23 @@ class TraceRecorder:
 
     def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
-        found: dict[str, torch.Tensor] = dict(trainable(model))
+        held = self._full("full_parameters") if self._full is not None else None
+        found: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
         for index, spec in enumerate(model_layout.parameters):
             parameter = found.get(spec.name)
+            if held is not None and parameter is None:
+                continue
             order = _order_of(parameter)
             self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             buffer = found.get(spec.name)
             self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
-        found = state_tensors(model, optimizer, model_layout)
+        held = self._full("full_state") if self._full is not None else None
+        found = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
         for index, spec in enumerate(model_layout.optimizer):
+            if held is not None and slot and found.get(spec.name) is None:
+                continue
             self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
 
 

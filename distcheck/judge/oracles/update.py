@@ -6,11 +6,11 @@ import torch
 import xxhash
 
 from distcheck.contract import Contract
-from distcheck.judge.oracles.shards import all_finite, load_state
+from distcheck.judge.oracles.shards import NotRecordedError, all_finite, load_state
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
-from distcheck.training.traces.layout import Kind
+from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
 
@@ -69,7 +69,9 @@ class UpdateReference:
         trace, model = self._trace, self._model
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
         parameters = dict(trainable(model))
-        for index, parameter in enumerate(parameters.values()):
+        for index, (name, parameter) in enumerate(parameters.items()):
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
+                raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
             gradient = None if index in absent else gradient
             parameter.requires_grad_(self._trains[index])
