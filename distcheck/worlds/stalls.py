@@ -15,8 +15,8 @@ from distcheck.worlds.messages import SETTING_UP
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0
-# Chosen: a first use may compile extensions, in processes that nobody counts; DeepSpeed's took 30 s
-# of two cores.
+# Chosen: a first use may compile extensions, in processes that are not counted here; DeepSpeed's
+# took 30 s of two cores.
 SETTING_UP_S = 600.0
 _MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
 

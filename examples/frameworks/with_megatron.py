@@ -32,4 +32,5 @@ class Engine(DistributedDataParallel):
         self.module.zero_grad()  # else the next backward adds to main_grad twice
 
 
-initialize = Engine
+def initialize(model, optimizer):
+    return Engine(model, optimizer)

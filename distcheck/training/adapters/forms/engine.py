@@ -47,7 +47,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     taken = _taken(target)
     if len(taken) != 2 or not callable(target.value):
         raise refusal(
-            target, f"strategy {target.spec!r} is no function of a model and an optimizer"
+            target, f"strategy {target.spec!r} is not a function of a model and an optimizer"
         )
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
