@@ -8,6 +8,7 @@ A strategy needs no base class. It is a function, or an object with any of
                                  (with `parallel=`, None on a rank that does not have the loss)
     scale_loss(loss, step)       before backward
     sync(model, step)            after backward
+    clip(model, max_norm)        in place of torch's clip_grad_norm_, where the loop clips
     close()                      once, after the last step
 
 and a plain function is its `sync`. The promise beside it decides which layers judge it: with a
@@ -70,6 +71,7 @@ Scale = Literal["divide-after", "divide-before", "multiply-before"]
 Weighting = Literal["gradient", "loss"]
 Sync = Literal["after-backward", "during-backward", "out-of-sight"]
 OptimizerState = Literal["replicated", "sharded", "cut"]
+GradientsOn = Literal["every rank", "owner"]
 Device = Literal["cpu", "cuda"]
 Buffers = Literal["local", "rank 0"]
 InitialState = Literal["rank 0"]
@@ -112,6 +114,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_state  whether every rank holds the state of every parameter, or each tensor is
                `sharded` (held whole by exactly one rank) or `cut` (each rank holds and updates a
                piece, of the parameter as well)
+    gradients  `owner`: a parameter's gradient is complete on the one rank only whose optimizer
+               updates it, as in ZeRO-2; the others' are not compared
     one_group  that its optimizer has one group, of all parameters: a workload's `groups` are not
                made for it
     backend    the only backend it works on, where it speaks to that directly
@@ -132,6 +136,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     wire: Wire | None = None
     micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 1
     optimizer_state: OptimizerState = "replicated"
+    gradients: GradientsOn = "every rank"
     one_group: bool = False
     backend: str | None = None
     device: Device | None = None
@@ -305,6 +310,7 @@ def strategy(
     wire: Wire | None = None,
     micro_batches: int = 1,
     optimizer_state: OptimizerState = "replicated",
+    gradients: GradientsOn = "every rank",
     one_group: bool = False,
     backend: str | None = None,
     device: Device | None = None,
@@ -327,6 +333,7 @@ def strategy(
         wire=wire,
         micro_batches=micro_batches,
         optimizer_state=optimizer_state,
+        gradients=gradients,
         one_group=one_group,
         backend=backend,
         device=device,
@@ -343,9 +350,9 @@ def strategy(
             '"loss"; sync "after-backward", "during-backward" or "out-of-sight"; buffers "local" '
             'or "rank 0"; initial_state "rank 0" or None; '
             'wire "bfloat16", "float16", "float32" or None; micro_batches a number '
-            'from 1; optimizer_state "replicated", "sharded" or "cut"; one_group True or False; '
-            'backend a name or None; device "cpu", "cuda" or None; declines names of cells '
-            "(distcheck list)"
+            'from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every rank" or '
+            '"owner"; one_group True or False; backend a name or None; device "cpu", "cuda" or '
+            "None; declines names of cells (distcheck list)"
         ) from None
 
     def declare(target: T) -> T:

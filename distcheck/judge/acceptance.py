@@ -117,6 +117,7 @@ def check_promise(case: Case, contract: Contract) -> None:
             f"{case.strategy} promises {promised}, which is checked: leave --accept out"
         )
     whole = contract.sync != "out-of-sight" and contract.optimizer_state == "replicated"
+    whole = whole and contract.gradients == "every rank"
     if accepted.family == "local-sgd" and not whole:
         raise UsageError(
             f"--accept {case.accept} is for ranks that hold everything, and {case.strategy} "

@@ -83,6 +83,11 @@ def notes_on(
         )
     if contract.optimizer_state == "sharded":
         notes.append("optimizer state is sharded: each part is compared on the rank that holds it")
+    if contract.gradients == "owner":
+        notes.append(
+            "gradients are recorded from the rank whose optimizer updates them; what the other "
+            "ranks hold is not compared"
+        )
     if rounds_by_position(case, contract):
         notes.append(
             f"in {case.dtype} torch rounds an update by an element's position, and ranks update "
@@ -105,7 +110,6 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         case.workload,
         contract,
         facts.training,
-        own_backward=facts.own_backward,
         own_update=facts.own_update,
     )
     declined = declined or why_words_declined(
@@ -114,6 +118,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         own_backward=facts.own_backward,
         own_update=facts.own_update,
     )
+    declined = declined or _why_uneven(facts, sizes)
     declined = declined or _why_too_few_ranks(case, facts)
     if facts.syncs_statistics and facts.normalises_batches:
         declined = declined or SYNCED_STATISTICS
@@ -132,6 +137,22 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)
+
+
+def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
+    """Why a strategy with its own backward cannot accumulate: each of its calls is a step of its
+    own, and what counts in that step is the same as in the whole one only for equal pieces.
+    """
+    passes = facts.training.accumulate
+    if passes == 1 or not facts.own_backward:
+        return ""
+    parts = passes * facts.contract.micro_batches
+    if all(len(set(step)) == 1 and step[0] % parts == 0 for step in sizes):
+        return ""
+    return (
+        f"it runs backward itself, and the shards are not equal or do not divide into {parts} "
+        "equal micro-batches"
+    )
 
 
 def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:

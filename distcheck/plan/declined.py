@@ -28,9 +28,12 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
         names = [name for name in contract.declines if name in cells]
         if names:
             found[word] = f"its contract declines {names[0]} ({CELLS[names[0]].about})"
-    accumulation = why_declined(
-        "", contract, Training(accumulate=2), own_backward=own_backward, own_update=own_update
-    )
+    accumulation = why_declined("", contract, Training(accumulate=2), own_update=own_update)
+    if own_backward:
+        accumulation = (
+            "it runs backward itself, and the shards of generated cases divide into micro-batches "
+            "unevenly"
+        )
     return found | ({ACCUMULATE: accumulation} if accumulation else {})
 
 

@@ -30,6 +30,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
 from distcheck.training.definitions import source_file as source_file
+from distcheck.training.frameworks import not_installed
 from distcheck.workloads.cells import place_of
 
 if TYPE_CHECKING:
@@ -73,8 +74,10 @@ class LoadedStrategy:
     called before every forward. `zero_grad` is called in place of the optimizer's; None where the
     strategy does not define it. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
-    `sync` begins it, which then takes the step itself. `note` says which form the code was taken
-    as, where it was not written for distcheck.
+    `sync` begins it, which then takes the step itself. `full` asks an engine for what it holds
+    elsewhere than in the model (`engines.ACCESSORS`); a strategy that has it may take long to be
+    set up. `clip` is None where torch's function is called. `note` says which form the code was
+    taken as, where it was not written for distcheck.
     """
 
     contract: Contract
@@ -85,11 +88,13 @@ class LoadedStrategy:
     sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
     begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
     zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
+    clip: "Callable[[torch.nn.Module, float], None] | None" = None
     close: Callable[[], None] = _no_close
     optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
         build_optimizer
     )
     backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
+    full: "Callable[[str], Any] | None" = None
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
 
@@ -301,6 +306,8 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
             f"{error.lineno or 1}: {error.msg}"
         ) from None
     except ModuleNotFoundError as error:
+        if (missing := not_installed(error)) is not None:
+            raise missing from None
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
             raise UsageError(
                 f"{what} module {place} cannot be found; it is looked for in the current folder "
@@ -356,43 +363,3 @@ def _construct(spec: str, target: type) -> Any:
         raise UsageError(
             f"{spec!r} is a class, and {target.__name__}() raised {type(error).__name__}: {error}"
         ) from error
-
-
-def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
-    """Accepts f(model), f(model, step), and f(model, step: int), which gets the step's index.
-
-    Raises UsageError for anything else.
-    """
-    from distcheck.training.adapters.names import MEANINGS
-
-    try:
-        parameters = inspect.signature(sync).parameters.values()
-    except (TypeError, ValueError):
-        return sync
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    second = positional[1:2]
-    takes_two = len(required) == 2 or variadic or [p.name for p in second] == ["step"]
-    if keyword or len(required) > 2 or (not positional and not variadic):
-        raise UsageError(
-            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
-            "expected is sync(model) or sync(model, step)"
-        )
-    asked = [p.name for p in second if MEANINGS.get(p.name, "step") != "step"]
-    if len(required) == 2 and asked:
-        raise UsageError(
-            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, whose "
-            f"second argument would be the step, and no {asked[0]}; where it is to be filled in, "
-            f"name the method itself, such as {spec}.{sync.__name__}"
-        )
-    if takes_two and any(p.annotation in (int, "int") for p in second):
-        return lambda model, step: sync(model, step.index)
-    if takes_two:
-        return sync
-
-    def with_model_only(model: "torch.nn.Module", step: Step) -> None:
-        sync(model)
-
-    return with_model_only

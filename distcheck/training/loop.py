@@ -15,10 +15,12 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, restore, take_checkpoint
 from distcheck.training.loading import LoadedStrategy
-from distcheck.training.losses import LossOfShard, value_of
+from distcheck.training.losses import LossOfShard
+from distcheck.training.own_backward import OwnBackward
 from distcheck.training.recorder import Observer
 from distcheck.training.refused import lengths, refuse_other_names, refuse_steps_in_backward
 from distcheck.training.sharding import Shards
+from distcheck.worlds.messages import SETTING_UP
 
 Progress = Callable[[int, str], None]  # (step, phase)
 
@@ -58,11 +60,12 @@ class Loop:
             seed=case.seed,
         )
         self._load_again = load_again
+        self._stretches = 1  # that the strategy's own backward cuts a batch into
         scale = self._training.loss_scale
         self._scaler = torch.amp.GradScaler(
             ingredients.device.type, init_scale=scale or 1.0, enabled=scale is not None
         )
-        progress(0, "build")
+        progress(0, "build" if strategy.full is None else SETTING_UP)
         self._build()
         observer.started(self.model, self._optimizer)
 
@@ -122,13 +125,14 @@ class Loop:
         self._strategy.begun(self.wrapped, step)
         if self._has_data:
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
+            first = first and self._strategy.full is None  # an engine may hold them elsewhere
             before = lengths(self.model) if first else None
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
             if before is not None:
                 refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
         else:
             loss_value = self._stand_by(step)
-        self._observer.backward_over()
+        self._observer.backward_over(self._stretches)
         progress(number, "sync")
         self._synchronise(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
@@ -141,6 +145,8 @@ class Loop:
         own = type(self.wrapped).zero_grad
         if self._strategy.zero_grad is not None:
             self._strategy.zero_grad(self.wrapped, step)
+        elif self._strategy.full is not None:
+            self._optimizer.zero_grad()
         elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
             self.wrapped.zero_grad()
         else:
@@ -159,7 +165,7 @@ class Loop:
                 self._observer.synced(number, self.model)
             self._progress(number, "update")
             if self._training.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._training.clip_norm)
+                self._clip(self._training.clip_norm)
             if self._exchanges_in_hooks:
                 self._step_with_hooks(number)
             else:
@@ -197,6 +203,12 @@ class Loop:
                 "sends its parameters, give --as steps-inside"
             )
 
+    def _clip(self, max_norm: float) -> None:
+        if self._strategy.clip is not None:
+            self._strategy.clip(self.wrapped, max_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+
     @property
     def _exchanges_in_hooks(self) -> bool:
         """Whether the strategy has no sync() and put hooks before the optimizer's step: gradients
@@ -229,19 +241,31 @@ class Loop:
         loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
-            returned = self._strategy.backward(loss_of, batch, step)
-            return value_of(returned, may_lack=self._mesh is not None)
+            own = OwnBackward(
+                self._strategy, self._training.accumulate, self._exchanging,
+                may_lack=self._mesh is not None,
+            )  # fmt: skip
+            scale = self._own_scale()
+            loss_value, self._stretches = own.run(loss_of, batch, step, scale)
+            return loss_value
         parts = batch.split(self._training.accumulate)
         if len(parts) == 1:
             return float(self._backward_one(loss_of(batch), step))
         mean_loss: torch.Tensor | None = None
         for part in parts:
-            with self._exchanging(last=part is parts[-1]):
+            with self._exchanging(part is parts[-1]):
                 share = len(part.ids) / step.samples
                 mean_part = self._backward_one(loss_of(part) * share, step)
             mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
         assert mean_loss is not None, "a shard holds at least one sample"
         return float(mean_loss)
+
+    def _own_scale(self) -> float:
+        """What a backward of the strategy's own must multiply its loss by: the scaler's factor,
+        which the scaler makes when it is first asked.
+        """
+        one = torch.ones((), device=self._ingredients.device)
+        return float(self._scaler.scale(one)) if self._scaler.is_enabled() else 1.0
 
     def _stand_by(self, step: Step) -> float:
         """What a rank without data does in place of forward and backward: it learns of the step as
@@ -270,7 +294,7 @@ class Loop:
         return loss.detach()
 
     @contextlib.contextmanager
-    def _exchanging(self, *, last: bool) -> Iterator[None]:
+    def _exchanging(self, last: bool) -> Iterator[None]:
         """Whether a wrapped model may exchange gradients in this backward, if that is known."""
         no_sync = getattr(self.wrapped, "no_sync", None)
         sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)

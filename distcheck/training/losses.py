@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.training.traces.layout import NO_LOSS
 
 
 class LossOfShard:
@@ -37,14 +36,12 @@ class _Answers(nn.Module):
         return self._outputs
 
 
-def value_of(returned: Any, *, may_lack: bool) -> float:
-    """The number that a strategy's `backward` has returned; NO_LOSS where a rank may lack it, and
-    does. Raises TypeError for anything else.
+def check_returned(returned: Any, *, may_lack: bool) -> None:
+    """Raises TypeError for what a strategy's `backward` may not return: anything but the loss, or
+    None where a rank may lack it.
     """
-    if returned is None and may_lack:
-        return NO_LOSS
-    if isinstance(returned, torch.Tensor):
-        return float(returned.detach())
+    if isinstance(returned, torch.Tensor) or (returned is None and may_lack):
+        return
     or_none = ", or None on a rank that does not have it" if may_lack else ""
     raise TypeError(
         f"the strategy's backward() must return the shard's mean loss, a tensor{or_none}, and "

@@ -29,7 +29,7 @@ def tensors_and_numbers(
     """What the optimizer keeps for parameters, as `<parameter>/<state key>`, in a fixed order: its
     tensors and its numbers.
     """
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     tensors, numbers = {}, {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -54,7 +54,7 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     `param_groups[<n>]/<key>`.
     """
     found = {}
-    groups = getattr(_innermost(optimizer), "param_groups", ())  # people's own may have none
+    groups = getattr(innermost(optimizer), "param_groups", ())  # people's own may have none
     for index, group in enumerate(groups):
         for key, value in sorted(group.items(), key=_by_key):
             if (number := _as_tensor(value)) is not None:
@@ -62,8 +62,10 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer around another (ZeroRedundancyOptimizer) keeps its state in that one's."""
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds the state: of one around another (ZeroRedundancyOptimizer) the
+    inner one.
+    """
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -90,7 +92,7 @@ def put_back(
     is_number: bool,
 ) -> None:
     """Gives an optimizer over `parameters` what is called `name` in another."""
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     owner, _, key = name.rpartition("/")
     if is_of_group(name):
         groups = optimizer.param_groups
@@ -117,7 +119,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
     """Which of torch's implementations takes the steps: the flags of the first group, in two bits
     each (0: it has no such flag). They compute one algorithm, and round differently.
     """
-    groups = getattr(_innermost(optimizer), "param_groups", ())
+    groups = getattr(innermost(optimizer), "param_groups", ())
     group = groups[0] if groups else {}
     found = 0
     for place, flag in enumerate(_FLAGS):
@@ -128,7 +130,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
 
 def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
     """Has one of torch's own optimizers step as `implementation` says of another."""
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     if not is_torchs_own(optimizer):
         return
     for group in optimizer.param_groups:

@@ -52,9 +52,11 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
         late.begin([delay for delay in job.delays if delay.rank == rank])
     load = partial(load_strategy, job.case.strategy, job.case.adaptation)
     writer = TraceWriter(fds["trace"], job.layout, rank, fds.get("baseline"))
-    recorder = TraceRecorder(writer, job.layout, device)
+    strategy = load()
+    by_owners = strategy.contract.gradients == "owner"
+    recorder = TraceRecorder(writer, job.layout, device, by_owners=by_owners, full=strategy.full)
     progress = late.watching(reporter.progress)
-    loop = Loop(ingredients, load(), recorder, rank=rank, progress=progress, load_again=load)
+    loop = Loop(ingredients, strategy, recorder, rank=rank, progress=progress, load_again=load)
     for step in range(job.case.steps):
         loop.step(step)
     reporter.progress(job.case.steps, "close")
@@ -152,7 +154,7 @@ class Unwatched(Observer):
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Nothing."""
 
-    def backward_over(self) -> None:
+    def backward_over(self, stretches: int) -> None:
         """Nothing."""
 
     def synced(self, step: int, model: torch.nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Watches one rank train and writes down, per step, what the checks need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -11,9 +11,12 @@ from distcheck.machine import devices, seeds
 from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
+from distcheck.training.owners import Owners
 from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.training.traces.writer import TraceWriter
 from distcheck.training.unknown import gradient_unknown, value_unknown
+
+Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]  # of `engines.ACCESSORS`
 
 
 class Observer(Protocol):
@@ -35,8 +38,10 @@ class Observer(Protocol):
         """Backward starts from `scaled`, which the strategy made of the shard's mean `loss`."""
         ...
 
-    def backward_over(self) -> None:
-        """The step's last backward has ended, nothing else has been called."""
+    def backward_over(self, stretches: int) -> None:
+        """The step's last backward has ended, nothing else has been called. The strategy's own
+        backward cut each batch that it was given into `stretches`.
+        """
         ...
 
     def synced(self, step: int, model: nn.Module) -> None:
@@ -60,9 +65,23 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
+    What an engine holds elsewhere is asked for by `full`; what it does not have is not recorded,
+    and so not compared. With `by_owners`, gradients are taken from the rank whose optimizer updates
+    them.
     """
 
-    def __init__(self, writer: TraceWriter, layout: TraceLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        writer: TraceWriter,
+        layout: TraceLayout,
+        device: torch.device,
+        *,
+        by_owners: bool = False,
+        full: Full | None = None,
+    ) -> None:
+        self._full = full
+        self._by_owners = by_owners
+        self._owners: Owners | None = None
         self._writer = writer
         self._device = device
         self._layout = layout
@@ -72,6 +91,7 @@ class TraceRecorder:
         self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
         self._settings = 0
+        self._stretches = 1
         self._ready: list[int] = []
         self._hooks: dict[int, LeafHook] = {}
         self._unseen: set[int] = set()
@@ -89,6 +109,7 @@ class TraceRecorder:
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Records the initial state: slot 0."""
+        self._owners = Owners(model, optimizer) if self._by_owners else None
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
@@ -108,8 +129,9 @@ class TraceRecorder:
             found = torch.autograd.grad(scaled, loss, retain_graph=True, allow_unused=True)[0]
             self._loss_factor = float("nan") if found is None else float(found)
 
-    def backward_over(self) -> None:
+    def backward_over(self, stretches: int) -> None:
         """Notes the hooks that torch forgot after they were last put back."""
+        self._stretches = stretches
         lost = (index for index, hook in self._hooks.items() if not hook.is_read)
         self._unseen = {index for index in lost if index not in self._ready}
 
@@ -117,13 +139,19 @@ class TraceRecorder:
         """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
         that no hook could see nothing is recorded.
         """
+        held = self._full("full_gradients") if self._full is not None else None
+        gradients = dict(held or {})
         parameters = dict(trainable(model))
+        if held is None:
+            gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        if self._owners is not None:
+            gradients = self._owners.gradients(model)
         for index, spec in enumerate(self._layout.model.parameters):
-            parameter = parameters.get(spec.name)
-            gradient = None if parameter is None else parameter.grad
+            gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
-            if not gradient_unknown(parameter):
+            not_given = held is not None and gradient is None
+            if not not_given and not gradient_unknown(parameters.get(spec.name)):
                 self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
@@ -140,6 +168,7 @@ class TraceRecorder:
             epoch=self._epoch,
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,
+            stretches=self._stretches,
             library_states=self._library_states,
             settings=self._settings,
             implementation=implementation(optimizer),
@@ -163,9 +192,12 @@ class TraceRecorder:
 
     def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
-        found: dict[str, torch.Tensor] = dict(trainable(model))
+        held = self._full("full_parameters") if self._full is not None else None
+        found: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
         for index, spec in enumerate(model_layout.parameters):
             parameter = found.get(spec.name)
+            if held is not None and parameter is None:
+                continue
             order = _order_of(parameter)
             if not value_unknown(parameter):
                 self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
@@ -173,8 +205,11 @@ class TraceRecorder:
         for index, spec in enumerate(model_layout.buffers):
             buffer = found.get(spec.name)
             self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
-        found = state_tensors(model, optimizer, model_layout)
+        held = self._full("full_state") if self._full is not None else None
+        found = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
         for index, spec in enumerate(model_layout.optimizer):
+            if held is not None and slot and found.get(spec.name) is None:
+                continue
             self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
 
 

@@ -182,7 +182,8 @@ def refusal_of(world: World) -> DistcheckError | None:
     """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
     ranks have loaded and others could not is not such a reason: those ranks failed.
     """
-    refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
+    reasons = (ExitCode.USAGE, ExitCode.CANNOT_RUN)
+    refused = [c for c in world.children if c.raised and c.raised.exit_code in reasons]
     if not refused:
         return None
     loading = all(c.progress is not None and c.progress.phase == LOADING for c in refused)

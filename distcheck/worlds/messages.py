@@ -11,6 +11,7 @@ import msgspec
 
 from distcheck.records import Collective
 
+SETTING_UP = "set up"  # the phase in which an engine is made, which may build extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
 
 

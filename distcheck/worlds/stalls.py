@@ -5,15 +5,19 @@ passing world has been seen to take 35 ms on a quiet one and 310 ms at load 20).
 is time without progress in which the ranks neither ran nor waited for a core or a disk: a world
 that waits for a collective that will never complete gathers it at the pace of the clock, one that
 computes gathers none. A rank that spins for ever is caught by a limit of its own, ten times as
-long.
+long. A rank that sets up an engine may build extensions, so it has a longer deadline.
 """
 
 from collections.abc import Sequence
 
 from distcheck.worlds.local.children import Child
+from distcheck.worlds.messages import SETTING_UP
 
 _BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
 _BUSY_DEADLINES = 10.0
+# Chosen: a first use may compile extensions, in processes that are not counted here; DeepSpeed's
+# took 30 s of two cores.
+SETTING_UP_S = 600.0
 _MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, what other machines say 0.25 s
 
 
@@ -63,6 +67,6 @@ class StallWatch:
             self._busy_s += elapsed
         else:
             self._idle_s += elapsed
-        return (
-            self._idle_s >= self._deadline_s or self._busy_s >= _BUSY_DEADLINES * self._deadline_s
-        )
+        sets_up = any(c.progress is not None and c.progress.phase == SETTING_UP for c in children)
+        allowed_s = max(self._deadline_s, SETTING_UP_S) if sets_up else self._deadline_s
+        return self._idle_s >= allowed_s or self._busy_s >= _BUSY_DEADLINES * allowed_s

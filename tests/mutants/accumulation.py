@@ -129,6 +129,25 @@ class TwoReplicasInEachProcess(_Accumulates):
         return (losses[0].detach() + losses[1].detach()) / 2
 
 
+@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)
+class AddsUpMeanLosses(_Accumulates):
+    """Mean losses are added up, as if `accumulate` had divided them; nothing is promised."""
+
+    def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        losses = [loss_of(part) for part in batch.split(2)]
+        for loss in losses:
+            loss.backward()
+        return (losses[0].detach() + losses[1].detach()) / 2
+
+
+@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)
+class UnpromisedAndALittleOff(_Accumulates):
+    """Promises nothing, so bits may differ; a ten-thousandth is more than they may."""
+
+    def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        return super().backward(lambda part: loss_of(part) * 1.0001, batch, step) / 1.0001
+
+
 @mutant(caught="buffers X", workload=".small:Normalised", world=2, steps=2)
 @strategy(micro_batches=2, buffers="rank 0")
 class BroadcastsBuffersBetween(_Accumulates):

@@ -95,6 +95,9 @@ CAUSES: dict[str, set[str]] = {
     "MomentumLostOnOneRank": {"wrong-update"},
     "FSDPWithoutWeights": {"unweighted-mean"},
     "FSDPThatDecays": {"wrong-update"},
+    "OwnersDoNotDivide": {"missing-division"},
+    "LastParameterNotSentOn": {"lost-broadcast"},
+    "ClipsByTheLocalNorm": {"local-norm-clip"},
     # updates: which settings an optimizer stepped with is not recorded
     "KeepsItsFirstRate": {"wrong-update"},
     "MakesOneGroup": {"wrong-update"},
@@ -116,13 +119,15 @@ CAUSES: dict[str, set[str]] = {
     "OverlappingShards": {"overlapping-data"},
     "EveryEpochAlike": {"repeated-samples"},
     # accumulation
-    "DividesByTheStepsTwice": {"wrong-divisor"},
+    "DividesByTheStepsTwice": {"accumulation-scale"},
+    "AddsUpMeanLosses": {"accumulation-scale"},
+    "UnpromisedAndALittleOff": {"wrong-divisor"},
     "RescalesEveryTime": {"wrong-local-gradient"},
     "AddsTheLastAfterTheSync": {"lost-micro-batch"},
     "KeepsTheFirstOnly": {"lost-micro-batch"},
     "KeepsTheLastOnly": {"lost-micro-batch"},
     "SetsToZeroEveryTime": {"lost-micro-batch"},
-    "TwoReplicasInEachProcess": {"wrong-divisor"},
+    "TwoReplicasInEachProcess": {"accumulation-scale"},
     "BroadcastsBuffersBetween": {"buffers-differ"},
     "KeepsOneCallOnly": {"unexplained"},
     # factors

@@ -15,6 +15,58 @@ from distcheck.contract import Build, Step, strategy
 from . import mutant
 
 
+class _Owning(Optimizer):
+    """Every rank updates the parameters that it owns, and broadcasts them; but for those `kept`."""
+
+    def __init__(
+        self, inner: Optimizer, parameters: list[nn.Parameter], kept: tuple[int, ...]
+    ) -> None:
+        super().__init__(parameters, {})
+        self.optim, self.kept = inner, kept
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.optim.step()
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            if index not in self.kept:
+                dist.broadcast(parameter.data, index % dist.get_world_size())
+
+
+class _ToOwners:
+    """Right so far: ZeRO-2, a gradient reduced to its owner and dropped elsewhere."""
+
+    divides, kept = True, ()
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        self.parameters = list(parameters)
+        own = self.parameters[dist.get_rank() :: dist.get_world_size()]
+        return _Owning(build(own), self.parameters, self.kept)
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        for index, parameter in enumerate(self.parameters):
+            owner = index % step.world_size
+            dist.reduce(parameter.grad, owner)
+            if step.rank != owner:
+                parameter.grad = None
+            elif self.divides:
+                parameter.grad /= step.world_size
+
+
+@mutant(caught="gradients R, gradients S32")
+@strategy(optimizer_state="sharded", gradients="owner", one_group=True)
+class OwnersDoNotDivide(_ToOwners):
+    """Owners hold sums; every rank's parameters agree."""
+
+    divides = False
+
+
+@mutant(caught="parameters X, agreement", steps=1)
+@strategy(optimizer_state="sharded", gradients="owner", one_group=True)
+class LastParameterNotSentOn(_ToOwners):
+    """As in a distributed Muon whose padded list ends too early: one parameter is not broadcast."""
+
+    kept = (3,)
+
+
 class _Averages:
     def sync(self, model: nn.Module, step: Step) -> None:
         for parameter in model.parameters():
@@ -76,3 +128,15 @@ class FSDPThatDecays(FSDPWithoutWeights):
         if step.index == 1 and step.rank == 1:
             with torch.no_grad():
                 next(model.parameters()).to_local().mul_(1 - 1e-6)
+
+
+@mutant(caught="parameters X", workload="clipping", world=2)
+@strategy(weighting="loss", sync="out-of-sight", buffers="local", optimizer_state="cut")
+class ClipsByTheLocalNorm(FSDPWithoutWeights):
+    """Each rank clips the pieces that it holds by their own norm."""
+
+    def clip(self, model: nn.Module, max_norm: float) -> None:
+        pieces = [parameter.grad.to_local() for parameter in model.parameters()]
+        norm = torch.stack([piece.norm() for piece in pieces]).norm()
+        for piece in pieces:
+            piece.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -20,7 +20,7 @@ def test_one_of_each_kind_is_not_accused() -> None:
     some = [program.spec for program in ALL if FIRST[program.group] == program.name]
     report = distcheck.verify(some, world=3, workload="mlp", dtype="float32", steps=2)
     assert {case.case.id: case.verdict for case in report.cases if case.verdict != "pass"} == {}
-    assert len(report.cases) == len(some) == 6
+    assert len(report.cases) == len(some) == 8
 
 
 @pytest.mark.sweep

@@ -18,6 +18,7 @@ from tests.world.command import COMMAND, ROOT, hear_interrupts
 ELSEWHERE = {
     "launchers.md": "tests/launchers/test_docs.py",
     "gate.md": "tests/world/test_gate.py",
+    "mpi-lessons.md": "tests/launchers/test_mpi_lessons.py",
 }
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ELSEWHERE]
 PAGES.append(ROOT / "README.md")

@@ -31,8 +31,14 @@ def _compare_ranks(
         comparison = bitwise(actual, _scalar(losses.expected[position]))
         if not comparison.ok and losses.beside:
             comparison = bitwise(actual, _scalar(losses.beside[position]))
+        if not comparison.ok and losses.within:
+            near = by_norm(actual, _scalar(losses.expected[position]), losses.within[position])
+            comparison = near if near.ok else comparison
+            if near.ok:
+                tally.excuse(losses.excuse)
         tally.add(comparison, parameter="loss", rank=rank, step=expectation.step)
-    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=0.0)
+    bound = max(losses.within, default=0.0)
+    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=bound)
 
 
 def _compare_mean(

@@ -14,12 +14,20 @@ import torch
 
 from distcheck.judge.checks import sensitivity
 from distcheck.judge.checks.by_form import comparison_with
-from distcheck.judge.checks.comparison import bitwise, within
+from distcheck.judge.checks.comparison import within
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.forms import Averaged, ExactParameters, Updates
+from distcheck.judge.oracles.forms import (
+    Averaged,
+    Bits,
+    Either,
+    ExactParameters,
+    Form,
+    Near,
+    Updates,
+)
 from distcheck.training.traces.layout import Kind
 
 
@@ -39,16 +47,33 @@ def _compare_updates(
     evidence: Evidence, expectation: Expectation, updates: Updates, tally: Tally
 ) -> None:
     ranks = evidence.with_data if evidence.mesh is None else evidence.ranks
-    for rank, after in zip(ranks, updates.after, strict=True):
+    for place, (rank, after) in enumerate(zip(ranks, updates.after, strict=True)):
         if after is not None:  # otherwise counted as not compared
-            _compare_rank(evidence, rank, expectation.step, after, updates, tally)
+            forms = _forms(after, updates, place)
+            _compare_rank(evidence, rank, expectation.step, forms, updates, tally)
+
+
+def _forms(
+    after: Mapping[Kind, Sequence[torch.Tensor | None]], updates: Updates, place: int
+) -> dict[Kind, list[Form | None]]:
+    """What each tensor of a rank may be after the step."""
+    near = updates.near[place] if updates.near else {}
+    forms: dict[Kind, list[Form | None]] = {}
+    for kind, tensors in after.items():
+        forms[kind] = [None if t is None else Bits(t) for t in tensors]
+        for index, tolerance in enumerate(near.get(kind, ())):
+            tensor = tensors[index]
+            if tensor is not None:
+                beside = Near(tensor, tolerance)
+                forms[kind][index] = Either(Bits(tensor), beside, excuse=updates.why_near)
+    return forms
 
 
 def _compare_rank(
     evidence: Evidence,
     rank: int,
     step: int,
-    after: Mapping[Kind, Sequence[torch.Tensor | None]],
+    after: Mapping[Kind, Sequence[Form | None]],
     updates: Updates,
     tally: Tally,
 ) -> None:
@@ -70,7 +95,7 @@ def _compare_rank(
                 step=step,
                 index=index,
                 ranks=[rank],
-                compare=None if expected is None else partial(bitwise, expected=expected),
+                compare=comparison_with(expected, tally),
             )
 
 
@@ -120,7 +145,7 @@ def _one_holder(
     index: int,
     step: int,
     holders: Sequence[int],
-    expected: torch.Tensor | None,
+    expected: Form | None,
     tally: Tally,
 ) -> None:
     """Sharded state: what exists is held once, neither lost nor by several."""

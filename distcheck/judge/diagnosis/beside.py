@@ -165,6 +165,8 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
     if result is None:
         return []
     seen = facts.update
+    if seen is not None and (named := _of_owners(seen, facts.world)):
+        return named
     evidence = "with the gradients that ranks held, the optimizer's step gives other parameters "
     evidence += f"or another state of its own: {where(result)}"
     reason = result.reason.partition("; ")[0]
@@ -180,6 +182,36 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
             "state that is lost or kept twice, and for an optimizer with other settings",
         )
     ]
+
+
+def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
+    """Updates that are the owners' affair: what was not sent on, and what was clipped apart."""
+    names = ", ".join(seen.parameters[:_SHOWN])
+    if seen.owners and seen.unchanged:
+        return [
+            Diagnosis(
+                cause="lost-broadcast",
+                evidence=f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
+                "right on one rank alone, and on the other ranks as it was before the step: the "
+                "rank that updates it did not send it on",
+                suggestion="broadcast every parameter from its owner after the owner's step: look "
+                "for a list of parameters that ends too early, and for an owner that differs from "
+                "rank to rank",
+            )
+        ]
+    if seen.norms:
+        norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
+        return [
+            Diagnosis(
+                cause="local-norm-clip",
+                evidence=f"step {seen.step}: parameters moved as if ranks had clipped the pieces "
+                f"that they hold by the norms of these pieces alone ({norms}), and not by the "
+                "norm of all gradients",
+                suggestion="add up the squares of the norms of all ranks' pieces before the root: "
+                "torch's clip_grad_norm_ does so for DTensors",
+            )
+        ]
+    return []
 
 
 def _update_text(seen: UpdateFacts, world: int) -> str:

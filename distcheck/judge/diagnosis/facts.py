@@ -151,6 +151,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unit: float
     parameters: tuple[ParameterFacts, ...]
     total: int
+    micro_batches: tuple[int, ...] = ()  # of a shard, in all ways in which they can be counted
     silent: int = 0  # parameters besides, which say nothing of an exchange
     fits: tuple[Fit, ...]
     left_norms: Vector
@@ -183,7 +184,10 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A step whose parameters, or whose optimizer's state, are not what the optimizer makes of what
     ranks recorded: on which `ranks` (as the world that was run numbers them), of which names. The
     update is `factor` times the right one plus `decay` times the parameters, up to `rest` (a share
-    of it); `unchanged`, where those parameters stayed as they were.
+    of it); `unchanged`, where those parameters stayed as they were. `owners`: each of those
+    parameters is right on one rank alone, and ranks divide the optimizer's state. `norms`: where
+    the loop clips and ranks hold pieces of parameters, the norms of the pieces by whose own norm
+    the update was clipped, where that explains it.
     """
 
     step: int
@@ -194,6 +198,8 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     decay: float
     rest: float
     unchanged: bool
+    owners: bool = False
+    norms: Vector = ()
 
 
 class PassFacts(msgspec.Struct, frozen=True, kw_only=True):

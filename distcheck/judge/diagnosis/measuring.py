@@ -84,6 +84,7 @@ class StepMeasuring:
             ),
             left_factors=tuple(left.factor(self._expectation, r, measured) for r in self._ranks),
             left=others,
+            micro_batches=self._expectation.micro_batches,
             left_elements=sum(m.elements for m in measured),
             matches=matches,
             mean_of_left=self._is_right_mean_of_left(wrong),

@@ -170,7 +170,7 @@ class _Look:
 
     def _beside(self, facts: Facts, expectation: StepExpectation, written: int) -> Facts:
         """What makes up gradients beside the ranks' own: passes, and averages of parameters."""
-        passes = self._job.contract.micro_batches * self._ingredients.training.accumulate
+        passes = self._references.contract.micro_batches * self._ingredients.training.accumulate
         if passes > 1 and not self._large:
             facts = msgspec.structs.replace(facts, passes=measured_passes(expectation))
         if len(facts.steps[0].alike) > 1:

@@ -41,6 +41,14 @@ class StepExpectation:
         return self._references.contract
 
     @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """How many the strategy's own backward cuts a batch into, the loop, and both together; none
+        where there is one.
+        """
+        own, by_loop = self.contract.micro_batches, self.ingredients.training.accumulate
+        return tuple(sorted({own, by_loop, own * by_loop} - {1}))
+
+    @property
     def trace(self) -> TraceReader:
         """That of the ranks with data."""
         return self._references.trace

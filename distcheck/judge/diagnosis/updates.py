@@ -1,6 +1,7 @@
 """What a wrong update of the optimizer is made of, and averages of parameters. Runs in a judge."""
 
 from dataclasses import dataclass, replace
+from math import isclose, sqrt
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
-from distcheck.machine.numerics import real_parts
+from distcheck.machine.numerics import real_parts, unit_roundoff
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 
@@ -25,7 +26,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
     """
     trace, step = expectation.trace, expectation.step
     specs = trace.layout.model
-    ranks, parameters, state = [], dict[str, None](), dict[str, None]()
+    ranks, parameters, state = [], dict[str, int](), dict[str, None]()
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rank in range(trace.layout.world):
         try:
@@ -40,7 +41,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
             )
             if after is None or expected is None or torch.equal(after, expected):
                 continue
-            wrong, parameters[spec.name] = True, None
+            wrong, parameters[spec.name] = True, parameters.get(spec.name, 0) + 1
             before = trace.tensor(rank, Kind.PARAMETER, step, index)
             assert before is not None, "the update was computed from it"
             wide = [real_parts(t).double().reshape(-1) for t in (after, expected, before)]
@@ -69,7 +70,57 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
         decay=decay,
         rest=rest,
         unchanged=bool(rows) and not any(bool(taken.any()) for taken, _, _ in rows),
+        owners=expectation.contract.optimizer_state == "sharded"
+        and not state
+        and set(parameters.values()) == {trace.layout.world - 1},
+        norms=clipped_by_pieces(expectation),
     )
+
+
+def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
+    """The norms of the pieces of gradients that each moved as if it had been clipped by its own
+    norm; nothing where that does not explain an update of plain SGD.
+
+    A piece whose own norm is n moves |g| / n times as far as it should, |g| being the norm of all.
+    So elements fall into groups by how far they moved, and each group's factor times the norm of
+    its gradients is |g|.
+    """
+    trace, step = expectation.trace, expectation.step
+    clips = expectation.ingredients.training.clip_norm is not None
+    if not clips or expectation.contract.optimizer_state != "cut":
+        return ()
+    wanted = expectation.update.run(0, step)[Kind.PARAMETER]
+    ratios, gradients, square = list[torch.Tensor](), list[torch.Tensor](), 0.0
+    for index, expected in enumerate(wanted):
+        before, after, gradient = (
+            trace.tensor(0, kind, slot, index)
+            for kind, slot in (
+                (Kind.PARAMETER, step), (Kind.PARAMETER, step + 1), (Kind.GRADIENT, step),
+            )
+        )  # fmt: skip
+        if before is None or after is None or gradient is None or expected is None:
+            continue
+        wide = [real_parts(t).double().reshape(-1) for t in (before, after, expected, gradient)]
+        square += float(wide[3].square().sum())
+        right = wide[2] - wide[0]
+        # Chosen: elements that moved by 4096 roundings and more, so that a factor is known.
+        known = right.abs() > 4096 * unit_roundoff(before.dtype) * wide[0].abs()
+        ratios.append(((wide[1] - wide[0]) / right)[known])
+        gradients.append(wide[3][known])
+    if not ratios or not len(factors := torch.cat(ratios)):
+        return ()
+    order = factors.argsort()
+    factors, held = factors[order], torch.cat(gradients)[order]
+    # Chosen: far above the rounding of a factor, far below what sets two pieces apart.
+    cuts = ((factors[1:] - factors[:-1]) > 1e-3 * factors[1:].abs()).nonzero().flatten() + 1
+    groups = list(zip(factors.tensor_split(cuts), held.tensor_split(cuts), strict=True))
+    norms = tuple(float(part.norm()) for _, part in groups)
+    fits = all(
+        # Chosen: elements that hardly moved are in no group, and are some percent of its norm.
+        isclose(float(factor.mean()) * norm, sqrt(square), rel_tol=0.05)
+        for (factor, _), norm in zip(groups, norms, strict=True)
+    )
+    return norms if fits and 1 < len(norms) <= trace.layout.world else ()
 
 
 def _made_of(

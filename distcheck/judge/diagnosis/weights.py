@@ -1,6 +1,7 @@
 """Causes that show in what each rank's gradient counts for: scale, ranks left out, clipping."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import hypot, isclose
 
 from distcheck.judge.diagnosis import counting
@@ -13,9 +14,18 @@ _REDUCE = (
     "instead of parameter.grad"
 )
 _CLIP = "clip after the gradients are averaged, by the norm of the average"
+_ACCUMULATION = (
+    "multiply each micro-batch's mean loss by its share of the shard's samples, once: 1 over the "
+    "number of micro-batches where all are equal"
+)
 _ONE_RANK = (
     "let every rank end with the same sum over all ranks: an all_reduce, or a broadcast after the "
     "reduce; look for a list made as [t] * world, whose entries are one tensor"
+)
+
+_OWNERS = (
+    "or, where only the rank that updates a parameter needs its gradient (ZeRO-2), promise "
+    'gradients="owner"'
 )
 
 
@@ -73,6 +83,8 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
     evidence += _already_there(step, factor)
     if factor == -1.0:
         return Finding("wrong-sign", evidence, counting.SIGN)
+    if accumulated := _of_accumulation(step, factor):
+        return Finding("accumulation-scale", f"{evidence}; {accumulated}", _ACCUMULATION)
     if factor == world:
         return Finding(
             "missing-division",
@@ -102,6 +114,27 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
             f"with Training(clip_norm={norm})"
         )
     return Finding("wrong-divisor", evidence, suggestion)
+
+
+def _of_accumulation(step: StepFacts, factor: float) -> str:
+    """What says that a factor is that of micro-batches; empty where it is not their number, or may
+    as well be the number of ranks.
+    """
+    world = len(step.shares)
+    # Chosen: far above rounding in float32, and no other factor is so near.
+    near = partial(isclose, factor, rel_tol=1e-4)
+    count = next((n for n in step.micro_batches if near(n) or near(1 / n)), 0)
+    if not count:
+        return ""
+    before = [f is not None and near(f) for f in step.left_factors]
+    if not all(before) and factor in (world, 1 / world):
+        return ""
+    if near(count):
+        return (
+            f"that is the number of micro-batches, whose mean losses ({count} of them in each "
+            "shard) were added up without being divided"
+        )
+    return f"that is 1 over the number of micro-batches: their share ({count} of them) counts twice"
 
 
 def _round_norm(step: StepFacts, way: Reading) -> str:
@@ -208,7 +241,8 @@ def _one_right(
     own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
     beside = f", and {positions_text(step, own)} what backward had left there" if own else ""
     if right != summed:
-        return [Finding("one-rank-only", f"{alone} the mean over all samples{beside}", _ONE_RANK)]
+        suggestion = f"{_ONE_RANK}; {_OWNERS}"
+        return [Finding("one-rank-only", f"{alone} the mean over all samples{beside}", suggestion)]
     suggestion = f"divide by the number of ranks ({len(ways)}) once, before or after the sum"
     return [
         Finding("one-rank-only", f"{alone} the sum over all ranks{beside}", _ONE_RANK),

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.judge.oracles import low_rank, quantum, rounding
+from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import (
     Averaged,
+    Either,
     GradientForms,
     Gradients,
     Limit,
+    Near,
     Projection,
     Within,
 )
@@ -47,11 +49,21 @@ class AnyOrder(GradientForms):
     passes: int
     half_quanta: tuple[float, ...]
     nan_is_expected: bool
+    near: tuple[float, ...] = ()  # how far it may be besides, where micro-batches are not promised
+    why_near: str = ""
 
-    def of(self, index: int) -> Within | None:
+    def of(self, index: int) -> Within | Either | None:
         """What a parameter's gradient may be."""
         found = self.interval(index)
-        return None if found is None else Within(found.mean, found.bound, self.nan_is_expected)
+        if found is None:
+            return None
+        within = Within(found.mean, found.bound, self.nan_is_expected)
+        if not self.near:
+            return within
+        own = [gradients[index] for gradients in self.gradients]
+        is_complex = any(gradient is not None and gradient.is_complex() for gradient in own)
+        mean = torch.view_as_complex(found.mean) if is_complex else found.mean
+        return Either(within, Near(mean, self.near[index]), excuse=self.why_near)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
         """The bound, elementwise."""
@@ -163,7 +175,9 @@ def mean_at(at: AtStep) -> AnyOrder:
         passes=passes,
         half_quanta=half_quanta(at),
         nan_is_expected=at.nan_is_expected,
-        opening=at.shares.lost,
+        near=unpromised.of_mean(at),
+        why_near=unpromised.excuse(at),
+        opening=at.shares.lost or unpromised.said(at),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.contract import DDPBuckets
-from distcheck.judge.oracles import any_order, order_exact
+from distcheck.judge.oracles import any_order, clipped, order_exact, unpromised
 from distcheck.judge.oracles.any_order import AnyOrder, every
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import (
@@ -82,12 +82,17 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
 
 def local_gradients(at: AtStep) -> EachItsOwn:
     """What every rank's backward leaves."""
+    if at.references.unpromised:
+        return EachItsOwn(unpromised.own(at))
     return EachItsOwn(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
 
 
 def loss(at: AtStep) -> RankLosses:
     """The loss of every rank's own shard."""
-    return RankLosses(tuple(shard.loss for shard in at.shards))
+    losses = tuple(shard.loss for shard in at.shards)
+    if not at.references.unpromised:
+        return RankLosses(losses)
+    return RankLosses(losses, within=unpromised.losses(at), excuse=unpromised.excuse(at))
 
 
 def parameters(at: AtStep) -> Updates:
@@ -105,6 +110,8 @@ def parameters(at: AtStep) -> Updates:
         after=tuple(after),
         holders={i: reference.holders(step + 1, i) for i in state if reference.is_sharded(i)},
         averaged=averages is not None and averages.at(step),
+        near=tuple(clipped.tolerances(at, rank) for rank in range(reference.world)),
+        why_near=clipped.EXCUSE,
     )
 
 

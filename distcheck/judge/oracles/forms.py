@@ -115,10 +115,14 @@ class EachItsOwn:
 
 @dataclass(frozen=True)
 class RankLosses:
-    """The loss of each rank, to the bit; `beside` has the other value that each may be."""
+    """The loss of each rank, to the bit; `beside` has the other value that each may be, `within`
+    how far it may be from what is expected, for which `excuse` is the reason.
+    """
 
     expected: tuple[float, ...]
     beside: tuple[float, ...] = ()
+    within: tuple[float, ...] = ()
+    excuse: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,12 +164,16 @@ class Averaged:
 class Updates:
     """Of each rank, what the optimizer makes of a step; None where the trace lacks what it starts
     from. `holders` are the ranks that hold each tensor of its state that is divided among them;
-    `averaged` says that parameters are averaged afterwards, and are not these.
+    `averaged` says that parameters are averaged afterwards, and are not these. `near` has, of each
+    rank, how far the tensors of a kind may be from what is expected, for which `why_near` is the
+    reason; nothing where bits are expected.
     """
 
     after: tuple[After | None, ...]
     holders: Mapping[int, Sequence[int]]
     averaged: bool = False
+    near: Sequence[Mapping[Kind, Sequence[float]]] = ()
+    why_near: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cached_property
 
+import msgspec
 import torch
 from torch import nn
 
@@ -27,12 +28,32 @@ class References:
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
-        self.ingredients, self.contract, self.whole = ingredients, contract, whole
+        self.ingredients, self._promised, self.whole = ingredients, contract, whole
         self.mesh = contract.mesh(whole.layout.world)
         readers = ingredients.case.with_data if self.mesh is None else self.mesh.readers
         self.trace = whole.of_ranks(readers)
         # R by step and parameter, kept for steps that come after it.
         self.intervals: dict[int, list[Interval | None]] = {}
+
+    @cached_property
+    def unpromised(self) -> bool:
+        """Whether a strategy's own backward was seen to cut its shards, and promises not to."""
+        return self._promised.micro_batches == 1 and self._stretches > 1
+
+    @cached_property
+    def contract(self) -> Contract:
+        """What the strategy promises, with the micro-batches that were seen where it promises
+        nothing about them.
+        """
+        if not self.unpromised:
+            return self._promised
+        return msgspec.structs.replace(self._promised, micro_batches=self._stretches)
+
+    @cached_property
+    def _stretches(self) -> int:
+        """How many, in the first step, if all ranks have as many."""
+        counts = {self.trace.header(rank, 0).stretches for rank in range(self.trace.layout.world)}
+        return counts.pop() if len(counts) == 1 else 1
 
     def at(self, step: int) -> AtStep:
         """A step, of which nothing is computed yet."""

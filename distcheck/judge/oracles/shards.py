@@ -3,7 +3,9 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple
 
 import torch
 
@@ -27,12 +29,14 @@ class ShardResult:
 
     `magnitudes` are, per parameter, the absolute values of what each backward pass of the loop's
     gave, added up in float64 (`real_parts` of complex ones); empty where the loop runs only one.
+    `loss_terms` is what the absolute values of the stretches' losses add up to.
     """
 
     loss: float
     gradients: list[torch.Tensor | None]
     buffers: list[torch.Tensor]
     magnitudes: list[torch.Tensor | None]
+    loss_terms: float = 0.0
 
 
 def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
@@ -69,6 +73,23 @@ def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
     """How many of a shard's samples each of its micro-batches has; none is empty."""
     count = min(samples, micro_batches)
     return [samples // count + (n < samples % count) for n in range(count)]
+
+
+class _Stretch(NamedTuple):
+    """Samples of one backward pass, and what its mean loss is multiplied by, one after the other:
+    by the share of the loop's piece, and by its own share of that.
+    """
+
+    samples: int
+    shares: tuple[float, float]
+    begins_piece: bool
+
+
+def _cut(samples: int, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
+    """The loop's pieces of a shard, each cut into micro-batches by the strategy's own backward."""
+    for piece in stretch_sizes(samples, accumulate):
+        for number, size in enumerate(stretch_sizes(piece, micro_batches)):
+            yield _Stretch(size, (piece / samples, size / piece), number == 0)
 
 
 def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
@@ -125,14 +146,14 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
     parameters = [parameter for _, parameter in trainable(model)] if passes > 1 else []
     sums: list[torch.Tensor | None] = [None] * len(parameters)
 
-    def add(index: int, gradient: torch.Tensor) -> None:
+    def note(index: int, gradient: torch.Tensor) -> None:
         found = dense(gradient)
         assert found is not None
         size, before = real_parts(found).abs().double(), sums[index]
         sums[index] = size if before is None else before + size
 
     trained = [(index, p) for index, p in enumerate(parameters) if p.requires_grad]
-    hooks = [parameter.register_hook(partial(add, index)) for index, parameter in trained]
+    hooks = [parameter.register_hook(partial(note, index)) for index, parameter in trained]
     try:
         yield sums
     finally:
@@ -194,12 +215,12 @@ class ShardReference:
         scale = loss_scale(self._ingredients, self._trace, rank, step)
         accumulate = self._ingredients.training.accumulate
         declared = declared_factor(self._ingredients.case.loss, len(header.ids), total, headers)
-        loss_value, at = None, 0
+        at, pieces, loss_terms = 0, list[torch.Tensor](), 0.0
         under = seeds.under(header.settings)
         with under, _measuring(self._model, passes=accumulate) as sums:
-            for size in stretch_sizes(len(header.ids), self._contract.micro_batches * accumulate):
-                part = slice(at, at + size)
-                at += size
+            for cut in _cut(len(header.ids), accumulate, self._contract.micro_batches):
+                part = slice(at, at + cut.samples)
+                at += cut.samples
                 stretch = Batch(
                     inputs=batch.inputs[part],
                     labels=batch.labels[part],
@@ -207,10 +228,14 @@ class ShardReference:
                     total=total,
                 )
                 loss = self._ingredients.loaded.workload.loss(self._model, stretch)
-                if size != len(header.ids):
-                    loss = loss * (size / len(header.ids))
+                for share in cut.shares:
+                    loss = loss * share if share != 1.0 else loss
                 mean_part = loss.detach()
-                loss_value = mean_part if loss_value is None else loss_value + mean_part
+                loss_terms += abs(float(mean_part))
+                if cut.begins_piece:
+                    pieces.append(mean_part)
+                else:
+                    pieces[-1] = pieces[-1] + mean_part
                 if declared != 1.0:
                     loss = loss * declared
                 if self._contract.weighting == "loss" and weight != 1.0:
@@ -220,12 +245,12 @@ class ShardReference:
                 loss.backward(self._cotangent(loss, header.loss_factor))
                 if after_pass is not None:
                     after_pass()
-        assert loss_value is not None, "a shard holds at least one sample"
         return ShardResult(
-            loss=float(loss_value),
+            loss=float(reduce(add, pieces)),
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
             buffers=[b.clone() for b in self._model.buffers()],
             magnitudes=sums,
+            loss_terms=loss_terms,
         )
 
     def _cotangent(self, loss: torch.Tensor, observed: float) -> torch.Tensor | None:

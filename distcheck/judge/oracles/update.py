@@ -63,17 +63,20 @@ class UpdateReference:
         return digest.digest()
 
     def run(
-        self, rank: int, step: int, *, absent: Collection[int] = ()
+        self, rank: int, step: int, *, absent: Collection[int] = (), clip_factor: float = 1.0
     ) -> dict[Kind, list[torch.Tensor | None]]:
         """Parameters and optimizer state after the step, in the layout's order. Parameters whose
-        index is in `absent` have no gradient, whatever was recorded.
+        index is in `absent` have no gradient, whatever was recorded; where the loop clips, it does
+        so to `clip_factor` times the norm.
 
         Raises NotRecordedError where the trace lacks what the update starts from.
         """
         trace, model = self._trace, self._model
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
         parameters = dict(trainable(model))
-        for index, parameter in enumerate(parameters.values()):
+        for index, (name, parameter) in enumerate(parameters.items()):
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
+                raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
             if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
                 name = trace.layout.model.parameters[index].name
@@ -95,7 +98,7 @@ class UpdateReference:
         self._ingredients.schedule(optimizer, step)
         training = self._ingredients.training
         if training.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm * clip_factor)
         if training.loss_scale is None or all_finite(trace, rank, step):
             with seeds.under(header.settings):
                 optimizer.step()

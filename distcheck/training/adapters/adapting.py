@@ -25,6 +25,7 @@ from distcheck.training.loading import LoadedStrategy
 # Forms that need a forward or backward pass, or a piece of the parameters, on every rank.
 _COMPUTING = (
     "wrapper", "hooks", "comm-hook", "sharded-module", "sharded-optimizer", "context",
+    "engine",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.layouts import laid_out
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, adapt_sync, source_file
+from distcheck.training.loading import LoadedStrategy, source_file
 
 ScaleLoss = Callable[[torch.Tensor, Step], torch.Tensor]
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -88,7 +88,7 @@ def as_strategy(target: Target) -> LoadedStrategy:
     made = construct(target) if target.is_class else target.value
     found = {
         name: method
-        for name in ("wrap", "scale_loss", "close", "optimizer", "backward")
+        for name in ("wrap", "scale_loss", "close", "clip", "optimizer", "backward")
         if (method := getattr(made, name, None)) is not None
     }
     if "scale_loss" in found:
@@ -141,3 +141,41 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def adapt_sync(spec: str, sync: Callable[..., Any]) -> "Callable[[torch.nn.Module, Step], None]":
+    """Accepts f(model), f(model, step), and f(model, step: int), which gets the step's index.
+
+    Raises UsageError for anything else.
+    """
+    try:
+        parameters = inspect.signature(sync).parameters.values()
+    except (TypeError, ValueError):
+        return sync
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    second = positional[1:2]
+    takes_two = len(required) == 2 or variadic or [p.name for p in second] == ["step"]
+    if keyword or len(required) > 2 or (not positional and not variadic):
+        raise UsageError(
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}; "
+            "expected is sync(model) or sync(model, step)"
+        )
+    asked = [p.name for p in second if names.MEANINGS.get(p.name, "step") != "step"]
+    if len(required) == 2 and asked:
+        raise UsageError(
+            f"strategy {spec!r} has the signature {sync.__name__}{inspect.signature(sync)}, whose "
+            f"second argument would be the step, and no {asked[0]}; where it is to be filled in, "
+            f"name the method itself, such as {spec}.{sync.__name__}"
+        )
+    if takes_two and any(p.annotation in (int, "int") for p in second):
+        return lambda model, step: sync(model, step.index)
+    if takes_two:
+        return sync
+
+    def with_model_only(model: "torch.nn.Module", step: Step) -> None:
+        sync(model)
+
+    return with_model_only

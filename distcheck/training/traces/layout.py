@@ -37,8 +37,9 @@ CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its 
 RNG_STATE_BYTES = CPU_RNG_STATE_BYTES + 16  # and CUDA's, on a GPU: seed and offset
 
 ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the bytes, memory order
-# written, settings, implementation of the optimizer, samples, loss, factor on the loss, epoch,
-# RNG bytes, RNG digest, library states' bytes
+# written (0: not; else the stretches of the strategy's own backward), settings, implementation of
+# the optimizer, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states'
+# bytes
 HEADER = struct.Struct("<BBHIddqI16sI")
 # The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]

@@ -31,6 +31,7 @@ class StepHeader:
     `loss_factor` is the derivative of what backward started from by the shard's mean loss.
     `rng_state` is that of torch's generators; `library_states` and `settings` are what the
     functions of that name in `seeds` say, `implementation` what the one in `ranks.optimizers` does.
+    `stretches` is how many the strategy's own backward cut each of its batches into.
     """
 
     written: bool
@@ -44,6 +45,7 @@ class StepHeader:
     ready_order: tuple[int, ...]
     settings: int
     implementation: int
+    stretches: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class TraceReader:
             ready_order=tuple(i for i in order if i >= 0),
             settings=settings,
             implementation=implementation,
+            stretches=max(1, written),
         )
 
     def steps_written(self) -> int:

@@ -92,13 +92,15 @@ class TraceWriter:
         library_states: bytes = b"",
         settings: int = 0,
         implementation: int = 0,
+        stretches: int = 1,
     ) -> None:
         """Records what belongs to a step and is not a tensor of the model; marks it as written.
 
         `ready_order` [parameters] lists parameter indices in the order in which backward
         finished their gradients, padded with -1. The digest is of torch's generators alone: the
         libraries' any code may draw from, and what that changes shows elsewhere.
-        `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does.
+        `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does,
+        `stretches` how many the strategy's own backward cut its batch into: 1 to 255.
         """
         at = self._layout.header_offset(self._rank, step)
         tail = at + HEADER.size
@@ -114,7 +116,9 @@ class TraceWriter:
         digest = xxhash.xxh3_128_digest(rng_state)
         sizes = len(rng_state), digest, len(library_states)
         kinds = settings, implementation
-        HEADER.pack_into(self._index, at, 1, *kinds, len(ids), loss, loss_factor, epoch, *sizes)
+        HEADER.pack_into(
+            self._index, at, stretches, *kinds, len(ids), loss, loss_factor, epoch, *sizes
+        )
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself if no other does."""

@@ -229,9 +229,7 @@ def _shown_by(workload: str, training: Training) -> list[str]:
     return [name for name in CELLS if name == workload or loop.get(name, False)]
 
 
-def why_declined(
-    workload: str, contract: Contract, training: Training, *, own_backward: bool, own_update: bool
-) -> str:
+def why_declined(workload: str, contract: Contract, training: Training, *, own_update: bool) -> str:
     """Why a strategy cannot do a cell, or a workload with that `training`: because it says so, or
     because the loop has no place in it for what is wanted; empty where it can. `own_update`: it
     takes the optimizer's step, or exchanges within it.
@@ -246,15 +244,11 @@ def why_declined(
             "and then there is nothing to send"
         )
     scales, clips = training.loss_scale is not None, training.clip_norm is not None
-    if (training.accumulate > 1 or scales) and own_backward:
-        return "it runs backward itself, so the loop cannot do it otherwise"
     if (clips or scales) and own_update:
         return (
             "it exchanges gradients within the optimizer's step, after the loop would have looked "
             "at them"
         )
-    if clips and contract.optimizer_state == "cut":
-        return (
-            "a norm over pieces adds up in another order, so the update need not be bit-identical"
-        )
+    if clips and contract.gradients == "owner":
+        return "the loop clips by the norm of what a rank holds, and gradients are on their owners"
     return ""

@@ -1,0 +1,68 @@
+"""Gradients that are complete on one rank only: the one whose optimizer updates the parameter.
+
+ZeRO-2 reduces a gradient to its owner. What the other ranks hold is their own gradient or none, and
+no step reads it. So the owner's gradient counts, and every rank records that one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distcheck.errors import UsageError
+from distcheck.training.building import dense
+from distcheck.training.optimizers import innermost
+
+_SHOWN = 3
+
+
+class Owners:
+    """Which rank's optimizer updates each of a model's parameters. All ranks make one at once."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = getattr(innermost(optimizer), "param_groups", ())
+        held = {id(p) for group in groups for p in group["params"]}
+        device = next((p.device for _, p in named), torch.device("cpu"))
+        self._device = device
+        mine = torch.tensor([id(p) in held for _, p in named], dtype=torch.long, device=device)
+        holders, owner = mine.clone(), mine * dist.get_rank()
+        dist.all_reduce(holders)
+        dist.all_reduce(owner)
+        self._check([name for name, _ in named], holders.tolist())
+        self._owner = {name: int(o) for (name, _), o in zip(named, owner.tolist(), strict=True)}
+
+    @staticmethod
+    def _check(names: list[str], holders: list[int]) -> None:
+        wrong = [f"{n} ({h})" for n, h in zip(names, holders, strict=True) if h != 1]
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise UsageError(
+                'the strategy promises gradients="owner", so each parameter must be in the '
+                "optimizer of exactly one rank; in the optimizers of so many ranks are: "
+                f"{', '.join(wrong[:_SHOWN])}{more}"
+            )
+
+    def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
+        """The owners' gradients, by name, on every rank: a collective."""
+        named = [(name, p) for name, p in model.named_parameters() if name in self._owner]
+        rank = dist.get_rank()
+        there = torch.tensor(
+            [self._owner[name] == rank and p.grad is not None for name, p in named],
+            dtype=torch.long,
+            device=self._device,
+        )
+        dist.all_reduce(there)
+        found: dict[str, torch.Tensor | None] = {}
+        for (name, parameter), is_there in zip(named, there.tolist(), strict=True):
+            found[name] = self._sent(name, parameter) if is_there else None
+        return found
+
+    def _sent(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """One gradient, from its owner."""
+        owner = self._owner[name]
+        own = dense(parameter.grad) if dist.get_rank() == owner else None
+        sent = torch.empty_like(parameter, memory_format=torch.contiguous_format).detach()
+        if own is not None:
+            sent.copy_(own)
+        dist.broadcast(sent, owner)
+        return sent

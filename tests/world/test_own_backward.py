@@ -1,0 +1,54 @@
+"""Strategies with their own backward: micro-batches that are seen, and the cells of the loop."""
+
+import pytest
+import torch
+
+import distcheck
+from distcheck.contract import Batch, LossOf, Step
+from tests.world.test_verify import assert_everything_compared
+
+SMALL = "tests.mutants.small:Small"
+
+
+class DividesByTheNumber:
+    """As accelerate's `accumulate` and Fabric do: every mean loss over the number of them."""
+
+    parts = 7
+
+    def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in batch.split(self.parts):
+            loss = loss_of(part) / self.parts
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def sync(self, model: torch.nn.Module, step: Step) -> None:
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= step.world_size
+
+
+def test_micro_batches_that_are_not_promised_are_seen() -> None:
+    report = distcheck.verify(
+        f"{__name__}:DividesByTheNumber", world=2, workload=["lattice", SMALL], batch=224, steps=2,
+        dtype="float32",
+    )  # fmt: skip
+    assert_everything_compared(report)
+    reasons = [result.reason for case in report.cases for result in case.checks]
+    assert [r for r in reasons if "@strategy(micro_batches=7) lets bits be compared" in r]
+    assert [r for r in reasons if "bits differ from those of micro-batches" in r]
+
+
+def test_the_loops_own_cells() -> None:
+    """`ddp_no_sync` cuts in two what accumulation has cut in two, and meets a scaled loss."""
+    cells = ["accumulation", "loss_scaling"]
+    report = distcheck.verify("ddp_no_sync", world=2, workload=cells, dtype="float32")
+    assert_everything_compared(report)
+    assert [case.case.workload for case in report.cases] == cells
+
+
+@pytest.mark.parametrize("gradients", ["owners", "every"])
+def test_a_promise_of_gradients_that_does_not_exist(gradients: str) -> None:
+    with pytest.raises(ValueError, match='gradients "every rank" or "owner"'):
+        distcheck.strategy(gradients=gradients)  # type: ignore[arg-type]
