@@ -15,8 +15,6 @@ from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkloa
 from tests.mutants.workloads import Normalised
 from tests.world.test_verify import assert_everything_compared
 
-pytestmark = pytest.mark.usefixtures("no_rerun")
-
 # What each of the built-in strategies does not take part in.
 AFTER_BACKWARD = {"absent_on_some", "different_starts"}
 LEFT_OUT = {

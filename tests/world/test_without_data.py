@@ -11,8 +11,6 @@ from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.records import CheckResult, Compared, Report
 
-pytestmark = pytest.mark.usefixtures("no_rerun")
-
 FORMS = Path(__file__).parents[2] / "examples" / "forms" / "server_without_data.py"
 SMALL = f"{Path(__file__).parents[1] / 'adapted' / 'small.py'}:Small"
 RIGHT = (
