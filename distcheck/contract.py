@@ -352,7 +352,7 @@ def strategy(
             'wire "bfloat16", "float16", "float32" or None; micro_batches a number '
             'from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every rank" or '
             '"owner"; one_group True or False; backend a name or None; device "cpu", "cuda" or '
-            "None; declines names of cells (distcheck list)"
+            "None; declines names of cells (distcheck list); parallel a mapping of axes to sizes"
         ) from None
 
     def declare(target: T) -> T:
