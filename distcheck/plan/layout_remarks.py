@@ -8,6 +8,10 @@ from distcheck.records.mesh import MESH, Mesh
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import CELLS
 
+BUFFERS = (
+    "buffers, such as BatchNorm's running statistics, are compared before the first step and "
+    "between the two runs, and not with one process"
+)
 _NOT_DIVIDED = ("lattice", "composite")  # of the default run
 
 
