@@ -5,6 +5,8 @@ outputs. The layer after it is split by rows: each rank multiplies the outputs t
 weights that belong to them, and the partial sums are added up. Between the two nothing is sent.
 """
 
+import itertools
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +20,18 @@ from torch.distributed.tensor.parallel import (
 from distcheck.contract import strategy
 
 
+def pairs_of(model: nn.Module) -> dict[str, ParallelStyle]:
+    """How linear layers are divided that follow each other, with nothing between them but what
+    works on each number by itself (a ReLU): by columns, then by rows.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    heavy = [(name, layer) for name, layer in model.named_children() if list(layer.parameters())]
+    for (name, layer), (after, next_layer) in itertools.pairwise(heavy):
+        if isinstance(layer, nn.Linear) and isinstance(next_layer, nn.Linear) and name not in plan:
+            plan |= {name: ColwiseParallel(), after: RowwiseParallel()}
+    return plan
+
+
 @strategy(parallel={"tensor": -1})
 class TensorParallel:
     """Every pair of linear layers; one that is left over stays whole, on every rank."""
@@ -26,11 +40,10 @@ class TensorParallel:
         """Parameters of the divided layers become DTensors, in place."""
         if not isinstance(model, nn.Sequential):
             raise ValueError(f"it is a {type(model).__name__}, and not a chain of layers")
-        names = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
-        styles = [ColwiseParallel(), RowwiseParallel()] * (len(names) // 2)
+        plan = pairs_of(model)
         device = next(model.parameters()).device.type
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tensor",))
-        return parallelize_module(model, mesh, dict(zip(names, styles, strict=False)))
+        return parallelize_module(model, mesh, plan)
 
 
 @strategy(parallel={"tensor": -1})

@@ -58,7 +58,9 @@ def explore_beside(
             )
             enter(about, ())
             continue
-        _explore(pool, asked, _without(asked, own, left_out), keep=keep, show=show, enter=enter)
+        without = _without(asked, own, left_out)
+        world = own[0].case.world if own else 4
+        _explore(pool, asked, without, world, keep=keep, show=show, enter=enter)
 
 
 def _without(
@@ -80,6 +82,7 @@ def _explore(
     pool: Pool,
     asked: Asked,
     without: dict[str, str],
+    world: int,
     *,
     keep: bool,
     show: Callable[[str], None],
@@ -119,8 +122,8 @@ def _explore(
 
     try:
         try:
-            runner.look_at([_sample(asked)])
-        except CannotRunError as error:  # it works on another backend or device
+            runner.look_at([_sample(asked, world)])
+        except CannotRunError as error:  # another backend or device, or a mesh
             reason = f"not searched: {error}"
             enter(msgspec.structs.replace(about, verdict="not run", reason=reason), ())
             return
@@ -153,9 +156,10 @@ def _is_of(case: Case, asked: Asked, without: Collection[str]) -> bool:
     return case.adaptation == asked.adaptation and not words & {*without}
 
 
-def _sample(asked: Asked) -> Case:
+def _sample(asked: Asked, world: int) -> Case:
     request = Request(
         strategies=(asked.strategy,),
+        worlds=(world,),
         workloads=("generated:linear1",),
         dtype="float32",
         loss=asked.loss,

@@ -36,6 +36,11 @@ class Runner:
         facts = preparation.inspect(self._pool, samples, Data())
         for case, about in zip(samples, facts.cases, strict=True):
             contract = about.contract
+            if contract.parallel:
+                raise CannotRunError(
+                    f"{case.strategy} promises a mesh, and divides the layers of the models that "
+                    "it was written for; explore searches among other models"
+                )
             if contract.backend not in (None, "gloo") or contract.device not in (None, "cpu"):
                 raise CannotRunError(
                     f"strategy {case.strategy} works only on "

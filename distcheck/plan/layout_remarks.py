@@ -8,6 +8,10 @@ from distcheck.records.mesh import MESH, Mesh
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads.cells import CELLS
 
+BUFFERS = (
+    "buffers, such as BatchNorm's running statistics, are compared before the first step and "
+    "between the two runs, and not with one process"
+)
 _NOT_DIVIDED = ("lattice", "composite")  # of the default run
 
 
@@ -29,10 +33,12 @@ def why_left_out(case: Case, facts: CaseFacts) -> str:
     """Why a case shows nothing of a layout; empty where it does."""
     workload = case.workload
     generated = workload.startswith(PREFIX)
-    if workload.partition(":")[0] in _NOT_DIVIDED or workload in CELLS or generated:
+    if workload in CELLS or generated:
+        return "a layout divides the layers of the models that it was written for"
+    if workload.partition(":")[0] in _NOT_DIVIDED:
         return (
-            "a layout divides the layers of a model that it was written for, and not this one's; "
-            "--workload mlp has a case in float64 as well"
+            "a layout divides the layers of the models that it was written for; --workload mlp has "
+            "a case in float64 as well"
         )
     if case.dtype not in EXACT_DTYPES:
         return f"no reference has a bound for sums that are split over ranks in {case.dtype}"

@@ -15,6 +15,7 @@ from distcheck.errors import CannotRunError, LeftOutError, RankLostError
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
+from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case
 from distcheck.training.epoch_positions import shard_sizes
@@ -186,6 +187,8 @@ def _notes(
     yield from remarks.notes_on(case, sizes, about.contract)
     if why := remarks.why_no_full_batch(case, about, sizes):
         yield why
+    if about.contract.parallel and about.model.buffers:
+        yield layout_remarks.BUFFERS
     if about.makes_groups and about.contract.one_group:
         yield remarks.ONE_GROUP
     if not about.updates_again:

@@ -172,7 +172,7 @@ class AveragesTerms(_Layers):
     layer, averages = _Rows, True
 
 
-@mutant(caught="gradients S32", world=2)
+@mutant(caught="gradients S32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class SumsBothWays(_Layers):
     """The sum's backward is a sum as well, as that of a functional all_reduce is."""

@@ -1,5 +1,7 @@
 """Model-parallel layouts: right code passes, and what does not fit is refused in one sentence."""
 
+from functools import partial
+
 import pytest
 
 import distcheck
@@ -8,16 +10,22 @@ from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
 
 SMALL = "tests.mutants.small:Small"
+sweep = partial(pytest.param, marks=pytest.mark.sweep)
 WORKLOADS = {
     "expert_parallel": "experts", "sequence_parallel": "transformer",
     "transformer_tensor": "transformer",
 }  # fmt: skip
 WORLDS = {"data_tensor": 4, "data_pipeline": 4}
+# One of each kind: pieces, DTensors in a mesh, stages, experts.
+QUICK = ("column_parallel", "data_tensor", "pipeline", "expert_parallel")
 DTYPES = [("float32", "S32"), pytest.param("float64", "S64", marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize(("dtype", "layer"), DTYPES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in LAYOUTS],
+)
 def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     asked = {"world": WORLDS.get(name, 2), "dtype": dtype, "batch": 32, "separate": False}
     report = distcheck.verify(name, workload=WORKLOADS.get(name, SMALL), **asked)
@@ -32,8 +40,8 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     ("name", "workload", "world", "said"),
     [
         ("transformer_tensor", "transformer", 3, "4 heads cannot be divided by 3 ranks"),
-        ("pipeline_by_hand", SMALL, 3, "3 stages need an nn.Sequential of at least 3 layers"),
-        ("tensor_parallel", "transformer", 2, "it is a Transformer, and not a chain of layers"),
+        sweep("pipeline_by_hand", SMALL, 3, "3 stages need an nn.Sequential of at least 3 layers"),
+        sweep("tensor_parallel", "transformer", 2, "it is a Transformer, and not a chain"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(
@@ -94,3 +102,26 @@ def test_dtensors_beside_pieces_are_refused() -> None:
 def test_one_accessor_needs_the_other() -> None:
     with pytest.raises(UsageError, match=r"has full_gradients\(model\) and no full_parameters"):
         accessed("HalfAPair")
+
+
+MESHES = [
+    *((name, world, SMALL) for name in ("column_parallel", "row_parallel", "tensor_parallel")
+      for world in (2, 4)),
+    *((name, world, SMALL) for name in ("data_tensor", "data_pipeline") for world in (4, 8)),
+    *((name, 2, SMALL) for name in ("pipeline", "pipeline_1f1b", "pipeline_by_hand")),
+    *((name, world, WORKLOADS[name]) for name in WORKLOADS for world in (2, 4)),
+    ("pipeline", 3, "mlp"), ("pipeline_by_hand", 3, "mlp"), ("pipeline_1f1b", 4, "cnn"),
+    ("tensor_parallel", 2, "cnn"), ("column_parallel", 8, "mlp"), ("tensor_parallel", 8, "mlp"),
+    ("data_tensor", 4, "mlp"),
+]  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "world", "workload"), MESHES)
+def test_no_right_layout_is_accused(
+    name: str, world: int, workload: str, dtype: str, seed: int
+) -> None:
+    asked = {"world": world, "workload": workload, "dtype": dtype, "seed": seed, "batch": 64}
+    distcheck.verify(name, **asked, separate=False).raise_for_verdict()
