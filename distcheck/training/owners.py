@@ -19,7 +19,7 @@ class Owners:
     """Which rank's optimizer updates each of a model's parameters. All ranks make one at once."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named = list(model.named_parameters())
         groups = getattr(innermost(optimizer), "param_groups", ())
         held = {id(p) for group in groups for p in group["params"]}
         device = next((p.device for _, p in named), torch.device("cpu"))
@@ -28,12 +28,14 @@ class Owners:
         holders, owner = mine.clone(), mine * dist.get_rank()
         dist.all_reduce(holders)
         dist.all_reduce(owner)
-        self._check([name for name, _ in named], holders.tolist())
-        self._owner = {name: int(o) for (name, _), o in zip(named, owner.tolist(), strict=True)}
+        counts = dict(zip((name for name, _ in named), holders.tolist(), strict=True))
+        self._check({name: counts[name] for name, p in named if p.requires_grad})
+        pairs = zip(named, owner.tolist(), strict=True)
+        self._owner = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
 
     @staticmethod
-    def _check(names: list[str], holders: list[int]) -> None:
-        wrong = [f"{n} ({h})" for n, h in zip(names, holders, strict=True) if h != 1]
+    def _check(holders: dict[str, int]) -> None:
+        wrong = [f"{name} ({count})" for name, count in holders.items() if count != 1]
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise UsageError(

@@ -263,6 +263,9 @@ EXTRAS = frozenset(
         "averages_in_a_chain", "one_buffer_for_two", "adds_noise", "AveragesWhatItUpdated",
         "BroadcastsItsInputs", "AugmentsAndNeverDivides", "sums_on_rank_0_alone",
         "two_mistakes_in_two_parameters",
+        # micro-batches, owners, pieces
+        "AddsUpMeanLosses", "UnpromisedAndALittleOff", "OwnersDoNotDivide",
+        "LastParameterNotSentOn", "ClipsByTheLocalNorm",
         # ends
         "dies_after_the_last_collective", "leaves_quietly", "raises_on_one_rank",
     }

@@ -5,6 +5,10 @@ import torch
 
 import distcheck
 from distcheck.contract import Batch, LossOf, Step
+from distcheck.errors import UsageError
+from distcheck.records import Adaptation
+from distcheck.training.loading import load_strategy
+from tests.world.command import ROOT
 from tests.world.test_verify import assert_everything_compared
 
 SMALL = "tests.mutants.small:Small"
@@ -52,3 +56,27 @@ def test_the_loops_own_cells() -> None:
 def test_a_promise_of_gradients_that_does_not_exist(gradients: str) -> None:
     with pytest.raises(ValueError, match='gradients "every rank" or "owner"'):
         distcheck.strategy(gradients=gradients)  # type: ignore[arg-type]
+
+
+class EveryRanksOwners:
+    """Promises owners, and has every parameter in every rank's optimizer."""
+
+    def sync(self, model: torch.nn.Module, step: Step) -> None:
+        """Nothing is reached."""
+
+
+distcheck.strategy(gradients="owner")(EveryRanksOwners)
+
+
+def test_owners_that_are_several_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"exactly one rank; in the optimizers .*0\.weight \(2\)"):
+        distcheck.verify(f"{__name__}:EveryRanksOwners", world=2, workload=SMALL, steps=1)
+
+
+def test_the_loop_does_not_clip_pieces_that_it_cannot_put_together() -> None:
+    """torch's function would take the norm of a rank's own pieces: no mistake of the code's."""
+    loaded = load_strategy(
+        str(ROOT / "examples/forms/fsdp_by_hand.py") + ":ShardedParameters",
+        Adaptation(form="sharded-module"),
+    )
+    assert "clipping" in loaded.contract.declines

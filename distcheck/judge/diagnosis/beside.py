@@ -208,7 +208,8 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
                 f"that they hold by the norms of these pieces alone ({norms}), and not by the "
                 "norm of all gradients",
                 suggestion="add up the squares of the norms of all ranks' pieces before the root: "
-                "torch's clip_grad_norm_ does so for DTensors",
+                "torch's clip_grad_norm_ does so for DTensors; for pieces that are plain tensors "
+                "give the strategy clip(model, max_norm), which the loop then calls in its place",
             )
         ]
     return []

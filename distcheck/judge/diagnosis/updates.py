@@ -248,7 +248,7 @@ class _Averaged:
             self.of.contract, self.of.ingredients, self.of.update,
         )  # fmt: skip
         self.weights, self.unscaled, self.half_quanta = [1.0] * world, [1.0] * world, list[float]()
-        self.lost = ""
+        self.lost, self.micro_batches = "", ()
         self.shards = [
             ShardResult(
                 loss=0.0,

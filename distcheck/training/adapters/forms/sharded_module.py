@@ -68,8 +68,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         base.sync(model, step)
         kept[0].write_gradients()
 
+    # The loop would clip pieces by their own norm, which is the loop's mistake and not the code's.
+    declines = tuple(dict.fromkeys((*base.contract.declines, "clipping")))
     contract = msgspec.structs.replace(
-        base.contract, sync="out-of-sight", optimizer_state="cut", one_group=True
+        base.contract,
+        sync="out-of-sight",
+        optimizer_state="cut",
+        one_group=True,
+        declines=declines,
     )
     return dataclasses.replace(
         base,
