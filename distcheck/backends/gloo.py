@@ -113,9 +113,9 @@ def _many_ranks_ring_sum(
 
     world, elements = len(shards), shards[0].numel()
     chunk = max(1, bounds[0][1] - bounds[0][0])
-    rows = shards[0].new_zeros(world, world * chunk)
-    for row, shard in zip(rows, shards, strict=True):
-        row[:elements] = shard
+    rows = shards[0].new_empty(world, world * chunk)
+    torch.stack(shards, out=rows[:, :elements])
+    rows[:, elements:] = 0
     step = (world + 1) * chunk
 
     def diagonal(distance: int) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -16,6 +16,7 @@ _TABLE = {
 PROVEN = {
     "mismatch": "calls that do not match",
     "deadlock": "proven deadlock",
+    "asleep": "a rank that sleeps",
     "refused": "refused",
 }
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung

@@ -84,6 +84,7 @@ def start_world(
                     SimulatedShare(
                         pool,
                         backend=backend,
+                        deadline_s=deadline_s,
                         target=job.target,
                         starts=dict(enumerate(starts)),
                         fds=descriptors_of(given),
@@ -198,7 +199,7 @@ def refusal_of(world: World) -> DistcheckError | None:
     """
     for child in world.children:
         if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
-            return error_of(child)
+            return NotSimulatedError(child.raised.message)
     refused = [c for c in world.children if c.raised and c.raised.exit_code == ExitCode.USAGE]
     if not refused:
         return None

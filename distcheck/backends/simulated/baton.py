@@ -13,6 +13,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, NoReturn
 
+_ASKING_S = 0.001  # chosen: code that asks in a loop often sleeps for as long between
+
 
 class State(Enum):
     """What a rank's thread does."""
@@ -37,7 +39,8 @@ class Runner:
 
 class Baton:
     """Runs one function per rank. `switch(before, after)` is called between two ranks, when neither
-    runs; `stuck()` when none can: it wakes one, or never returns.
+    runs; `stuck()` when none can: it wakes one, or never returns. `overslept(rank, seconds)` is
+    called where more than `most_sleep_s` would have to pass at once, and never returns.
     """
 
     def __init__(
@@ -46,9 +49,12 @@ class Baton:
         *,
         switch: Callable[[int, int], None],
         stuck: Callable[[], None],
+        overslept: Callable[[int, float], None],
+        most_sleep_s: float,
     ) -> None:
         self.runners = [Runner(rank) for rank in range(size)]
         self._switch, self._stuck = switch, stuck
+        self._overslept, self._most_sleep_s = overslept, most_sleep_s
         self._ready = deque(self.runners)
         self._asleep: list[tuple[float, int]] = []
         self._over = threading.Event()
@@ -94,12 +100,14 @@ class Baton:
             self._ready.append(runner)
 
     def give_way(self) -> None:
-        """Lets every rank that is ready run first; where none is, time passes."""
+        """Lets every rank that is ready run first. To ask takes time, so that ranks that ask again
+        and again come to what another one does later.
+        """
         own = self.runners[self.current]
-        if self._ready or self._asleep:
-            if not self._ready:
-                self._let_time_pass()
-            own.state = State.READY
+        self.time_s += _ASKING_S
+        while self._asleep and (not self._ready or self._asleep[0][0] <= self.time_s):
+            self._let_time_pass()
+        if self._ready:
             self._ready.append(own)
             self._pass_on(own)
 
@@ -143,7 +151,11 @@ class Baton:
         own.state = State.READY if own.state is not State.OVER else own.state
 
     def _let_time_pass(self) -> None:
-        self.time_s, rank = heapq.heappop(self._asleep)
+        wakes_at, rank = self._asleep[0]
+        if wakes_at - self.time_s > self._most_sleep_s:
+            self._overslept(rank, wakes_at - self.time_s)
+        wakes_at, rank = heapq.heappop(self._asleep)
+        self.time_s = max(self.time_s, wakes_at)
         runner = self.runners[rank]
         runner.state = State.READY
         self._ready.append(runner)

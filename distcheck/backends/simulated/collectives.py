@@ -88,6 +88,15 @@ def _reduce(calls: Sequence[Call], order: str) -> None:
 
 
 def _reduce_scatter(calls: Sequence[Call], order: str) -> None:
+    """gloo reduces each tensor of a list to its rank, and one tensor as a whole (measured with
+    torch 2.15, worlds 5 and 7).
+    """
+    if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
+        combine = _COMBINE[calls[0].op]
+        for place, call in enumerate(calls):
+            parts = [memory_of(other.inputs[place]) for other in calls]
+            call.results = [orders.reduced(order, "reduce", parts, combine)]
+        return
     total = _reduced(calls, order, "all_reduce")
     for call, part in zip(calls, total.chunk(len(calls)), strict=False):
         call.results = [part]

@@ -153,7 +153,7 @@ def _differs(calls: Sequence[Call]) -> str:
         names = ["operation"]
     if not names and calls[0].kind == "all_to_all":
         names = ["split sizes"]
-    return f"the {' and the '.join(names)} differ{'s' * (len(names) == 1)}"
+    return f"they differ in the {' and the '.join(names)}"
 
 
 def _odd(groups: dict[str, list[Call]]) -> str:

@@ -17,6 +17,7 @@ class SimulatedStore(Store):
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
         self._world = world
+        world.stores.append(self)  # torch keeps its half in C++ alone, which then finds no method
 
     def set(self, key: str, value: Any) -> None:
         """Stores a value."""

@@ -16,14 +16,15 @@ from distcheck.backends.simulated.matching import Channel
 from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
 
-End = Literal["mismatch", "deadlock", "refused"]
+End = Literal["mismatch", "deadlock", "asleep", "refused"]
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
 _MOST_IN_WORDS = 6  # groups of ranks that wait alike
 
 
 class SimulatedWorld:
-    """A world of `size` ranks whose collectives add in `order`. `switch` is called between two
-    ranks; `ended(how, what)` when the world can go no further, and no rank goes on after it.
+    """A world of `size` ranks whose collectives add in `order`, and who may sleep for `deadline_s`
+    at once. `switch` is called between two ranks; `ended(how, what)` when the world can go no
+    further, and no rank goes on after it.
     """
 
     def __init__(
@@ -31,12 +32,21 @@ class SimulatedWorld:
         size: int,
         order: str,
         *,
+        deadline_s: float,
         switch: Callable[[int, int], None],
         ended: Callable[[End, str], None],
     ) -> None:
         self.size, self.order = size, order
-        self.baton = Baton(size, switch=switch, stuck=self._stuck)
+        self.baton = Baton(
+            size,
+            switch=switch,
+            stuck=self._stuck,
+            overslept=self._overslept,
+            most_sleep_s=deadline_s,
+        )
+        self._deadline_s = deadline_s
         self.stored: dict[str, bytes] = {}
+        self.stores: list[object] = []
         self.latest: list[deque[Call]] = [deque(maxlen=_KEPT) for _ in range(size)]
         self._channels: dict[str, Channel] = {}
         self._lost: set[int] = set()  # ranks that raised or left
@@ -117,6 +127,15 @@ class SimulatedWorld:
             self._lose_peers()
             return
         self._ended("deadlock", self._deadlock_in_words())
+        self.baton.freeze()
+
+    def _overslept(self, rank: int, seconds: float) -> None:
+        waiting = self._deadlock_in_words()
+        self._ended(
+            "asleep",
+            f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
+            f"{self._deadline_s:g} s{'; ' * bool(waiting)}{waiting}",
+        )
         self.baton.freeze()
 
     def _lose_peers(self) -> None:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+import msgspec
+
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.ends import PROVEN, RankEnd
@@ -71,6 +73,8 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
     if how == PROVEN["mismatch"]:
         return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
+    if how == PROVEN["asleep"]:
+        return msgspec.structs.replace(found, evidence=what)
     if how != PROVEN["deadlock"]:
         return found
     suggestion = found.suggestion

@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import msgspec
@@ -40,6 +40,7 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     target: str
     order: str
+    deadline_s: float
     payloads: list[bytes]
     environments: list[dict[str, str]]
     order_seeds: list[int | None]
@@ -96,6 +97,9 @@ class Host:
 
     def __init__(self, asked: HostRequest, fds: Descriptors, reporter: Reporter) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
+        module, _, name = asked.target.partition(":")
+        # Before anything is a rank's own: all ranks run the same job.
+        self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.payloads))
         self._reporters = [RankReporter(reporter, rank) for rank in ranks]
         streams: list[tuple[TextIO, TextIO]] = []
@@ -108,12 +112,14 @@ class Host:
         ]
         self._isolation = Isolation(environments, streams)
         self._world = simulated.SimulatedWorld(
-            len(ranks), asked.order, switch=self._switch, ended=self._ended
+            len(ranks),
+            asked.order,
+            deadline_s=asked.deadline_s,
+            switch=self._switch,
+            ended=self._ended,
         )
         self._turn = mmap.mmap(fds[TURN_FD], TURN.size)
         self._ending = threading.Lock()
-        module, _, name = asked.target.partition(":")
-        self._target: child.Target = getattr(importlib.import_module(module), name)
 
     def run(self) -> None:
         """Runs every rank to its end."""
@@ -184,34 +190,39 @@ class Host:
             )
             self._reporters[rank].send(child.as_event(NotSimulatedError(said)))
         else:
-            self._tell_ranks()
+            self._tell_ranks(State.READY)
         self._reporter.send(messages.Proven(how, messages.printable(what)))
 
     def tell_stacks(self) -> None:
         """Says what every rank is doing, where the world has hung."""
         if self._ending.acquire(blocking=False):
-            self._tell_ranks()
+            self._tell_ranks(State.READY, State.ASLEEP)
 
-    def _tell_ranks(self) -> None:
+    def _tell_ranks(self, *blameless: State) -> None:
+        """Says of every rank what it does; those in a state that is not their doing only wait for
+        their turn.
+        """
         frames = sys._current_frames()
         for runner in self._world.baton.runners:
             if runner.state is not State.OVER:
-                self._reporters[runner.rank].send(self._stacks_of(runner, frames))
+                self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless))
 
-    def _stacks_of(self, runner: Runner, frames: Mapping[int, Any]) -> messages.Stacks:
+    def _stacks_of(
+        self, runner: Runner, frames: Mapping[int, Any], blameless: Sequence[State]
+    ) -> messages.Stacks:
         thread, baton = runner.thread, self._world.baton
         frame = frames.get(thread.ident or 0) if thread is not None else None
         text = "" if frame is None else child.shown_of(frame)
-        runs = runner.state is State.READY and runner.rank != baton.current
-        if runs or runner.state is State.ASLEEP:
-            holder = baton.current
-            text = f"waits for its turn, which rank {holder} does not give away\n{text}"
+        waits = runner.state in blameless and runner.rank != baton.current
+        if waits:
+            text = f"waits for its turn, which rank {baton.current} does not give away\n{text}"
         entries = self._entries_of(runner.rank)
+        together = [entry for entry in entries if not entry["is_p2p"]]
         return messages.Stacks(
             text=messages.printable(text),
-            collective=child.last_collective(entries),
+            collective=child.last_collective(together),
             collectives=flight.latest(entries),
-            waits_for_turn=runs or runner.state is State.ASLEEP,
+            waits_for_turn=waits,
         )
 
 

@@ -122,6 +122,9 @@ class Isolation:
         if own.dtype != torch.get_default_dtype():
             torch.set_default_dtype(own.dtype)
         sys.modules.update(own.modules)
+        for name, module in own.modules.items():
+            if (parent := self._shared_parent(name, own.modules)) is not None:
+                setattr(parent, name.rpartition(".")[2], module)
         self._locks._module_locks = own.module_locks
         if self._folders_differ:
             os.chdir(own.folder)
@@ -137,7 +140,18 @@ class Isolation:
         theirs = [name for name in reversed(names) if self._is_own(sys.modules[name])]
         taken = {name: sys.modules.pop(name) for name in theirs}
         self._counted = len(sys.modules)
+        for name in taken:
+            if (parent := self._shared_parent(name, taken)) is not None:
+                vars(parent).pop(name.rpartition(".")[2], None)
         return taken
+
+    @staticmethod
+    def _shared_parent(name: str, own: Mapping[str, ModuleType]) -> ModuleType | None:
+        """The package of one of the ranks' modules, if all ranks share it: the module must not be
+        found through it.
+        """
+        parent = name.rpartition(".")[0]
+        return None if not parent or parent in own else sys.modules.get(parent)
 
     def _is_own(self, module: ModuleType | None) -> bool:
         """Whether a module is of the code under test, and so each rank's own."""

@@ -57,7 +57,7 @@ def install(world: SimulatedWorld) -> None:
     module: Any = time
     module.sleep = sleep_or_give_way
     rpc: Any = importlib.import_module("torch.distributed.rpc")
-    rpc._init_rpc_backend = refuse_rpc
+    rpc.init_rpc = rpc._init_rpc_backend = refuse_rpc
     module = signal
     module.signal = refuse_signal
     os._exit = leave_rank

@@ -146,6 +146,7 @@ class SimulatedShare(Share):
         pool: "Pool",
         *,
         backend: str,
+        deadline_s: float,
         target: str,
         starts: Mapping[int, RankStart],
         fds: Descriptors,
@@ -155,6 +156,7 @@ class SimulatedShare(Share):
         request: dict[str, Any] = {
             "target": target,
             "order": backends.order_of(backend),
+            "deadline_s": deadline_s,
             "payloads": [start.payload for start in starts.values()],
             "environments": [dict(start.environment) for start in starts.values()],
             "order_seeds": [start.order_seed for start in starts.values()],
