@@ -84,7 +84,6 @@ def verify(
         "batch": batch,
         "steps": steps,
         "seed": seed,
-        "backend": backend,
         "dtype": dtype,
         "deadline_s": deadline_s,
         "adaptation": adaptation_of(*adapted),
@@ -95,7 +94,7 @@ def verify(
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
         "separate": separate,
-        **settings,
+        **{"backend": backend, **settings},
     }
     return _verify(_request(asked, world_given=world is not None), save)
 
