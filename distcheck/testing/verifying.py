@@ -70,8 +70,7 @@ def verify(
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call, forked from interpreters that are kept. Raises UsageError for invalid
-    arguments, CannotRunError for what this machine cannot run.
+    fresh in every call. Raises UsageError for invalid arguments, CannotRunError for what cannot run.
     """
     _check_names(settings)
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
@@ -94,7 +93,8 @@ def verify(
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
         "separate": separate,
-        **{"backend": backend, **settings},
+        "backend": backend,
+        **settings,
     }
     return _verify(_request(asked, world_given=world is not None), save)
 

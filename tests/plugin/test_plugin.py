@@ -32,6 +32,7 @@ BAD_MARKERS = {
     "world('4')": "was given the size '4'",
     "world([])": "was given an empty list of sizes: nothing would run",
     "world(2, 3)": "takes one size, or a list of them",
+    "world(2, backend='simulated:tree')": "call distcheck.verify(",
     "world(2, colour='red')": "takes no colour",
     "world(2, deadline_s=0)": "was given deadline_s=0; it takes a number of seconds above 0",
     "world(2, device='tpu')": "was given device='tpu'; it takes 'cpu' or 'cuda'",
