@@ -70,7 +70,7 @@ def verify(
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call. Raises UsageError for invalid arguments, CannotRunError for what cannot run.
+    fresh in every call. Raises UsageError for invalid arguments, CannotRunError for what cannot.
     """
     _check_names(settings)
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data

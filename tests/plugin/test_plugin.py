@@ -47,7 +47,7 @@ def test_a_bad_marker_gets_a_sentence(run: Run, tmp_path: Path) -> None:
         (tmp_path / f"test_bad_{number}.py").write_text(text)
     ran = run("def test_good(): pass\n", "--continue-on-collection-errors")
     assert ran.returncode != 0
-    assert re.search(r"^=+ 1 passed, 10 errors in ", ran.stdout, re.M), ran.stdout
+    assert re.search(r"^=+ 1 passed, 11 errors in ", ran.stdout, re.M), ran.stdout
     for number, sentence in enumerate(BAD_MARKERS.values()):
         _, name, rest = ran.stdout.partition(f" test_bad_{number}.py ")
         assert name, ran.stdout
