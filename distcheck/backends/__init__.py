@@ -4,6 +4,9 @@ torch. It may offer
     all_reduce_sum(shards)   its reduction order, where that has been established; the others are
                              judged by bounds alone
     reduce_sum(shards)       the order of a reduce to one rank
+    ORDERS, sum_in(order, collective)
+                             the orders that may follow its name and a colon (`simulated:tree`), in
+                             place of these two
     missing() -> str         why it cannot run here
     register() -> str        makes torch know it, in a rank; returns the name that torch knows it by
 """
@@ -30,8 +33,16 @@ def backend_names() -> list[str]:
 def check_name(backend: str) -> None:
     """Raises UsageError for a name that no backend has; it says which can run here."""
     known = backend_names()
-    if backend in known:
+    name, colon, order = backend.partition(":")
+    if name in known and not colon:
         return
+    if name in known and (orders := _orders(name)):
+        if order in orders:
+            return
+        raise UsageError(
+            f"unknown order {order!r} of backend {name}{did_you_mean(order, orders)}; known are "
+            f"{', '.join(orders)}"
+        )
     here = [name for name in known if not missing(name)]
     raise UsageError(
         f"unknown backend {backend!r}{did_you_mean(backend, known)}; known are {', '.join(known)}; "
@@ -39,21 +50,57 @@ def check_name(backend: str) -> None:
     )
 
 
+def name_of(backend: str) -> str:
+    """A backend's name, without the order that may follow it: "simulated" of "simulated:tree"."""
+    return backend.partition(":")[0]
+
+
+def order_of(backend: str) -> str:
+    """The order in which a backend that has several was asked to add; its first, unless given."""
+    order = backend.partition(":")[2]
+    return order or next(iter(_orders(name_of(backend))), "")
+
+
+def names_with_orders() -> list[str]:
+    """All that `--backend` takes."""
+    names = backend_names()
+    return names + [f"{name}:{order}" for name in names for order in _orders(name)]
+
+
+def is_known(backend: str) -> bool:
+    """Whether it is distcheck's own: a name, with or without one of its orders."""
+    return backend in names_with_orders()
+
+
+def _orders(name: str) -> tuple[str, ...]:
+    return getattr(_module(name), "ORDERS", ())
+
+
 def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
     """The backend's own order of summation, or None where it is not known."""
-    return getattr(_module(backend), "all_reduce_sum", None)
+    return _sum_of(backend, "all_reduce")
 
 
 def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
     """The order in which the backend's reduce to any one rank adds, or None: not known."""
-    return getattr(_module(backend), "reduce_sum", None)
+    return _sum_of(backend, "reduce")
+
+
+def _sum_of(backend: str, collective: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
+    module = _module(name_of(backend))
+    if hasattr(module, "sum_in"):
+        found: Callable[[list[torch.Tensor]], torch.Tensor] = module.sum_in(
+            order_of(backend), collective
+        )
+        return found
+    return getattr(module, f"{collective}_sum", None)
 
 
 def missing(backend: str) -> str:
     """Why a backend cannot run on this machine, in a sentence that says what to install; empty
     where it can, as far as can be known without torch.
     """
-    ask: Callable[[], str] | None = getattr(_module(backend), "missing", None)
+    ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
 
 
@@ -61,7 +108,7 @@ def register(backend: str) -> str:
     """Makes torch know a backend, in a rank, before `init_process_group`; returns the name to give
     it. Raises CannotRunError where its library cannot be loaded.
     """
-    do: Callable[[], str] | None = getattr(_module(backend), "register", None)
+    do: Callable[[], str] | None = getattr(_module(name_of(backend)), "register", None)
     return do() if do is not None else backend
 
 

@@ -36,7 +36,7 @@ def _workloads() -> Iterable[str]:
 def _backends() -> Iterable[str]:
     from distcheck import backends
 
-    return backends.backend_names()
+    return backends.names_with_orders()
 
 
 def _dtypes() -> Iterable[str]:

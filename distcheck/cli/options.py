@@ -37,7 +37,9 @@ def case_options(command: F) -> F:
                      help="The seed of all random streams."),
         click.option("--backend", default="gloo", show_default=True, metavar="NAME",
                      help=(
-                         "The backend that ranks communicate by: gloo, mpi or nccl."
+                         "The backend that ranks communicate by: gloo, mpi or nccl; or simulated, "
+                         "a world in one process: simulated:ORDER adds as gloo, ring, tree, "
+                         "recursive-halving or rank."
                      ), **completion.BACKENDS),
         click.option("--device", default="cpu", show_default=True, metavar="NAME",
                      help="cpu or cuda.", **completion.DEVICES),

@@ -38,6 +38,10 @@ class CannotRunError(DistcheckError):
     exit_code = ExitCode.CANNOT_RUN
 
 
+class NotSimulatedError(CannotRunError):
+    """The code under test does something that a simulated world cannot do."""
+
+
 class MembershipError(DistcheckError):
     """The launcher has changed the number of ranks of a run that had begun: nothing is known."""
 

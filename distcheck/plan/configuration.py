@@ -250,7 +250,7 @@ def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
     """Raises UsageError for a name that nothing has."""
     for key, what, known in (
         ("workloads", "workload", loading.workload_names()),
-        ("backends", "backend", backends.backend_names()),
+        ("backends", "backend", backends.names_with_orders()),
         ("dtypes", "dtype", DTYPES),
     ):
         for n, name in enumerate(keys.get(key, ())):

@@ -8,9 +8,16 @@ _TABLE = {
     "killed": (0, "a signal that distcheck did not send ended it"),
     "exited": (0, "it left before its last step, or could not be started"),
     "raised": (0, "an exception ended it"),
-    "hung": (1, "it made no progress within the deadline"),
+    "hung": (1, "it made no progress within the deadline, or was proven to wait for ever"),
     "ended": (3, "distcheck ended it, because another rank had failed"),
     "finished": (4, "it trained all its steps"),
+}
+# How the sentence begins that says why a simulated world could go no further.
+PROVEN = {
+    "mismatch": "calls that do not match",
+    "deadlock": "proven deadlock",
+    "asleep": "a rank that sleeps",
+    "refused": "refused",
 }
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung
 

@@ -114,7 +114,7 @@ def _is_known(what: str, spec: str, root: Path | None, unpacked: Mapping[str, st
         return _is_within(Path(place), root) and _defines(Path(place), attribute, root)
     if what == "workload" and _is_built_in(place, attribute):
         return True
-    if what == "backend" and not attribute and place in backends.backend_names():
+    if what == "backend" and backends.is_known(spec):
         return True
     if what == "strategy" and not attribute and place in loading.strategy_names():
         return True

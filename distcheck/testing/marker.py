@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from distcheck.backends import name_of
 from distcheck.machine.devices import DEVICES
 from distcheck.records import MOST_DEADLINE_S
 
@@ -75,6 +76,11 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
     for name, kind in (("seed", int), ("reuse", bool), ("backend", str), ("device", str)):
         if name in arguments and not isinstance(arguments[name], kind):
             raise _refuse(f"was given {name}={arguments[name]!r}; it takes a {kind.__name__}")
+    if name_of(arguments.get("backend", "gloo")) == "simulated":
+        raise _refuse(
+            f"was given backend={arguments['backend']!r}, whose ranks share one process and so one "
+            'pytest item; call distcheck.verify(..., backend="simulated") in a plain test'
+        )
     device = arguments.get("device", "cpu")
     if device not in DEVICES:
         raise _refuse(f"was given device={device!r}; it takes {' or '.join(map(repr, DEVICES))}")

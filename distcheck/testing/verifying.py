@@ -36,6 +36,7 @@ def verify(
     batch: int = 256,
     steps: int | None = None,
     seed: int = 0,
+    backend: str = "gloo",
     dtype: str | None = None,
     deadline_s: float = 30.0,
     form: str | None = None,
@@ -61,7 +62,7 @@ def verify(
     world       number of ranks, or several to try; by default 4
     workload    names of workloads; by default those that `distcheck verify` has
     batch       samples per step, over all ranks; `steps`: by default each workload's own
-    form ...    as the options --as, --arg, --set, --finish, --reset, and --loss; accept as --accept
+    form ...    as the options --as, --arg, --set, --finish, --reset, --loss, --backend, --accept
     without_data  ranks without a shard of the batch, such as a parameter server
     thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
                 a search of `explore_s` seconds for each strategy (0: none)
@@ -69,8 +70,7 @@ def verify(
     separate    whether the second world's ranks come from separate interpreters
     save        folder for cases, traces and the report; nothing is written without it
     Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call, forked from interpreters that are kept. Raises UsageError for invalid
-    arguments, CannotRunError for what this machine cannot run.
+    fresh in every call. Raises UsageError for invalid arguments, CannotRunError for what cannot.
     """
     _check_names(settings)
     adapted = form, arguments or {}, variables or {}, finish, reset, without_data
@@ -93,10 +93,10 @@ def verify(
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
         "separate": separate,
+        "backend": backend,
         **settings,
     }
-    keep = None if save is None else Store.at(Path(save))
-    return _verify(_request(asked, world_given=world is not None), keep)
+    return _verify(_request(asked, world_given=world is not None), save)
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -106,7 +106,8 @@ def _check_names(settings: Mapping[str, Any]) -> None:
         raise TypeError(f"verify() got an unexpected keyword argument {name!r}{meant}")
 
 
-def _verify(request: Request, keep: Store | None) -> Report:
+def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
+    keep = None if save is None else Store.at(Path(save))
     cases, beside = plan.plan_cases(request), thorough_run.beside([request])
     return verify_cases(cases, keep=keep, beside=beside, explore=explore_beside)
 

@@ -8,6 +8,7 @@ DDP or FSDP start from C++ are not: to make a rank late for these is what the sl
 is for.
 """
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -34,11 +35,16 @@ class Lateness:
         self._entered = 0
 
     def install(self) -> None:
-        """Has every collective of `torch.distributed` ask here first."""
+        """Has every collective of `torch.distributed` ask first who is late in this thread: ranks
+        of a simulated world are threads.
+        """
+        _of_thread[threading.get_ident()] = self
+        if len(_of_thread) > 1:
+            return  # another rank of this process has installed it
         for name in _COLLECTIVES:
             original = getattr(dist, name, None)
             if original is not None:
-                late = self._late(original)
+                late = _asking_first(original)
                 setattr(dist, name, late)
                 setattr(dist.distributed_c10d, name, late)
 
@@ -60,16 +66,26 @@ class Lateness:
 
         return watched
 
-    def _late(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if self._ms:
-                self._entered += 1
-                self._sleep(self._entered)
-            return original(*args, **kwargs)
-
-        return collective
+    def enter_collective(self) -> None:
+        """Counts one, and sleeps where this rank is late for it."""
+        if self._ms:
+            self._entered += 1
+            self._sleep(self._entered)
 
     def _sleep(self, collective: int) -> None:
         if ms := self._ms.get(collective, 0):
             time.sleep(ms / 1000)
+
+
+_of_thread: dict[int, Lateness] = {}
+
+
+def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        # A thread that the code under test has started is late as the rank of its process is.
+        first = next(iter(_of_thread.values()))
+        _of_thread.get(threading.get_ident(), first).enter_collective()
+        return original(*args, **kwargs)
+
+    return collective

@@ -74,4 +74,4 @@ def is_built_in(what: str, spec: str) -> bool:
     place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
         return place in loading.workload_names() or spec != place_of(spec)
-    return what == "backend" and spec in backends.backend_names()
+    return what == "backend" and backends.is_known(spec)

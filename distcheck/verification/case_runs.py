@@ -7,6 +7,7 @@ are at work, is of the session alone (in_progress.py).
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from distcheck.backends import name_of
 from distcheck.contract import Contract
 from distcheck.errors import InternalError
 from distcheck.judge.diagnosis.facts import Facts
@@ -20,9 +21,10 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 def is_separate(case: Case) -> bool:
     """Whether a case's rerun is to be in separate interpreters: on the CPU, where LOCAL_RANK
-    chooses no device, and not within a job of MPI's, whose ranks are its own.
+    chooses no device, and not within a job of MPI's, whose ranks are its own, or in one process.
     """
-    return case.separate and case.rerun and case.device == "cpu" and case.backend != "mpi"
+    own_ranks = name_of(case.backend) in ("mpi", "simulated")
+    return case.separate and case.rerun and case.device == "cpu" and not own_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

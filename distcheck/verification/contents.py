@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from distcheck.backends import name_of
 from distcheck.records import Case, CheckResult, Contents
 from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import PURPOSE, Happening
@@ -139,5 +140,10 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
     yield f"orders of arrival other than those of {worlds}"
+    if any(name_of(case.backend) == "simulated" for case in cases):
+        yield (
+            "ranks in processes of their own, and a real transport (ranks of backend simulated are "
+            "threads of one process: they share installed packages and C code)"
+        )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from distcheck.backends import name_of
 from distcheck.errors import CannotRunError, InternalError
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
@@ -111,14 +112,19 @@ class InProgress:
         change: it has none.
         """
         case = self.case
+        in_one_process = name_of(case.backend) == "simulated"
         if not case.separate:
             why_not = "because of --no-separate"
+        elif in_one_process:
+            why_not = ""
         elif not is_separate(case):
             why_not = "ranks on a GPU" if case.device != "cpu" else f"backend {case.backend}"
         if why_not:
             self.rerun_in = f"not in separate interpreters: {why_not}"
             return
-        self.surroundings = separate(case.seed, delayed=not case.delays)
+        self.surroundings = separate(
+            case.seed, delayed=not case.delays, in_one_process=in_one_process
+        )
         self.rerun_in = self.surroundings.describe(case.world)
 
     def conclude(self, found: Separation) -> None:

@@ -3,6 +3,7 @@
 import math
 import resource
 
+from distcheck.backends import name_of
 from distcheck.errors import CannotRunError
 from distcheck.machine.free_memory import available_bytes
 from distcheck.records import Case
@@ -10,6 +11,7 @@ from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import Kind, TraceLayout, spec_bytes
 
 _PER_RANK_BYTES = 25 << 20  # what a forked rank with gloo adds to the helper that it came from
+_PER_THREAD_BYTES = 1 << 20  # of a rank that is a thread: its stack, its model's objects
 _FDS_PER_RANK = 4
 _FDS_SPARE = 64
 
@@ -23,7 +25,8 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_her
         _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
     )
     saved = facts.saved_bytes_per_sample * case.batch
-    ranks = ranks_here * (_PER_RANK_BYTES + model + saved // len(case.with_data))
+    per_rank = _PER_THREAD_BYTES if _in_one_process(case) else _PER_RANK_BYTES
+    ranks = ranks_here * (per_rank + model + saved // len(case.with_data))
     return ranks + trace_bytes(case, layout) + reference_bytes(case, facts, layout)
 
 
@@ -52,6 +55,8 @@ def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here:
     _raise_descriptor_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = _FDS_PER_RANK * ranks_here + case.world + _FDS_SPARE
+    if _in_one_process(case):
+        descriptors = _FDS_PER_RANK + _FDS_SPARE
     if soft != resource.RLIM_INFINITY and descriptors > soft:
         raise CannotRunError(
             f"--world {case.world} needs about {descriptors} open files in one process; the limit "
@@ -64,6 +69,10 @@ def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here:
             f"case {case.id} needs about {_gib(needed)} GiB of memory; {_gib(available)} GiB are "
             "available; use fewer ranks, fewer steps or a smaller workload"
         )
+
+
+def _in_one_process(case: Case) -> bool:
+    return name_of(case.backend) == "simulated"
 
 
 def _size(layout: TraceLayout, kind: Kind) -> int:

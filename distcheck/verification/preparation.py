@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import xxhash
 
-from distcheck.backends import backend_names
+from distcheck.backends import backend_names, name_of
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets, Order
 from distcheck.errors import CannotRunError, LeftOutError, RankLostError
 from distcheck.machine.sealed_memory import open_memory, seal_content
@@ -48,6 +48,8 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 
 _DEFAULT_DATA_DIR = "data"
+_WITH_TORCH = ("gloo", "simulated")  # backends that are there wherever torch and distcheck are
+_MOST_SIMULATED = 8  # ranks with which a simulated order is tried; chosen
 _LEAST_LOADING_S = 30.0  # idle seconds: a file may wait for something when it is imported
 # Orders that are facts about a library; the others are of the strategy's own making.
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
@@ -229,9 +231,13 @@ def _calibrate_for(
             dtypes |= {about.contract.wire or dtype for dtype in _exchanged(other, about)}
     # A backend that is a library of its own is tried in any case: with it, more can be amiss than
     # `backends.missing` is able to tell.
-    if case.world == 1 or (not orders and case.backend == "gloo"):
+    name = name_of(case.backend)
+    if case.world == 1 or (not orders and name in _WITH_TORCH):
         return Calibration()
-    what = (case.backend, case.world, tuple(orders), sorted(dtypes), case.device, case.deadline_s)
+    # What a simulated world adds in which order does not change with its size, DDP's buckets
+    # neither: a thousand ranks need not fill memory with vectors to show it.
+    world = min(case.world, _MOST_SIMULATED) if name == "simulated" else case.world
+    what = (case.backend, world, tuple(orders), sorted(dtypes), case.device, case.deadline_s)
     surroundings = child_environment()
     surroundings.pop("PYTEST_CURRENT_TEST", None)  # another one in every test
     key = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((what, sorted(surroundings.items()))))
@@ -241,13 +247,13 @@ def _calibrate_for(
     found = calibrate(
         pool,
         backend=case.backend,
-        world=case.world,
+        world=world,
         orders=tuple(orders),
         dtypes=tuple(sorted(dtypes)),
         device=case.device,
         deadline_s=case.deadline_s,
     )
-    if case.backend == "gloo" and not any(why for _, why in found.failures):
+    if name in _WITH_TORCH and not any(why for _, why in found.failures):
         known[key] = found
     return found
 
@@ -297,7 +303,7 @@ def calibrate(
             )
             if not ranks.hung:
                 raised = blame.own_defect(ranks.children, hung=False)
-                if raised is not None and backend in backend_names():
+                if raised is not None and name_of(backend) in backend_names():
                     raise internal_error(raised)
                 why = str(error_of(blame.first_cause(ranks.children, hung=False)))
             raise CannotRunError(

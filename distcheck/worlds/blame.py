@@ -9,7 +9,7 @@ from itertools import takewhile
 from distcheck.errors.defects import is_of_a_program, place_of
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
-from distcheck.records.ends import VICTIM, RankEnd
+from distcheck.records.ends import PROVEN, VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
@@ -124,6 +124,26 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
+    return _of_simulated(child) or _of_process(child, hung=hung)
+
+
+def _of_simulated(child: Child) -> tuple[RankEnd, str] | None:
+    """A rank of a simulated world that has said why it goes no further: the world can not, or its
+    process ended, or was ended, while another rank had its turn.
+    """
+    if child.raised is not None or child.stacks is None:
+        return None
+    if child.stacks.waits_for_turn:
+        return RankEnd.ENDED, f"{_where(child)}\n{child.stacks.text}{_output(child)}"
+    if child.proven is None:
+        return None
+    last = f"\nlast collective: {child.stacks.collective}" if child.stacks.collective else ""
+    said = f"{PROVEN[child.proven.how]}: {child.proven.what}"
+    text = f"{_where(child)}\n{said}{last}\n{child.stacks.text}{_output(child)}"
+    return RankEnd.HUNG, text
+
+
+def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
     where = _where(child)
     if child.spawn_error:
         return RankEnd.EXITED, f"could not be started: {child.spawn_error}"
@@ -190,7 +210,8 @@ def _lost_at(raised: messages.Raised) -> str:
     known: gloo says so of one that has failed, too.
     """
     frames = _FRAME.findall(raised.traceback)
-    places = [f"{path}:{line}" for path, line in frames if "/torch/" not in path]
+    own = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "distcheck", "")
+    places = [f"{p}:{line}" for p, line in frames if "/torch/" not in p and not p.startswith(own)]
     at = f" at {places[-1]}" if places else ""
     collective = raised.collective.replace(", not finished", "").removesuffix(at)
     return at + (f" (last collective: {collective})" if collective else "")

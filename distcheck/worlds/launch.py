@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distcheck import backends
 from distcheck.errors import (
     CannotRunError,
     DistcheckError,
     ExitCode,
     HelperError,
     InternalError,
+    NotSimulatedError,
     UsageError,
 )
 from distcheck.errors.defects import place_of
@@ -21,7 +23,8 @@ from distcheck.worlds.messages import LOADING
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
-from distcheck.worlds.shares import RankStart, Shared
+from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
+from distcheck.worlds.simulated.share import SimulatedShare
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
 
@@ -76,7 +79,19 @@ def start_world(
             given = {LISTEN: Shared(fd=server.fileno()), **fds}
             for start in starts:
                 job.accept({**given, **start.fds})
-            shares = pool.start_ranks(job.target, starts, given, together=mpi is not None)
+            if backends.name_of(backend) == "simulated":
+                shares: list[Share] = [
+                    SimulatedShare(
+                        pool,
+                        backend=backend,
+                        deadline_s=deadline_s,
+                        target=job.target,
+                        starts=dict(enumerate(starts)),
+                        fds=descriptors_of(given),
+                    )
+                ]
+            else:
+                shares = pool.start_ranks(job.target, starts, given, together=mpi is not None)
     except BaseException:
         if mpi is not None:
             mpi.close()
@@ -182,6 +197,9 @@ def refusal_of(world: World) -> DistcheckError | None:
     """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
     ranks have loaded and others could not is not such a reason: those ranks failed.
     """
+    for child in world.children:
+        if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
+            return NotSimulatedError(child.raised.message)
     reasons = (ExitCode.USAGE, ExitCode.CANNOT_RUN)
     refused = [c for c in world.children if c.raised and c.raised.exit_code in reasons]
     if not refused:

@@ -3,6 +3,8 @@
 front -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front    Ready, Spawned, Exited
 child -> front     Progress, Said, Done, Raised, Stacks, over a pipe of the child's own
+
+A child that holds a simulated world says the same of each rank, as OfRank, and Proven of them all.
 """
 
 import time
@@ -110,11 +112,44 @@ class Stacks(msgspec.Struct, tag=True):
     text: str
     collective: str
     collectives: tuple[Collective, ...] = ()
+    waits_for_turn: bool = False  # in a simulated world, where one rank runs at a time
+
+
+class Printed(msgspec.Struct, tag=True):
+    """A rank of a simulated world printed something."""
+
+    text: str
+
+
+class Left(msgspec.Struct, tag=True):
+    """A rank of a simulated world called os._exit."""
+
+    code: int
+
+
+RanksEvent = Progress | Said | Done | Raised | Stacks | Printed | Left
+
+
+class OfRank(msgspec.Struct, tag=True):
+    """What one rank of a simulated world says, or is said of it."""
+
+    rank: int
+    event: RanksEvent
+
+
+class Proven(msgspec.Struct, tag=True):
+    """A simulated world can go no further: by a "mismatch" of calls, by a "deadlock", or because
+    what it does cannot be simulated ("refused"); `what` says it in a sentence.
+    """
+
+    how: str
+    what: str
 
 
 Request = Spawn | Signal
 Notice = Ready | Spawned | Exited
-Event = Progress | Said | Done | Raised | Stacks
+Event = Progress | Said | Done | Raised | Stacks | OfRank | Proven
+AnyEvent = Event | RanksEvent
 
 
 def garbled() -> Raised:

@@ -70,6 +70,8 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     import torch.distributed as dist
 
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
+    if backends.name_of(rendezvous.backend) == "simulated":
+        return _join_simulated(rendezvous, timeout)
     serving = rendezvous.rank == 0
     if not serving:
         os.close(listen_fd)
@@ -91,6 +93,24 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
         timeout=timeout,
     )
     _see_all_join(store, rendezvous)
+    return store
+
+
+def _join_simulated(rendezvous: Rendezvous, timeout: timedelta) -> Any:
+    """Ranks of one process meet in its memory."""
+    import torch.distributed as dist
+
+    from distcheck.backends.simulated.store import SimulatedStore
+    from distcheck.backends.simulated.world import here
+
+    store = SimulatedStore(here())
+    dist.init_process_group(
+        backends.register(rendezvous.backend),
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world,
+        timeout=timeout,
+    )
     return store
 
 

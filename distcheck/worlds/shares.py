@@ -65,6 +65,10 @@ class Share(Protocol):
 
     children: dict[int, Child]  # by rank
 
+    def look(self) -> None:
+        """Takes note of what its children cannot say, before a world looks at them."""
+        return
+
     def signal(self, child: Child, number: int) -> None:
         """Sends a signal to a rank, if it is still there."""
         ...

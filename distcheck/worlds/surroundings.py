@@ -91,13 +91,17 @@ class Surroundings(msgspec.Struct, frozen=True):
         if "delays" in self.factors:
             most = _MOST_BACKWARD_MS + _MOST_COLLECTIVE_MS
             parts.append(f"ranks up to {most} ms late")
-        return f"in separate interpreters: {', '.join(parts)}"
+        where = "separate interpreters" if "interpreters" in self.factors else "one process"
+        return f"in {where}: {', '.join(parts)}"
 
 
 TOGETHER = Surroundings()
 
 
-def separate(seed: int, *, delayed: bool) -> Surroundings:
-    """All factors; `delayed` says whether the delays are among them."""
-    factors = FACTORS if delayed else tuple(name for name in FACTORS if name != "delays")
-    return Surroundings(factors, seed)
+def separate(seed: int, *, delayed: bool, in_one_process: bool = False) -> Surroundings:
+    """All factors; `delayed` says whether the delays are among them. Ranks `in_one_process` share
+    an interpreter and its memory.
+    """
+    left_out = [] if delayed else ["delays"]
+    left_out += ["memory", "interpreters"] if in_one_process else []
+    return Surroundings(tuple(name for name in FACTORS if name not in left_out), seed)

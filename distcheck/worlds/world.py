@@ -84,6 +84,8 @@ class World:
     def tick(self) -> None:
         """Takes the next step, if it is time; call it after every pump."""
         before, now = self._now, self._advance()
+        for share in self._shares:
+            share.look()
         if self._phase is Phase.RUNNING:
             self._tick_running(now, now - before)
         elif self._phase is Phase.ASKING:
@@ -131,6 +133,10 @@ class World:
 
     def _tick_running(self, now: float, elapsed: float) -> None:
         children = self.children
+        if any(child.proven is not None for child in children):
+            self.hung = True
+            self._kill()
+            return
         if all(child.done is not None and not child.gone for child in children):
             self._release_all()
             self._enter(Phase.ENDING, now)

@@ -82,7 +82,7 @@ def test_a_secret_is_found_as_it_is_quoted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_masks_what_it_raises() -> None:
-    event = child._as_event(RuntimeError(f"login with {VALUE} failed"))
+    event = child.as_event(RuntimeError(f"login with {VALUE} failed"))
     assert event.message == "login with <$MY_API_KEY> failed"
     assert VALUE not in event.traceback
 

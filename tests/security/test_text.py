@@ -153,7 +153,7 @@ def test_what_is_left_out_is_counted() -> None:
 
 def test_a_rank_sends_the_ends_of_a_text_that_is_too_long() -> None:
     for text in ("the beginning" + "x" * (MOST_REPORTED + 1) + "the reason", "x" * MOST_REPORTED):
-        event = child._as_event(RuntimeError(text))
+        event = child.as_event(RuntimeError(text))
         assert len(event.message) < MOST_REPORTED + 200
         assert event.message.startswith(text[:10])
         assert event.message.endswith(text[-10:])

@@ -57,7 +57,10 @@ def refusal(*words: str) -> str:
          "sparse?)"),
         (("verify", "--strategy", "ddp", "--as", "modle"), "(did you mean model?)"),
         (("verify", "--strategy", "ddp", "--backend", "gloop"), "unknown backend 'gloop' (did you "
-         "mean gloo?); known are gloo, mpi, nccl; gloo can run here"),
+         "mean gloo?); known are gloo, mpi, nccl, simulated; gloo, "),
+        (("verify", "--strategy", "ddp", "--backend", "simulated:rnig"), "unknown order 'rnig' of "
+         "backend simulated (did you mean ring?); known are gloo, ring, tree, "),
+        (("verify", "--strategy", "ddp", "--backend", "gloo:ring"), "unknown backend 'gloo:ring'"),
         (("verify", "--stratgy", "ddp"), "--strategy"),
     ],
 )  # fmt: skip
@@ -116,7 +119,7 @@ def test_the_list_of_commands_fits_and_says_how_to_complete() -> None:
     [
         ("verify --strategy all", ["allreduce"], "ddp"),
         ("verify --workload c", ["cnn", "composite"], "mlp"),
-        ("verify --backend ", ["gloo", "mpi", "nccl"], "cpu"),
+        ("verify --backend ", ["gloo", "mpi", "nccl", "simulated", "simulated:tree"], "cpu"),
         ("verify --dtype fl", ["float32", "float64", "float16"], "bfloat16"),
         ("verify --data ci", ["cifar10"], "mnist"),
         ("verify --as mod", ["model"], "wrapper"),

@@ -483,14 +483,13 @@ def test_a_rank_is_late_where_it_was_told_to_be(monkeypatch: pytest.MonkeyPatch)
     slept: list[float] = []
     monkeypatch.setattr("distcheck.training.delays.time.sleep", slept.append)
     late = Lateness()
-    entered = late._late(lambda: None)
     late.begin([Delay(rank=0, ms=10), Delay(rank=0, collective=2, ms=20)])
     progress = late.watching(lambda step, phase: None)
     for step in range(2):
         progress(step, "forward")
         progress(step, "backward")
         for _ in range(3):
-            entered()
+            late.enter_collective()
     assert slept == [0.01, 0.02] * 2
 
 

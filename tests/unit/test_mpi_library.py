@@ -77,7 +77,7 @@ def test_gloo_misses_nothing_and_keeps_its_name() -> None:
     assert backends.missing("gloo") == ""
     assert backends.register("gloo") == "gloo"
     assert backends.all_reduce_sum("mpi") is None
-    assert backends.backend_names() == ["gloo", "mpi", "nccl"]
+    assert backends.backend_names() == ["gloo", "mpi", "nccl", "simulated"]
 
 
 def test_an_outer_job_is_scrubbed_and_wishes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

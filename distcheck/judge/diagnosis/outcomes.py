@@ -3,9 +3,11 @@
 import re
 from collections.abc import Sequence
 
+import msgspec
+
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, RankEnd
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -60,7 +62,30 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 suggestion=f"read rank {cause.rank}'s traceback first",
             )
         ]
-    return [_of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
+    found = _of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])
+    return [_as_proven(found, cause.detail)]
+
+
+def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
+    """What a simulated world says of itself, where it does: calls that do not match, or ranks that
+    all wait.
+    """
+    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
+    if how == PROVEN["mismatch"]:
+        return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
+    if how == PROVEN["asleep"]:
+        return msgspec.structs.replace(found, evidence=what)
+    if how != PROVEN["deadlock"]:
+        return found
+    suggestion = found.suggestion
+    if found.cause == "hang":
+        suggestion = (
+            "no rank can go on before another one does: change the order of the calls, so that "
+            "each is posted before another rank needs it"
+        )
+    return Diagnosis(
+        cause=found.cause, evidence=f"every rank waits for ever: {what}", suggestion=suggestion
+    )
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:

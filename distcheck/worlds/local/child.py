@@ -40,8 +40,11 @@ class Reporter:
         self._fd = events_fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self.tell_stacks: Callable[[], None] | None = (
+            None  # of a job that knows better what it does
+        )
 
-    def send(self, event: messages.Event, *, patience_s: float = -1) -> None:
+    def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
         """Sends one event; a front that is gone is not a reason to fail. With `patience_s`, not if
         another is being sent for longer. A process that this one forked, and that has run on into
         what only this one may do, ends here.
@@ -91,7 +94,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
         _flush()
-        reporter.send(_as_event(error))
+        reporter.send(as_event(error))
         code = 1
     finally:
         _flush()
@@ -108,7 +111,7 @@ def _tell_before_exit(reporter: Reporter) -> None:
         try:
             if os.getpid() == own:
                 flight.still_open(_LAST_WORDS_S)  # a call that has just returned is finished
-                stack = _shown_of(sys._getframe())
+                stack = shown_of(sys._getframe())
                 said = messages.Stacks(stack, last_collective(), flight.latest())
                 reporter.send(said, patience_s=_LAST_WORDS_S)
         finally:
@@ -204,7 +207,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _as_event(error: BaseException) -> messages.Raised:
+def as_event(error: BaseException) -> messages.Raised:
+    """The message for the front about what ended a rank."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
@@ -231,17 +235,22 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
     It needs the GIL; a rank that holds it in C answers through faulthandler only.
     """
     os.read(dump_fd, 1)
+    if reporter.tell_stacks is not None:
+        reporter.tell_stacks()
+        return
     own = threading.get_ident()
     parts = []
     for ident, current in sys._current_frames().items():
         if ident != own:
-            parts.append(_shown_of(current))
+            parts.append(shown_of(current))
     reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
 
 
-def _shown_of(current: FrameType) -> str:
+def shown_of(current: FrameType) -> str:
     """A stack less distcheck's plumbing, and less torch's where there is other code."""
     shown = [f for f in _since_fork(traceback.extract_stack(current)) if not _is_own(f.filename)]
+    while shown and shown[0].filename == threading.__file__:  # how a thread begins
+        del shown[0]
     theirs = [f for f in shown if "/torch/" not in f.filename]
     return "".join(traceback.format_list(theirs or shown))
 
@@ -253,7 +262,8 @@ def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]
 
 
 _OWN_FOLDERS = tuple(
-    os.path.join(str(Path(__file__).parents[2]), part) for part in ("worlds", "training", "testing")
+    os.path.join(str(Path(__file__).parents[2]), part)
+    for part in ("worlds", "training", "testing", "backends")
 )
 
 
@@ -262,13 +272,14 @@ def _is_own(filename: str) -> bool:
     return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 
-def last_collective() -> str:
-    """The last collective that this process entered, with the line that called it.
+def last_collective(found: list[dict[str, Any]] | None = None) -> str:
+    """The last collective that this process entered, with the line that called it; or that of the
+    recorder's entries `found`.
 
     Empty where there was none, or torch records none.
     """
     mpi: Any = sys.modules.get("distcheck.backends.mpi.work")
-    found = flight.entries()
+    found = flight.entries() if found is None else found
     if not found:
         return str(mpi.latest()) if mpi is not None else ""
     entry = found[-1]

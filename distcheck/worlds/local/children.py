@@ -33,6 +33,7 @@ class Child:
     done: messages.Done | None = None
     raised: messages.Raised | None = None
     stacks: messages.Stacks | None = None
+    proven: messages.Proven | None = None  # why its world could go no further, where that is known
     progress: messages.Progress | None = None
     progress_count: int = 0
     output_left_out: int = 0  # bytes that it wrote before those that `output` has
@@ -107,7 +108,9 @@ class Child:
         elif isinstance(event, messages.Raised):
             self.raised = event
             self.woken = self.shaken and self.stacks is None
-        else:
+        elif isinstance(event, messages.Proven):
+            self.proven = event
+        elif isinstance(event, messages.Stacks):
             self.stacks = event
             self.woken = self.shaken
 

@@ -1,0 +1,312 @@
+"""The process group: c10d's collectives and messages, as calls of a simulated world."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp
+
+from distcheck.backends.simulated import TORCH_NAME, collectives, world
+from distcheck.backends.simulated.calls import Call, calling_frames
+from distcheck.backends.simulated.work import SimulatedWork
+
+Tensors = list[torch.Tensor]
+
+
+def create(options: Any, _: Any) -> "SimulatedGroup":
+    """What torch calls to make a group."""
+    return SimulatedGroup(options)
+
+
+class SimulatedGroup(ProcessGroup):
+    """One rank's end of a group."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._world = world.here()
+        self._rank, self._size = options.group_rank, options.group_size
+        self._name = str(options.group_id)
+        self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        self._channel = self._world.channel(self._name, self._ranks)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch prints."""
+        return TORCH_NAME
+
+    def name(self) -> str:
+        """The same."""
+        return TORCH_NAME
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return int(self._rank)
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self._size)
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave to the group."""
+        return self._name
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing: calls have no timeout. A call that can never complete ends the world."""
+
+    def shutdown(self) -> None:
+        """Nothing."""
+
+    abort = shutdown
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+        """The root's elements to everybody."""
+        root = self._ranks[opts.rootRank]
+        return self._post("broadcast", "broadcast", tensors, tensors, counts=tensors, root=root)
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
+        """A tensor, reduced over the ranks, on every rank."""
+        op = self._operation("all_reduce", opts)
+        return self._post("all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
+        """Several tensors, reduced over the ranks as one."""
+        kind, op = "all_reduce_coalesced", self._operation("all_reduce_coalesced", opts)
+        return self._post(kind, kind, tensors, tensors, counts=tensors, op=op)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """The same, on the root only; elsewhere the tensor stays as it is."""
+        root, op = self._ranks[opts.rootRank], self._operation("reduce", opts)
+        results = tensors if opts.rootRank == self._rank else []
+        return self._post("reduce", "reduce", tensors, results, counts=tensors, op=op, root=root)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """Every rank's input to every rank, a tensor each."""
+        (output,), (tensor,) = outputs, inputs
+        self._check_list("all_gather", output, tensor)
+        return self._post("all_gather", "all_gather", inputs, output, counts=inputs)
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        """Every rank's input to every rank, one after the other in one tensor."""
+        name = "all_gather_into_tensor"
+        self._check_parts(name, output, tensor)
+        return self._post("all_gather", name, [tensor], [output], counts=[tensor])
+
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        """Every rank's input to the root, a tensor each."""
+        results = outputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._check_list("gather", results, inputs[0])
+        root = self._ranks[opts.rootRank]
+        return self._post("gather", "gather", inputs, results, counts=inputs, root=root)
+
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
+        """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
+        results = []
+        if self._rank == opts.rootRank and output is not None:
+            self._check_parts("gather_single", output, tensor)
+            results = [output]
+        root = self._ranks[opts.rootRank]
+        return self._post("gather", "gather_single", [tensor], results, counts=[tensor], root=root)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+        """One of the root's tensors to each rank."""
+        parts = inputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._check_list("scatter", parts, outputs[0])
+        root = self._ranks[opts.rootRank]
+        return self._post("scatter", "scatter", parts, outputs, counts=outputs, root=root)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+        """Part r of every rank's list, reduced, to rank r."""
+        (output,), (parts,) = outputs, inputs
+        self._check_list("reduce_scatter", parts, output)
+        op = self._operation("reduce_scatter", opts)
+        name = "reduce_scatter"
+        return self._post(name, name, parts, [output], counts=[output], op=op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """The same, of one tensor cut into equal parts."""
+        name = "reduce_scatter_tensor"
+        self._check_parts(name, tensor, output)
+        op = self._operation(name, opts)
+        return self._post("reduce_scatter", name, [tensor], [output], counts=[output], op=op)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Tensor r of every rank's list to rank r; sizes may differ."""
+        for tensors in (outputs, inputs):
+            if len(tensors) != self._size:
+                raise ValueError(f"all_to_all: {len(tensors)} tensors for {self._size} ranks")
+        splits = [tuple(t.numel() for t in tensors) for tensors in (inputs, outputs)]
+        return self._post("all_to_all", "all_to_all", inputs, outputs, splits=splits)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Rows of one tensor to each rank: equally many, or as the splits say."""
+        splits = [
+            self._elements(tensor, input_splits or ()),
+            self._elements(output, output_splits or ()),
+        ]
+        return self._post("all_to_all", "all_to_all_single", [tensor], [output], splits=splits)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Completes once every rank has called it."""
+        return self._post("barrier", "barrier", [], [])
+
+    # -- many at once ---------------------------------------------------------------------------
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """`all_gather_into_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.all_gather_single(out, data) for out, data in pairs], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.allgather([output], [data]) for output, data in pairs]
+        return self._together(works, [tensor for output in outputs for tensor in output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """`reduce_scatter_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
+        return self._together(works, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """One tensor to one rank. It is complete when that rank receives it, as with gloo."""
+        peer = self._ranks[destination]
+        return self._post("send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """One tensor from one rank; the message must fill it."""
+        peer = self._ranks[source]
+        return self._post("recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """One tensor from whichever rank sends one: the one that has sent first."""
+        return self._post("recv", "recv", [], tensors, counts=tensors, tag=tag)
+
+    # -- how a call is made ---------------------------------------------------------------------
+
+    def _post(
+        self,
+        kind: str,
+        name: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        *,
+        counts: Tensors | None = None,
+        op: str = "",
+        root: int | None = None,
+        peer: int | None = None,
+        tag: int = 0,
+        splits: Sequence[tuple[int, ...]] = ((), ()),
+    ) -> SimulatedWork:
+        rank = self._world.running_rank(f"calls {name}")
+        self._check(name, [*inputs, *outputs])
+        is_message = kind in ("send", "recv")
+        call = Call(
+            kind=kind,
+            name=name,
+            rank=rank,
+            group=self._channel.name,
+            number=self._channel.number_for(rank, is_message=is_message),
+            inputs=inputs,
+            outputs=outputs,
+            op=op,
+            root=root,
+            peer=peer,
+            tag=tag,
+            in_splits=splits[0],
+            out_splits=splits[1],
+            counts=tuple(t.numel() for t in counts or ()),
+            frames=calling_frames(),
+        )
+        self._world.post(self._channel, call)
+        return SimulatedWork(self._world, [call], outputs)
+
+    def _together(self, works: Sequence[SimulatedWork], results: Tensors) -> SimulatedWork:
+        return SimulatedWork(self._world, [call for w in works for call in w._calls], results)
+
+    def _operation(self, name: str, opts: Any) -> str:
+        op = getattr(opts, "reduceOp", ReduceOp.SUM)
+        names = collectives.REDUCE_OPERATIONS
+        found = next((known for known in names if op == getattr(ReduceOp, known)), "")
+        if not found:
+            self._world.refuse(f"{name} with the reduce operation {op}")
+        return found
+
+    def _elements(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise ValueError(
+                    f"all_to_all_single: {rows} rows cannot be cut into {self._size} equal parts"
+                )
+            return tuple(tensor.numel() // self._size for _ in range(self._size))
+        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all_single: splits {list(splits)} of {rows} rows, {self._size} ranks"
+            )
+        row = tensor.numel() // rows if rows else 0
+        return tuple(count * row for count in splits)
+
+    def _check(self, name: str, tensors: Tensors) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                self._world.refuse(f"{name} of a tensor on {tensor.device}")
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                self._world.refuse(f"{name} of a tensor of layout {tensor.layout}")
+            if tensor.dtype != tensors[0].dtype:
+                raise ValueError(
+                    f"{name}: tensors of {tensors[0].dtype} and {tensor.dtype} together"
+                )
+
+    def _check_list(self, name: str, many: Tensors, one: torch.Tensor) -> None:
+        if len(many) != self._size:
+            raise ValueError(f"{name}: {len(many)} tensors for {self._size} ranks")
+        for tensor in many:
+            if tensor.numel() != one.numel():
+                raise ValueError(
+                    f"{name}: a tensor of {tensor.numel()} elements among those of {one.numel()}"
+                )
+
+    def _check_parts(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.numel() != self._size * part.numel():
+            raise ValueError(
+                f"{name}: {whole.numel()} elements are not {self._size} times {part.numel()}"
+            )

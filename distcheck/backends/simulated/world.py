@@ -1,0 +1,196 @@
+"""The ranks of this process: who runs, what each has called, and how their world ends.
+
+A world that can go no further ends: by a mismatch, which was seen when the second call was posted;
+by ranks that have ended while others wait for them, which then lose their peer, as in a world of
+processes; or by a deadlock, where every rank that is left waits.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn
+
+from distcheck.backends.simulated import collectives
+from distcheck.backends.simulated.baton import Baton, State
+from distcheck.backends.simulated.calls import Call
+from distcheck.backends.simulated.matching import Channel
+from distcheck.errors import NotSimulatedError
+from distcheck.records.odd_ranks import ranks_in_words
+
+End = Literal["mismatch", "deadlock", "asleep", "refused"]
+_KEPT = 64  # of each rank's calls, as of torch's flight recorder
+_MOST_IN_WORDS = 6  # groups of ranks that wait alike
+
+
+class SimulatedWorld:
+    """A world of `size` ranks whose collectives add in `order`, and who may sleep for `deadline_s`
+    at once. `switch` is called between two ranks; `ended(how, what)` when the world can go no
+    further, and no rank goes on after it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        order: str,
+        *,
+        deadline_s: float,
+        switch: Callable[[int, int], None],
+        ended: Callable[[End, str], None],
+    ) -> None:
+        self.size, self.order = size, order
+        self.baton = Baton(
+            size,
+            switch=switch,
+            stuck=self._stuck,
+            overslept=self._overslept,
+            most_sleep_s=deadline_s,
+        )
+        self._deadline_s = deadline_s
+        self.stored: dict[str, bytes] = {}
+        self.stores: list[object] = []
+        self.latest: list[deque[Call]] = [deque(maxlen=_KEPT) for _ in range(size)]
+        self._channels: dict[str, Channel] = {}
+        self._lost: set[int] = set()  # ranks that raised or left
+        self._ended = ended
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        """The calls of a group, which its ranks share."""
+        found = self._channels.get(name)
+        if found is None or found.ranks != tuple(ranks):
+            found = self._channels[name] = Channel(name, ranks, self.order)
+        return found
+
+    def post(self, channel: Channel, call: Call) -> None:
+        """Notes a call of the rank that runs, and completes what it completes."""
+        self.latest[call.rank].append(call)
+        done = channel.post_message(call) if call.is_message else channel.post(call)
+        for one in done:
+            self._wake(one)
+
+    def wait(self, call: Call) -> None:
+        """Gives way until a call is complete, and writes its results."""
+        self.running_rank("waits for a collective")
+        while not call.complete:
+            self.baton.block(call)
+        if not call.delivered:
+            collectives.deliver(call)
+
+    def look(self, call: Call) -> bool:
+        """Whether a call is complete; others run first, so that code that asks again and again
+        comes to an end.
+        """
+        self.running_rank("asks for a collective")
+        if not call.complete:
+            self.baton.give_way()
+        if call.complete:
+            self.wait(call)
+        return call.complete
+
+    def wait_for_store(self, keys: Sequence[str]) -> None:
+        """Gives way until all keys are there."""
+        while not all(key in self.stored for key in keys):
+            self.baton.block(f"the store's keys {', '.join(keys)}")
+
+    def wake_store(self) -> None:
+        """Has ranks that wait for the store look again."""
+        for runner in self.baton.runners:
+            if isinstance(runner.waits_for, str):
+                self.baton.wake(runner.rank)
+
+    def running_rank(self, does: str) -> int:
+        """The rank of this thread. Refuses a thread that the code under test has started."""
+        rank = self.baton.rank
+        if rank is None:
+            self.refuse(f"a thread that is not a rank's {does}")
+        return rank
+
+    def refuse(self, what: str) -> NoReturn:
+        """Ends the world, because of something that cannot be simulated."""
+        self._ended("refused", what)
+        if self.baton.rank is not None:
+            self.baton.freeze()
+        raise NotSimulatedError(what)
+
+    def lose(self, rank: int) -> None:
+        """A rank has raised or left: those that wait for it will lose their peer."""
+        self._lost.add(rank)
+
+    def _wake(self, call: Call) -> None:
+        if self.baton.runners[call.rank].waits_for is call:
+            self.baton.wake(call.rank)
+
+    def _stuck(self) -> None:
+        for channel in self._channels.values():
+            if said := channel.mismatch():
+                self._ended("mismatch", said)
+                self.baton.freeze()
+        if self._lost:
+            self._lose_peers()
+            return
+        self._ended("deadlock", self._deadlock_in_words())
+        self.baton.freeze()
+
+    def _overslept(self, rank: int, seconds: float) -> None:
+        waiting = self._deadlock_in_words()
+        self._ended(
+            "asleep",
+            f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
+            f"{self._deadline_s:g} s{'; ' * bool(waiting)}{waiting}",
+        )
+        self.baton.freeze()
+
+    def _lose_peers(self) -> None:
+        """Ranks that wait for one that has ended lose it; where none does, all that wait do."""
+        waiting = [r for r in self.baton.runners if r.state is State.WAITING]
+        direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
+        for runner in direct or waiting:
+            gone = ranks_in_words(self._lost)
+            self.baton.wake(
+                runner.rank, RuntimeError(f"Connection closed by peer: {gone} ended before this")
+            )
+
+    def _missing(self, waits_for: Any) -> list[int]:
+        if not isinstance(waits_for, Call):
+            return []
+        return self._channels[waits_for.group].missing(waits_for)
+
+    def _deadlock_in_words(self) -> str:
+        alike: dict[str, list[int]] = {}
+        for runner in self.baton.runners:
+            if runner.state is State.WAITING:
+                alike.setdefault(self._wait_in_words(runner.waits_for), []).append(runner.rank)
+        said = [
+            f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)} {words}"
+            for words, ranks in alike.items()
+        ]
+        more = len(said) - _MOST_IN_WORDS
+        said = said[:_MOST_IN_WORDS] + ([f"{more} other groups of ranks wait"] if more > 0 else [])
+        over = [r.rank for r in self.baton.runners if r.state is State.OVER]
+        return "; ".join(said + ([f"{ranks_in_words(over)} finished"] if over else []))
+
+    def _wait_in_words(self, waits_for: Any) -> str:
+        if not isinstance(waits_for, Call):
+            return f"for {waits_for}"
+        missing = ranks_in_words(self._missing(waits_for))
+        if waits_for.kind == "recv" and waits_for.peer is None:
+            missing = "any rank"
+        return (
+            f"in {waits_for.in_words()}, number {waits_for.number}{waits_for.where}, for {missing}"
+        )
+
+
+_here: SimulatedWorld | None = None
+
+
+def enter(world: SimulatedWorld) -> None:
+    """Makes it the world of this process."""
+    global _here
+    _here = world
+
+
+def here() -> SimulatedWorld:
+    """The world of this process. Raises NotSimulatedError where there is none."""
+    if _here is None:
+        raise NotSimulatedError(
+            "backend simulated works in ranks that distcheck has started for it only"
+        )
+    return _here

@@ -1,0 +1,258 @@
+"""The process that holds a simulated world: runs the job of every rank as a thread.
+
+What a rank says goes to the front with its number. A world that can go no further says so, and
+what every rank was doing; then the front ends this process.
+"""
+
+import importlib
+import io
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import msgspec
+import torch
+
+from distcheck.backends.simulated import world as simulated
+from distcheck.backends.simulated.baton import Runner, State
+from distcheck.backends.simulated.calls import Call, is_theirs
+from distcheck.errors import NotSimulatedError
+from distcheck.worlds import flight, messages
+from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.local import child
+from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.simulated import limits
+from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.share import TURN, TURN_FD
+
+_STACK_BYTES = 16 << 20  # of address space: what is not used takes no memory
+
+
+class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run `target` with each of `payloads`, one per rank, in `environments`, one per rank.
+
+    Descriptors are every rank's, or, where their name begins with `RANK/`, that rank's alone.
+    """
+
+    target: str
+    order: str
+    deadline_s: float
+    payloads: list[bytes]
+    environments: list[dict[str, str]]
+    order_seeds: list[int | None]
+
+
+def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """The job of this process."""
+    Host(msgspec.msgpack.decode(payload, type=HostRequest), fds, reporter).run()
+    return b""
+
+
+class RankReporter(Reporter):
+    """One rank's line to the front: the process's, with the rank's number on what it says."""
+
+    def __init__(self, reporter: Reporter, rank: int) -> None:
+        self._reporter, self._rank = reporter, rank
+
+    def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
+        """Sends one event as this rank's."""
+        assert isinstance(event, messages.RanksEvent)
+        self._reporter.send(messages.OfRank(self._rank, event), patience_s=patience_s)
+
+
+class RankStream(io.TextIOBase):
+    """What a rank prints, line by line."""
+
+    def __init__(self, reporter: RankReporter) -> None:
+        self._reporter, self._begun = reporter, ""
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def fileno(self) -> int:
+        """The process's own output, for code that writes to it directly."""
+        return 1
+
+    def write(self, text: str) -> int:
+        """Sends whole lines."""
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            self._reporter.send(messages.Printed(messages.printable(lines + newline)))
+        return len(text)
+
+    def flush(self) -> None:
+        """Sends what has been begun."""
+        if self._begun:
+            self._reporter.send(messages.Printed(messages.printable(self._begun)))
+            self._begun = ""
+
+
+class Host:
+    """The ranks of one world."""
+
+    def __init__(self, asked: HostRequest, fds: Descriptors, reporter: Reporter) -> None:
+        self._asked, self._fds, self._reporter = asked, fds, reporter
+        module, _, name = asked.target.partition(":")
+        # Before anything is a rank's own: all ranks run the same job.
+        self._target: child.Target = getattr(importlib.import_module(module), name)
+        ranks = range(len(asked.payloads))
+        self._reporters = [RankReporter(reporter, rank) for rank in ranks]
+        streams: list[tuple[TextIO, TextIO]] = []
+        for own in self._reporters:
+            stream: Any = RankStream(own)
+            streams.append((stream, stream))
+        environments = [
+            in_order({**os.environ, **own}, seed)
+            for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
+        ]
+        self._isolation = Isolation(environments, streams)
+        self._world = simulated.SimulatedWorld(
+            len(ranks),
+            asked.order,
+            deadline_s=asked.deadline_s,
+            switch=self._switch,
+            ended=self._ended,
+        )
+        self._turn = mmap.mmap(fds[TURN_FD], TURN.size)
+        self._ending = threading.Lock()
+
+    def run(self) -> None:
+        """Runs every rank to its end."""
+        simulated.enter(self._world)
+        c10d: Any = torch._C._distributed_c10d
+        c10d._set_thread_isolation_mode(True)
+        flight.record_from(self._recorded)
+        self._reporter.tell_stacks = self.tell_stacks
+        limits.install(self._world)
+        threading.stack_size(_STACK_BYTES)
+        own_streams = sys.stdout, sys.stderr
+        self._isolation.begin(0)
+        self._world.baton.run(self._live)
+        sys.stdout, sys.stderr = own_streams
+
+    def _switch(self, before: int, after: int) -> None:
+        self._isolation.switch(before, after)
+        TURN.pack_into(self._turn, 0, after)
+
+    def _live(self, rank: int) -> None:
+        reporter = self._reporters[rank]
+        try:
+            result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
+            sys.stdout.flush()
+            reporter.send(messages.Done(result))
+        except limits.RankLeftError as left:
+            sys.stdout.flush()
+            entries = self._entries_of(rank)
+            text = child.shown_of(_where_left(left))
+            said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
+            reporter.send(said)
+            reporter.send(messages.Left(left.status))
+            self._world.lose(rank)
+        except BaseException as error:
+            sys.stdout.flush()
+            reporter.send(child.as_event(error))
+            self._world.lose(rank)
+
+    def _fds_of(self, rank: int) -> Descriptors:
+        found: dict[str, int] = {}
+        for name, fd in self._fds.items():
+            owner, slash, own_name = name.partition("/")
+            if name == TURN_FD:
+                continue
+            if not slash:
+                found[name] = fd
+            elif owner == str(rank):
+                found[own_name] = fd
+        return found
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """The last calls of this thread's rank, as torch's flight recorder has them."""
+        rank = self._world.baton.rank
+        return [] if rank is None else self._entries_of(rank)
+
+    def _entries_of(self, rank: int) -> list[dict[str, Any]]:
+        return [_as_entry(call) for call in list(self._world.latest[rank])]
+
+    def _ended(self, how: simulated.End, what: str) -> None:
+        """Says how the world ends; once."""
+        if not self._ending.acquire(blocking=False):
+            self._world.baton.freeze()
+        if how == "refused":
+            rank = self._world.baton.current
+            said = (
+                f"backend simulated cannot run this code: {what}{_calling_line()}; "
+                "give --backend gloo"
+            )
+            self._reporters[rank].send(child.as_event(NotSimulatedError(said)))
+        else:
+            self._tell_ranks(State.READY)
+        self._reporter.send(messages.Proven(how, messages.printable(what)))
+
+    def tell_stacks(self) -> None:
+        """Says what every rank is doing, where the world has hung."""
+        if self._ending.acquire(blocking=False):
+            self._tell_ranks(State.READY, State.ASLEEP)
+
+    def _tell_ranks(self, *blameless: State) -> None:
+        """Says of every rank what it does; those in a state that is not their doing only wait for
+        their turn.
+        """
+        frames = sys._current_frames()
+        for runner in self._world.baton.runners:
+            if runner.state is not State.OVER:
+                self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless))
+
+    def _stacks_of(
+        self, runner: Runner, frames: Mapping[int, Any], blameless: Sequence[State]
+    ) -> messages.Stacks:
+        thread, baton = runner.thread, self._world.baton
+        frame = frames.get(thread.ident or 0) if thread is not None else None
+        text = "" if frame is None else child.shown_of(frame)
+        waits = runner.state in blameless and runner.rank != baton.current
+        if waits:
+            text = f"waits for its turn, which rank {baton.current} does not give away\n{text}"
+        entries = self._entries_of(runner.rank)
+        together = [entry for entry in entries if not entry["is_p2p"]]
+        return messages.Stacks(
+            text=messages.printable(text),
+            collective=child.last_collective(together),
+            collectives=flight.latest(entries),
+            waits_for_turn=waits,
+        )
+
+
+def _as_entry(call: Call) -> dict[str, Any]:
+    return {
+        "profiling_name": f"simulated:{call.name}",
+        "input_sizes": call.sizes,
+        "is_p2p": call.is_message,
+        "collective_seq_id": call.number,
+        "p2p_seq_id": call.number,
+        "frames": call.frames,
+        "process_group": (call.group, ""),
+        "retired": call.complete,
+        "state": "completed" if call.complete else "started",
+    }
+
+
+def _where_left(error: BaseException) -> Any:
+    """The frame in which a rank called os._exit."""
+    found = error.__traceback__
+    while found is not None and found.tb_next is not None and found.tb_next.tb_next is not None:
+        found = found.tb_next
+    return None if found is None else found.tb_frame
+
+
+def _calling_line() -> str:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_theirs(file) and os.sep in file and file != threading.__file__:
+            return f" at {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

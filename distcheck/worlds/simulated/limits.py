@@ -1,0 +1,77 @@
+"""What code under test may not do in a simulated world, and what works otherwise there.
+
+A rank that starts processes, or talks by a library of its own, would leave the world: the run ends
+with one sentence. `time.sleep` takes no time, but lets other ranks run: see `baton.py`. `os._exit`
+ends the rank, as it ends a process.
+"""
+
+import importlib
+import multiprocessing.process
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from distcheck.backends.simulated.world import SimulatedWorld
+
+_FORKS = ("os.fork", "os.forkpty", "os.exec", "os.posix_spawn")
+_OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
+
+
+class RankLeftError(BaseException):
+    """A rank has called os._exit."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def install(world: SimulatedWorld) -> None:
+    """Puts them in place in this process, for good."""
+    sleep, set_signal, leave = time.sleep, signal.signal, os._exit
+
+    def sleep_or_give_way(seconds: float, /) -> None:
+        if world.baton.rank is None:
+            sleep(seconds)
+        else:
+            world.baton.sleep(seconds)
+
+    def refuse_signal(number: Any, handler: Any, /) -> Any:
+        if world.baton.rank is not None:
+            world.refuse("it sets a handler of a signal")
+        return set_signal(number, handler)
+
+    def leave_rank(status: int) -> NoReturn:
+        if world.baton.rank is not None:
+            raise RankLeftError(status)
+        leave(status)
+
+    def refuse_start(self: Any) -> None:
+        world.refuse("it starts a process")
+
+    def refuse_rpc(*_: Any, **__: Any) -> NoReturn:
+        world.refuse("it starts RPC, which has threads and sockets of its own")
+
+    module: Any = time
+    module.sleep = sleep_or_give_way
+    rpc: Any = importlib.import_module("torch.distributed.rpc")
+    rpc.init_rpc = rpc._init_rpc_backend = refuse_rpc
+    module = signal
+    module.signal = refuse_signal
+    os._exit = leave_rank
+    multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
+    sys.addaudithook(_hearing(world))
+
+
+def _hearing(world: SimulatedWorld) -> Callable[[str, tuple[Any, ...]], None]:
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if world.baton.rank is None:
+            return
+        if event in _FORKS:
+            world.refuse(f"it calls {event}")
+        if event == "import" and given[0] in _OWN_TRANSPORT:
+            world.refuse(f"it imports {given[0]}, which moves data by itself")
+
+    return hear

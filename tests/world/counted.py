@@ -1,0 +1,3 @@
+"""A module with a global variable, as people's code has them."""
+
+COUNT = 0

@@ -1,0 +1,310 @@
+"""Jobs for ranks that are processes or threads; named by "tests.world.simulated_jobs:NAME"."""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed import ReduceOp
+
+from distcheck.machine import seeds
+from distcheck.machine.shared_tensors import raw_bytes
+from distcheck.records import Case
+from distcheck.training.building import open_ingredients, whole
+from distcheck.training.loading import load_strategy
+from distcheck.training.loop import Loop
+from distcheck.training.rank import Unwatched
+from distcheck.worlds.jobs import LISTEN, Descriptors
+from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.rendezvous import join
+from tests.world.jobs import Asked, _join
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+OPS = ("SUM", "PRODUCT", "MIN", "MAX")
+
+
+def _vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + elements)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 7, (elements,), generator=generator).to(dtype)
+    return (torch.rand(elements, generator=generator) * 2 - 1).to(dtype)
+
+
+def _reductions(rank: int, size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    for dtype in DTYPES:
+        for op in OPS:
+            tensor = _vector(rank, 1003, dtype)
+            dist.all_reduce(tensor, getattr(ReduceOp, op))
+            yield f"all_reduce {op} {dtype}", [tensor]
+        tensor = _vector(rank, 501, dtype)
+        dist.reduce(tensor, size - 1)
+        yield f"reduce {dtype}", [tensor] if rank == size - 1 else []
+    for elements in (1, size - 1, 300_007):
+        tensor = _vector(rank, elements, torch.float32)
+        dist.all_reduce(tensor)
+        yield f"all_reduce of {elements}", [tensor]
+    tensor = _vector(rank, 2 * 3 * 4 * 5, torch.float32).view(2, 3, 4, 5)
+    tensor = tensor.to(memory_format=torch.channels_last)
+    dist.all_reduce(tensor)
+    yield "all_reduce channels_last", [tensor]
+    whole, part = _vector(rank, 12 * size, torch.float32), torch.empty(12)
+    dist.reduce_scatter_tensor(part, whole)
+    yield "reduce_scatter_tensor", [part]
+    part = torch.empty(12)
+    dist.reduce_scatter(part, list(_vector(rank, 12 * size, torch.float32).chunk(size)))
+    yield "reduce_scatter", [part]
+    many = [_vector(rank, n, torch.float32) for n in (7, 1, 40)]
+    work = dist.all_reduce_coalesced(many, async_op=True)
+    work.wait()
+    yield "all_reduce_coalesced", many
+
+
+def _moves(rank: int, size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    tensor = _vector(rank, 9, torch.float32)
+    dist.broadcast(tensor, 1)
+    yield "broadcast", [tensor]
+    parts = [torch.empty(5) for _ in range(size)]
+    dist.all_gather(parts, _vector(rank, 5, torch.float32))
+    yield "all_gather", parts
+    together = torch.empty(5 * size)
+    dist.all_gather_into_tensor(together, _vector(rank, 5, torch.float32))
+    yield "all_gather_into_tensor", [together]
+    parts = [torch.empty(4) for _ in range(size)]
+    dist.gather(_vector(rank, 4, torch.float32), parts if rank == 1 else None, dst=1)
+    yield "gather", parts if rank == 1 else []
+    part = torch.empty(6)
+    dist.scatter(part, [_vector(r, 6, torch.float32) for r in range(size)] if rank == 0 else None)
+    yield "scatter", [part]
+    received = [torch.empty(4) for _ in range(size)]
+    dist.all_to_all(received, list(_vector(rank, 4 * size, torch.float32).chunk(size)))
+    yield "all_to_all", received
+    rows = torch.empty(2 * size, 3)
+    dist.all_to_all_single(rows, _vector(rank, 6 * size, torch.float32).view(2 * size, 3))
+    yield "all_to_all_single", [rows]
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": r, "text": "x" * r} for r in range(size)]
+    said = ["from rank 0", 5] if rank == 0 else [None, None]
+    dist.broadcast_object_list(said, 0)
+    assert said == ["from rank 0", 5]
+    dist.barrier()
+
+
+def _messages(rank: int, size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    received = torch.empty(8)
+    ahead, behind = (rank + 1) % size, (rank - 1) % size
+    sent = [
+        dist.P2POp(dist.isend, _vector(rank, 8, torch.float32), ahead),
+        dist.P2POp(dist.irecv, received, behind),
+    ]
+    for work in dist.batch_isend_irecv(sent):
+        work.wait()
+    yield "batch_isend_irecv", [received]
+    if rank == 0:
+        by_tag = [torch.empty(3), torch.empty(3)]
+        dist.recv(by_tag[1], 1, tag=2)
+        dist.recv(by_tag[0], 1, tag=1)
+        yield "recv by tag", by_tag
+    elif rank == 1:
+        works = [dist.isend(_vector(tag, 3, torch.float32), 0, tag=tag) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+    group = dist.new_group([0, size - 1])
+    tensor = _vector(rank, 11, torch.float32)
+    if rank in (0, size - 1):
+        dist.all_reduce(tensor, group=group)
+    yield "all_reduce of two", [tensor]
+    works = [dist.all_reduce(t, async_op=True) for t in (tensor, tensor.clone())]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    yield "two at once", [tensor]
+
+
+def calls(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """A digest of what each operation leaves."""
+    rank, _ = _join(payload, fds)
+    size = dist.get_world_size()
+    found = {}
+    for family in (_reductions, _moves, _messages):
+        for name, tensors in family(rank, size):
+            digest = xxhash.xxh3_128()
+            for tensor in tensors:
+                plain = tensor.contiguous()
+                digest.update(raw_bytes(plain))
+            found[name] = digest.hexdigest()
+    return msgspec.msgpack.encode(found)
+
+
+def trains(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """A digest of every parameter, gradient and buffer, after some steps."""
+    asked = msgspec.msgpack.decode(payload, type=Asked)
+    case = msgspec.convert(asked.about["case"], Case)
+    seeds.pin_determinism()
+    join(asked.rendezvous, fds[LISTEN])
+    ingredients = open_ingredients(case, b"", None)
+    rank = asked.rendezvous.rank
+    strategy = load_strategy(case.strategy)
+    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    digest = xxhash.xxh3_128()
+    for step in range(case.steps):
+        loss, _, _ = loop.step(step)
+        digest.update(repr(loss).encode())
+        for tensor in (*loop.model.parameters(), *loop.model.buffers()):
+            for one in (tensor, tensor.grad):
+                plain = torch.empty(0) if one is None else whole(one).detach().contiguous()
+                digest.update(raw_bytes(plain))
+    loop.close()
+    return digest.digest()
+
+
+def own_state(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """What processes do not share: each rank changes it, lets the others run, and looks again."""
+    rank, about = _join(payload, fds)
+    from tests.world import counted  # each rank its own
+
+    for _ in range(3):
+        counted.COUNT += 1
+        os.environ["OWN"] = str(rank)
+        torch.manual_seed(rank)
+        random.seed(rank)
+        os.chdir(about["folders"][rank])
+        torch.set_default_dtype(torch.float64 if rank % 2 else torch.float32)
+        dist.barrier()
+        drawn = float(torch.rand(())), random.random()
+        torch.manual_seed(rank)
+        random.seed(rank)
+        assert drawn == (float(torch.rand(())), random.random())
+        assert os.environ["OWN"] == os.getenv("OWN") == os.environ["RANK"] == str(rank)
+        assert Path.cwd() == Path(about["folders"][rank])
+        assert torch.get_default_dtype() == (torch.float64 if rank % 2 else torch.float32)
+        assert dist.get_rank() == rank
+    print(f"rank {rank} prints")
+    return str(counted.COUNT).encode()
+
+
+def _odd_operation(rank: int) -> None:
+    if rank == 2:
+        dist.reduce(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
+def _other_op(rank: int) -> None:
+    dist.all_reduce(torch.ones(3), ReduceOp.MAX if rank == 2 else ReduceOp.SUM)
+
+
+def _other_root(rank: int) -> None:
+    dist.broadcast(torch.ones(3), 1 if rank == 2 else 0)
+
+
+def _other_size(rank: int) -> None:
+    dist.all_reduce(torch.ones(4 if rank == 2 else 3))
+
+
+def _other_dtype(rank: int) -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank == 2 else torch.float32))
+
+
+def _other_splits(rank: int) -> None:
+    splits = [2, 1, 1, 1] if rank == 2 else [1, 1, 1, 1]
+    dist.all_to_all_single(torch.empty(sum(splits)), torch.ones(4), output_split_sizes=splits)
+
+
+def _other_message(rank: int) -> None:
+    if rank == 2:
+        dist.send(torch.ones(4), 1)
+    elif rank == 1:
+        dist.recv(torch.ones(3), 2)
+
+
+def _half_and_half(rank: int) -> None:
+    dist.all_reduce(torch.ones(3 + rank % 2))
+
+
+def _all_receive(rank: int) -> None:
+    dist.recv(torch.empty(2), (rank + 1) % 4)
+
+
+def _both_send(rank: int) -> None:
+    dist.send(torch.empty(2), rank ^ 1)
+
+
+def _one_too_few(rank: int) -> None:
+    dist.all_reduce(torch.ones(2))
+    if rank != 2:
+        dist.all_reduce(torch.ones(2))
+
+
+def _sleeps(rank: int) -> None:
+    if rank == 2:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def _polls(rank: int) -> None:
+    if rank == 2:
+        time.sleep(0.5)
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        pass
+
+
+def _locks(rank: int) -> None:
+    if rank == 2:
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()
+    dist.barrier()
+
+
+def _spins(rank: int) -> None:
+    while rank == 2:
+        pass
+    dist.barrier()
+
+
+def _forks(rank: int) -> None:
+    if rank == 2 and os.fork() == 0:
+        sys.exit()
+
+
+def _talks_from_a_thread(rank: int) -> None:
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+    thread.start()
+    thread.join()
+
+
+def _starts_rpc(rank: int) -> None:
+    from torch.distributed import rpc
+
+    rpc.init_rpc(f"rank {rank}", rank=rank, world_size=4)
+
+
+def _moves_something_else(rank: int) -> None:
+    dist.all_reduce(torch.ones(2).to_sparse())
+
+
+PROGRAMS: dict[str, Callable[[int], None]] = {
+    name.removeprefix("_"): program
+    for name, program in vars().copy().items()
+    if name.startswith("_")
+    and getattr(program, "__annotations__", {}).get("rank") is int
+    and list(program.__annotations__) == ["rank", "return"]
+}
+
+
+def runs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """One of the programs above."""
+    rank, about = _join(payload, fds)
+    reporter.progress(1, "sync")
+    PROGRAMS[about["program"]](rank)
+    return b""

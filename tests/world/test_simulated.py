@@ -1,0 +1,258 @@
+"""Worlds whose ranks are threads of one process: like others, and what those cannot say."""
+
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import distcheck
+from distcheck.errors import NotSimulatedError
+from distcheck.judge.diagnosis.outcomes import explain
+from distcheck.plan import cases as plan
+from distcheck.plan.cases import Request
+from distcheck.records import Diagnosis, Outcome
+from distcheck.records.ends import RankEnd
+from distcheck.worlds import blame
+from distcheck.worlds.launch import refusal_of, run_until_over
+from distcheck.worlds.pool import Pool
+from tests.mutants import Mutant, everything
+from tests.mutants.causes import CAUSES
+from tests.world.launching import run, start
+from tests.world.test_verify import assert_everything_compared
+
+JOBS = "tests.world.simulated_jobs"
+# What they do wrong shows in ranks of different hash seeds only, and one process has one.
+OF_PROCESSES = {
+    "chooses_a_bucket_by_hash",
+    "fills_a_bucket_in_the_order_of_a_set",
+    "fills_a_bucket_in_the_order_of_hashes",
+    "shuffles_by_the_hash_of_a_class",
+}
+STRATEGIES = (
+    "allreduce", "ddp", "ddp_allreduce_hook", "ddp_bf16_hook", "ddp_bucket_view",
+    "ddp_find_unused", "ddp_fp16_hook", "ddp_no_sync", "ddp_small_buckets", "ddp_static_graph",
+    "fsdp", "gather_scatter", "reduce_broadcast", "ring", "zero1",
+)  # fmt: skip
+
+QUICK = ("ddp", "zero1")
+
+
+def program(pool: Pool, name: str, *, deadline_s: float = 30.0) -> tuple[list[Outcome], Diagnosis]:
+    """How the ranks of a simulated world of 4 end that run one of the programs of the jobs."""
+    outcomes, _ = run(
+        pool, f"{JOBS}:runs", 4, backend="simulated", deadline_s=deadline_s, program=name
+    )
+    found = explain(outcomes)
+    return outcomes, found[0] if found else Diagnosis(cause="", evidence="", suggestion="")
+
+
+def line_of(program: str, text: str) -> str:
+    """A line of one of the programs, as messages have it."""
+    path = Path(__file__).with_name("simulated_jobs.py")
+    lines = path.read_text().splitlines()
+    first = lines.index(f"def _{program}(rank: int) -> None:")
+    return f"{path}:{next(n for n, line in enumerate(lines[first:], first + 1) if text in line)}"
+
+
+def sweep(*values: object) -> list[object]:
+    """Parameters for the sweep only."""
+    return [pytest.param(value, marks=pytest.mark.sweep) for value in values]
+
+
+@pytest.mark.parametrize("world", [3, *sweep(2, 4, 5, 6, 7, 8)])
+def test_every_call_leaves_the_bits_that_gloo_leaves(pool: Pool, world: int) -> None:
+    results = []
+    for backend in ("gloo", "simulated"):
+        outcomes, digests = run(pool, f"{JOBS}:calls", world, backend=backend, deadline_s=60.0)
+        assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}, outcomes
+        results.append([msgspec.msgpack.decode(digest) for digest in digests])
+    assert results[0] == results[1]
+    assert len(results[0][0]) > 40
+
+
+@pytest.mark.parametrize("workload", ["mlp", *sweep("lattice", "cnn", "composite")])
+@pytest.mark.parametrize("world", [3, *sweep(2, 4, 5, 8)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", *sweep(*(s for s in STRATEGIES if s not in ("ddp", "zero1")))]
+)
+def test_training_leaves_the_bits_that_gloo_leaves(
+    pool: Pool, strategy: str, world: int, workload: str
+) -> None:
+    request = Request(
+        strategies=(strategy,), worlds=(world,), workloads=(workload,), batch=24, steps=3,
+        dtype="float32",
+    )  # fmt: skip
+    (case,) = plan.plan_cases(request)
+    results = []
+    for backend in ("gloo", "simulated"):
+        about = {"case": msgspec.to_builtins(case)}
+        outcomes, digests = run(
+            pool, f"{JOBS}:trains", world, backend=backend, deadline_s=60.0, **about
+        )
+        assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}, outcomes
+        results.append(digests)
+    assert results[0] == results[1]
+
+
+def test_a_world_larger_than_the_machine_is_judged_as_any_other() -> None:
+    report = distcheck.verify(
+        "allreduce", backend="simulated", world=12, workload="mlp", dtype="float32", steps=2,
+        batch=30,
+    )  # fmt: skip
+    assert_everything_compared(report)
+    (case,) = report.cases
+    assert {r.layer for r in case.checks if r.check == "gradients"} == {"X", "R", "S32"}
+    assert any("threads of one process" in said for said in report.not_shown)
+    assert any("hash seed" in said for said in report.not_shown)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_pass_at_256_ranks(strategy: str) -> None:
+    report = distcheck.verify(
+        strategy, backend="simulated", world=256, workload="lattice", steps=2, deadline_s=120.0
+    )
+    assert_everything_compared(report)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("order", ["ring", "tree", "recursive-halving", "rank"])
+def test_each_order_is_judged_to_the_bit(order: str) -> None:
+    report = distcheck.verify(
+        "allreduce", backend=f"simulated:{order}", world=[5, 17], workload="mlp", dtype="float32"
+    )
+    assert_everything_compared(report)
+    assert "X" in {r.layer for c in report.cases for r in c.checks if r.check == "gradients"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "mutant", [m for m in everything() if m.name not in OF_PROCESSES], ids=lambda m: m.name
+)
+def test_mutants_fail_as_in_processes(mutant: Mutant) -> None:
+    report = distcheck.verify(**{**mutant.asked, "backend": "simulated", "deadline_s": 60.0})
+    results = [result for case in report.cases for result in case.checks]
+    assert {(r.check, r.layer) for r in results if r.verdict == "fail"} == mutant.caught
+    assert int(report.exit_code) == mutant.exit_code
+    causes = {found.cause for case in report.cases for found in case.diagnosis}
+    assert causes == CAUSES[mutant.name]
+
+
+def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) -> None:
+    folders = [tmp_path / str(rank) for rank in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    about = {"folders": [str(folder) for folder in folders]}
+    ranks = start(pool, f"{JOBS}:own_state", 4, backend="simulated", **about)
+    run_until_over(pool, ranks)
+    assert ranks.results == [b"3"] * 4, blame.outcomes(ranks.children, hung=ranks.hung)
+    assert [c.output for c in ranks.children] == [f"rank {rank} prints\n" for rank in range(4)]
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "odd", "usual"),
+    [
+        ("odd_operation", "they differ in the operation", "dist.reduce(", "dist.all_reduce("),
+        ("other_op", "they differ in the reduce operation", "dist", "dist"),
+        ("other_root", "they differ in the root", "dist", "dist"),
+        ("other_size", "they differ in the number of elements", "dist", "dist"),
+        ("other_dtype", "they differ in the dtype", "dist", "dist"),
+        ("other_splits", "they differ in the split sizes", "dist", "dist"),
+    ],
+)
+def test_a_mismatch_is_named_with_both_lines(
+    pool: Pool, name: str, words: str, odd: str, usual: str
+) -> None:
+    outcomes, cause = program(pool, name)
+    assert {o.outcome for o in outcomes} == {RankEnd.HUNG}
+    assert cause.cause == "collective-mismatch"
+    assert words in cause.evidence
+    assert "ranks 0, 1, 3 called" in cause.evidence
+    assert "most ranks agree, and rank 2 did something else" in cause.evidence
+    assert line_of(name, odd) in cause.evidence
+    assert line_of(name, usual) in cause.evidence
+
+
+def test_a_tie_accuses_no_rank(pool: Pool) -> None:
+    _, cause = program(pool, "half_and_half")
+    assert "the groups are equally large, so it is not known which is wrong" in cause.evidence
+
+
+def test_messages_must_fit_each_other(pool: Pool) -> None:
+    outcomes, cause = program(pool, "other_message")
+    assert {o.rank: o.outcome for o in outcomes} == {
+        0: RankEnd.FINISHED, 1: RankEnd.HUNG, 2: RankEnd.HUNG, 3: RankEnd.FINISHED,
+    }  # fmt: skip
+    assert cause.cause == "collective-mismatch"
+    assert line_of("other_message", "dist.send") in cause.evidence
+    assert line_of("other_message", "dist.recv") in cause.evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "said"),
+    [
+        ("all_receive", "hang", "rank 3 waits in recv(from rank 0) of [2] float32"),
+        ("both_send", "hang", "rank 2 waits in send(to rank 3) of [2] float32"),
+        ("one_too_few", "collective-mismatch", "for rank 2; rank 2 finished"),
+        ("sleeps", "hang", "rank 2 sleeps for 1000 s, longer than the deadline of 30 s"),
+    ],
+)
+def test_ranks_that_all_wait_are_a_deadlock_at_once(
+    pool: Pool, name: str, cause: str, said: str
+) -> None:
+    begun = time.monotonic()
+    _, found = program(pool, name)
+    assert found.cause == cause
+    assert said in found.evidence
+    assert time.monotonic() - begun < 20  # of a deadline of 30 s, on a crowded machine
+
+
+def test_code_that_asks_in_a_loop_comes_to_an_end(pool: Pool) -> None:
+    outcomes, _ = program(pool, "polls")
+    assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
+
+
+def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool) -> None:
+    outcomes, _ = program(pool, "locks", deadline_s=0.5)
+    assert (outcomes[0].rank, outcomes[0].outcome) == (2, RankEnd.HUNG)
+    assert line_of("locks", "lock.acquire()").rpartition(":")[2] in outcomes[0].detail
+    assert outcomes[-1].outcome is RankEnd.ENDED, "rank 3 had no turn, and is not to blame"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("forks", "it calls os.fork at"),
+        ("talks_from_a_thread", "a thread that is not a rank's calls all_reduce"),
+        ("starts_rpc", "it starts RPC, which has threads and sockets of its own at"),
+        ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(pool: Pool, name: str, said: str) -> None:
+    ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program=name)
+    run_until_over(pool, ranks)
+    refused = refusal_of(ranks)
+    ranks.close()
+    assert isinstance(refused, NotSimulatedError)
+    assert str(refused).startswith(f"backend simulated cannot run this code: {said}")
+    assert str(refused).endswith("; give --backend gloo")
+
+
+def test_the_rank_that_ends_the_process_is_blamed(pool: Pool) -> None:
+    about = {"culprit": 2, "signal": int(signal.SIGSEGV)}
+    outcomes, _ = run(pool, "killed", 4, backend="simulated", **about)
+    assert (outcomes[0].rank, outcomes[0].outcome) == (2, RankEnd.KILLED)
+    assert {o.outcome for o in outcomes[1:]} == {RankEnd.ENDED}
+
+
+def test_ranks_that_raise_or_leave_are_the_cause_and_their_peers_victims(pool: Pool) -> None:
+    outcomes, _ = run(pool, "raises", 4, backend="simulated", culprit=2)
+    assert (outcomes[0].rank, outcomes[0].outcome) == (2, RankEnd.RAISED)
+    assert "rank's own error" in outcomes[0].detail
+    assert all("its peer was gone" in o.detail for o in outcomes[1:])
+    outcomes, _ = run(pool, "exits", 4, backend="simulated", culprit=1, code=7)
+    assert (outcomes[0].rank, outcomes[0].outcome) == (1, RankEnd.EXITED)
+    assert "exit code 7" in outcomes[0].detail
