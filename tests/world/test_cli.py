@@ -83,7 +83,7 @@ def _table(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["verify"], 2, "no strategy was given; choose from allreduce, data_parallel, ddp, "),
+        (["verify"], 2, "no strategy was given; choose from allreduce, column_parallel, "),
         (["verify", "--strategy", "alreduce"], 2, "unknown strategy 'alreduce' (did you mean"),
         (["verify", "--strategy", "ddp", "--wrld", "4"], 2, "No such option '--wrld'"),
         (["verify", "--strategy", "ddp", "--world", "four"], 2, "'four' is not a valid integer"),
