@@ -46,6 +46,8 @@ def missing(device: str, backend: str, ranks: int) -> str:
     count = gpu_count()
     if count == 0:
         return "device 'cuda' is not available: this machine has no NVIDIA GPU; give --device cpu"
+    if backend.partition(":")[0] == "simulated":
+        return f"backend {backend} takes CPU tensors only; give --device cpu"
     if backend == "mpi":
         return "backend mpi takes CPU tensors only; give --device cpu, or --backend gloo or nccl"
     if backend == "nccl" and ranks > count:

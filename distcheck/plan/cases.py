@@ -103,6 +103,11 @@ def check_request(request: Request) -> None:
         )
     if why := backends.missing(request.backend):
         raise CannotRunError(why)
+    if backends.name_of(request.backend) == "simulated" and request.ranks_here is not None:
+        raise CannotRunError(
+            f"backend {request.backend} holds all ranks in one process; start distcheck without "
+            "a launcher"
+        )
     for world in request.worlds:
         ranks = world if request.ranks_here is None else min(world, request.ranks_here)
         if why := devices.missing(request.device, request.backend, ranks):

@@ -88,6 +88,12 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
             "a GPU of its own for each of 4 ranks, and here are 1; give --backend gloo",
         ),
         (1, {"backend": "mpi", "device": "cuda"}, "backend mpi takes CPU tensors only"),
+        (
+            1,
+            {"backend": "simulated:tree", "device": "cuda"},
+            "simulated:tree takes CPU tensors only",
+        ),
+        (0, {"backend": "simulated", "ranks_here": 1}, "start distcheck without a launcher"),
     ],
 )
 def test_what_is_not_there_cannot_run(
@@ -102,7 +108,7 @@ def test_what_is_not_there_cannot_run(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"backend": "ucc"}, "unknown backend 'ucc'; known are gloo, mpi, nccl; gloo can run here"),
+        ({"backend": "ucc"}, "unknown backend 'ucc'; known are gloo, mpi, nccl, simulated; "),
         ({"device": "xla"}, "unknown device 'xla'; known are cpu and cuda"),
     ],
 )

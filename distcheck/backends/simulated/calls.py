@@ -69,6 +69,16 @@ class Call:
                 return f" at {frame['filename']}:{frame['line']}"
         return ""
 
+    @property
+    def by_index(self) -> bool:
+        """Whether gloo takes its tensors' elements in the order of their indices: others it takes
+        as they lie in memory, so that ranks with other layouts get another result (measured with
+        torch 2.15).
+        """
+        return self.kind in ("all_gather", "gather", "all_to_all") or (
+            self.name == "reduce_scatter_tensor"
+        )
+
     def signature(self) -> dict[str, Any]:
         """What must be alike on every rank of the group."""
         return {

@@ -32,15 +32,21 @@ def compute(calls: Sequence[Call], order: str) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements [n] in the order in which they lie in memory, without a copy where they
-    lie there without gaps.
+    """As many elements [n] as a tensor has, as they lie in memory from its first on, which is what
+    gloo takes: of a tensor with gaps that is something else than its elements.
     """
     tensor = tensor.data.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1)
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return tensor.reshape(-1)
+    if not _has_memory(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether so many elements lie behind its first: not so where elements share memory."""
+    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return bool(tensor.storage_offset() + tensor.numel() <= whole)
 
 
 def deliver(call: Call) -> None:
@@ -50,25 +56,27 @@ def deliver(call: Call) -> None:
     with torch.no_grad():
         for output, result in zip(call.outputs, call.results, strict=False):
             data = output.data
-            if data.is_contiguous():
-                data.view(-1).copy_(result)
-            elif torch.ops.aten.is_non_overlapping_and_dense(data):
-                data.as_strided((data.numel(),), (1,), data.storage_offset()).copy_(result)
-            else:
+            if call.by_index or not _has_memory(data):
                 data.copy_(result.view(data.shape))
+            else:
+                memory_of(data).copy_(result)
     call.delivered, call.inputs, call.outputs, call.results = True, [], [], []
 
 
 def _whole(call: Call) -> torch.Tensor:
-    parts = [memory_of(tensor) for tensor in call.inputs]
+    parts = [
+        tensor.data.reshape(-1) if call.by_index else memory_of(tensor) for tensor in call.inputs
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _reduced(calls: Sequence[Call], order: str, collective: str) -> torch.Tensor:
-    op = calls[0].op
-    vectors = [_whole(call) for call in calls]
+    return _combined([_whole(call) for call in calls], calls[0].op, order, collective)
+
+
+def _combined(vectors: list[torch.Tensor], op: str, order: str, collective: str) -> torch.Tensor:
     total = orders.reduced(order, collective, vectors, _COMBINE[op])
-    return total.div_(len(calls)) if op == "AVG" else total
+    return total.div_(len(vectors)) if op == "AVG" else total
 
 
 def _cut(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,10 +100,9 @@ def _reduce_scatter(calls: Sequence[Call], order: str) -> None:
     torch 2.15, worlds 5 and 7).
     """
     if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
-        combine = _COMBINE[calls[0].op]
         for place, call in enumerate(calls):
             parts = [memory_of(other.inputs[place]) for other in calls]
-            call.results = [orders.reduced(order, "reduce", parts, combine)]
+            call.results = [_combined(parts, calls[0].op, order, "reduce")]
         return
     total = _reduced(calls, order, "all_reduce")
     for call, part in zip(calls, total.chunk(len(calls)), strict=False):

@@ -167,6 +167,7 @@ class SimulatedGroup(ProcessGroup):
         opts: Any = None,
     ) -> Any:
         """Rows of one tensor to each rank: equally many, or as the splits say."""
+        self._check_contiguous("all_to_all_single", [output, tensor])
         splits = [
             self._elements(tensor, input_splits or ()),
             self._elements(output, output_splits or ()),
@@ -209,15 +210,18 @@ class SimulatedGroup(ProcessGroup):
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """One tensor to one rank. It is complete when that rank receives it, as with gloo."""
         peer = self._ranks[destination]
+        self._check_contiguous("send", tensors)
         return self._post("send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """One tensor from one rank; the message must fill it."""
         peer = self._ranks[source]
+        self._check_contiguous("recv", tensors)
         return self._post("recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """One tensor from whichever rank sends one: the one that has sent first."""
+        self._check_contiguous("recv", tensors)
         return self._post("recv", "recv", [], tensors, counts=tensors, tag=tag)
 
     # -- how a call is made ---------------------------------------------------------------------
@@ -295,6 +299,11 @@ class SimulatedGroup(ProcessGroup):
                 raise ValueError(
                     f"{name}: tensors of {tensors[0].dtype} and {tensor.dtype} together"
                 )
+
+    def _check_contiguous(self, name: str, tensors: Tensors) -> None:
+        """As gloo does, for calls that it refuses otherwise."""
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError(f"{name}: tensors must be contiguous")
 
     def _check_list(self, name: str, many: Tensors, one: torch.Tensor) -> None:
         if len(many) != self._size:

@@ -29,7 +29,7 @@ from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.share import TURN, TURN_FD
 
-_STACK_BYTES = 16 << 20  # of address space: what is not used takes no memory
+_STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
