@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from distcheck.contract import Training
 from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.mesh import MESH, Mesh
@@ -46,5 +47,10 @@ def why_left_out(case: Case, facts: CaseFacts) -> str:
         return (
             "the forward pass draws random numbers, and no reference can repeat those of ranks "
             "that compute one sample together"
+        )
+    if facts.training != Training():
+        return (
+            "in a layout the loop does not accumulate, clip, scale the loss or resume, as this "
+            "workload asks; a strategy's own backward and step may"
         )
     return ""

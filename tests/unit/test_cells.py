@@ -110,6 +110,8 @@ def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
         facts = msgspec.structs.replace(facts_of(contract, **others), training=training)
         return why_left_out(case, facts, SIZES)
 
+    mesh = Contract(parallel=(("tensor", 4),), optimizer_state="cut", sync="out-of-sight")
+    assert "in a layout the loop does not accumulate, clip" in why(mesh)
     about = CELLS[cell].about
     assert why(Contract(declines=(cell,))) == f"its contract declines {cell} ({about})"
     assert why(Contract(declines=("sparse",))) == ""

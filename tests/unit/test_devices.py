@@ -49,7 +49,7 @@ def test_generators_come_back() -> None:
 def test_generators_of_libraries_come_back() -> None:
     import random
 
-    import numpy
+    import numpy.random
 
     def drawn() -> list[float]:
         normal = [random.gauss(0, 1), numpy.random.normal()]  # of which the other half is kept

@@ -100,6 +100,9 @@ class Share:
         self.children = dict(enumerate(ranks))
         self.told: list[str] = []
 
+    def look(self) -> None:
+        pass
+
     def ask(self) -> None:
         self.told.append("ask")
 
