@@ -16,6 +16,7 @@ def initialize(model, optimizer, stage=1):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # its default clips to a norm of 1
         "zero_allow_untested_optimizer": True,
     }
     return deepspeed.initialize(

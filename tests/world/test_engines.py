@@ -1,5 +1,8 @@
 """`--as engine`, with engines written here: nothing else need be installed."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distcheck
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.training.frameworks import not_installed
+from distcheck.training.loading import load_strategy
 from distcheck.worlds.messages import SETTING_UP, Progress
 from distcheck.worlds.stalls import SETTING_UP_S, StallWatch
 from tests.world.test_verify import assert_everything_compared
@@ -96,6 +100,15 @@ def test_what_is_no_engine_is_refused() -> None:
         verify("half")
     with pytest.raises(CannotRunError, match="deepspeed is not installed here; run pip install"):
         verify("missing")
+
+
+def test_a_library_that_a_file_imports_has_its_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)  # as where it is not installed
+    (tmp_path / "needs_megatron.py").write_text("import megatron.core\n")
+    with pytest.raises(CannotRunError, match="run pip install megatron-core"):
+        load_strategy(f"{tmp_path / 'needs_megatron.py'}:initialize")
 
 
 def test_a_library_that_is_not_an_engines_has_no_pip_line() -> None:
