@@ -193,7 +193,7 @@ CAUSES: dict[str, set[str]] = {
     # updates
     "EpsilonOfEveryRank": {"wrong-update"},
     "NormOverReplicas": {"wrong-update"},
-    "LastPartNeverSent": {"wrong-update"},
+    "LastPartNeverSent": {"lost-broadcast"},
     "TargetDrifts": {"wrong-update"},
     "zero_times_infinity": {"nonfinite"},
     "ClearsByItself": {"nonfinite"},
