@@ -186,9 +186,9 @@ def saved(
 @pytest.mark.parametrize(
     ("spec", "workload", "batch"),
     [
-        (f"{__name__}:a_little_off", "mlp", 24),
+        pytest.param(f"{__name__}:a_little_off", "mlp", 24, marks=pytest.mark.sweep),
         (f"{__name__}:rounds_on_the_way", "lattice", 24),
-        ("allreduce", "tests.world.test_kinks:AtAKink", 6),
+        pytest.param("allreduce", "tests.world.test_kinks:AtAKink", 6, marks=pytest.mark.sweep),
         ("allreduce", f"{__name__}:SeesOthersAtFirst", 6),
     ],
 )

@@ -44,6 +44,7 @@ def test_micro_batches_that_are_not_promised_are_seen() -> None:
     assert [r for r in reasons if "bits differ from those of micro-batches" in r]
 
 
+@pytest.mark.sweep
 def test_the_loops_own_cells() -> None:
     """`ddp_no_sync` cuts in two what accumulation has cut in two, and meets a scaled loss."""
     cells = ["accumulation", "loss_scaling"]
