@@ -1,13 +1,11 @@
 """A perceptron of 26 thousand parameters: what a step takes beside its arithmetic."""
 
-from collections.abc import Iterable
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch
+from distcheck.workloads.mlp import MLP
 
 _INPUTS = 8
 
@@ -20,8 +18,8 @@ class FirstNumbers(nn.Module):
         return inputs.flatten(1)[:, :_INPUTS]
 
 
-class SmallMLP:
-    """Eight numbers of each sample, then 128, 128, 64, classes; SGD with momentum."""
+class SmallMLP(MLP):
+    """Eight numbers of each sample, then 128, 128, 64, classes; trained as `mlp` is."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """ReLU between the layers."""
@@ -36,14 +34,6 @@ class SmallMLP:
             nn.ReLU(),
             nn.Linear(64, classes),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the shard."""
-        return F.cross_entropy(model(batch.inputs), batch.labels)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD, learning rate 0.05, momentum 0.9."""
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 workload = SmallMLP()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def backend_names() -> list[str]:
     """The backends that distcheck can make a world of."""
-    return sorted(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def check_name(backend: str) -> None:

@@ -3,7 +3,8 @@
 The loop trains a module and steps an optimizer, so an engine is given to it as both. Where an
 engine keeps parameters, gradients or state elsewhere than in the model, they are asked of it: by
 `full_parameters()`, `full_gradients()` and `full_state()`, or by DeepSpeed's own functions. What
-such a function does not return is not recorded, and what is not recorded makes no pass.
+such a function does not return, or returns None for, is not recorded, and what is not recorded
+makes no pass.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ from distcheck.training.optimizers import innermost
 
 _NEEDED = ("backward", "step")
 Tensors = Mapping[str, torch.Tensor | None]
-ACCESSORS = ("full_parameters", "full_gradients", "full_state")
 
 
 class Engine:
@@ -65,9 +65,7 @@ class Engine:
             yield
 
     def full(self, accessor: str) -> Tensors | None:
-        """What one of `ACCESSORS` gives; None where the engine has no such way, so that the model
-        and the optimizer hold what there is. A collective on every rank.
-        """
+        """What an accessor gives, see `recorder.Full`. A collective on every rank."""
         own = getattr(self.engine, accessor, None)
         if not callable(own):
             if not type(self.engine).__module__.startswith("deepspeed."):
@@ -81,7 +79,7 @@ class Engine:
                 f"{self._what}: {accessor}() of its engine returned a {type(found).__name__}; "
                 "expected is a mapping of the model's names to tensors"
             )
-        return found
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 class EngineModule(nn.Module):

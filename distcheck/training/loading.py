@@ -74,10 +74,10 @@ class LoadedStrategy:
     called before every forward. `zero_grad` is called in place of the optimizer's; None where the
     strategy does not define it. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
-    `sync` begins it, which then takes the step itself. `full` asks an engine for what it holds
-    elsewhere than in the model (`engines.ACCESSORS`); a strategy that has it may take long to be
-    set up. `clip` is None where torch's function is called. `note` says which form the code was
-    taken as, where it was not written for distcheck.
+    `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
+    accessor's name, where model and optimizer may not hold them (`recorder.Full`). An `engine` may
+    take long to be set up. `clip` is None where torch's function is called. `note` says which form
+    the code was taken as, where it was not written for distcheck.
     """
 
     contract: Contract
@@ -95,6 +95,7 @@ class LoadedStrategy:
     )
     backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
     full: "Callable[[str], Any] | None" = None
+    engine: bool = False
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""
 

@@ -65,7 +65,7 @@ class Loop:
         self._scaler = torch.amp.GradScaler(
             ingredients.device.type, init_scale=scale or 1.0, enabled=scale is not None
         )
-        progress(0, "build" if strategy.full is None else SETTING_UP)
+        progress(0, SETTING_UP if strategy.engine else "build")
         self._build()
         observer.started(self.model, self._optimizer)
 
@@ -125,7 +125,7 @@ class Loop:
         self._strategy.begun(self.wrapped, step)
         if self._has_data:
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
-            first = first and self._strategy.full is None  # an engine may hold them elsewhere
+            first = first and not self._strategy.engine  # which may hold them elsewhere
             before = lengths(self.model) if first else None
             loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
             if before is not None:
@@ -145,8 +145,6 @@ class Loop:
         own = type(self.wrapped).zero_grad
         if self._strategy.zero_grad is not None:
             self._strategy.zero_grad(self.wrapped, step)
-        elif self._strategy.full is not None:
-            self._optimizer.zero_grad()
         elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
             self.wrapped.zero_grad()
         else:

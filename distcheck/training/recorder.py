@@ -14,9 +14,11 @@ from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
 from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
 from distcheck.training.traces.writer import TraceWriter
-from distcheck.training.unknown import gradient_unknown, value_unknown
 
-Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]  # of `engines.ACCESSORS`
+# Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
+# holds them elsewhere than in the model and the optimizer; None where these hold what there is. A
+# name that is left out is not recorded, and so not compared; None stands for a gradient of None.
+Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
 
 
 class Observer(Protocol):
@@ -65,9 +67,8 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
-    What an engine holds elsewhere is asked for by `full`; what it does not have is not recorded,
-    and so not compared. With `by_owners`, gradients are taken from the rank whose optimizer updates
-    them.
+    What is held elsewhere is asked for by `full`. With `by_owners`, gradients are taken from the
+    rank whose optimizer updates them.
     """
 
     def __init__(
@@ -139,19 +140,16 @@ class TraceRecorder:
         """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
         that no hook could see nothing is recorded.
         """
-        held = self._full("full_gradients") if self._full is not None else None
-        gradients = dict(held or {})
-        parameters = dict(trainable(model))
-        if held is None:
-            gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        held = self._held("full_gradients")
+        own = {name: parameter.grad for name, parameter in trainable(model)}
+        gradients = own if held is None else held
         if self._owners is not None:
             gradients = self._owners.gradients(model)
         for index, spec in enumerate(self._layout.model.parameters):
             gradient = gradients.get(spec.name)
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
-            not_given = held is not None and gradient is None
-            if not not_given and not gradient_unknown(parameters.get(spec.name)):
+            if held is None or spec.name in held:
                 self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
 
     def updated(
@@ -192,25 +190,25 @@ class TraceRecorder:
 
     def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
-        held = self._full("full_parameters") if self._full is not None else None
+        held = self._held("full_parameters")
         found: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
         for index, spec in enumerate(model_layout.parameters):
             parameter = found.get(spec.name)
-            if held is not None and parameter is None:
-                continue
-            order = _order_of(parameter)
-            if not value_unknown(parameter):
+            if held is None or parameter is not None:
+                order = _order_of(parameter)
                 self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             buffer = found.get(spec.name)
             self._writer.put(Kind.BUFFER, slot, index, buffer, order=_order_of(buffer))
-        held = self._full("full_state") if self._full is not None else None
+        held = self._held("full_state")
         found = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
         for index, spec in enumerate(model_layout.optimizer):
-            if held is not None and slot and found.get(spec.name) is None:
-                continue
-            self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
+            if held is None or slot == 0 or found.get(spec.name) is not None:
+                self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
+
+    def _held(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
+        return None if self._full is None else self._full(accessor)
 
 
 def _order_of(tensor: torch.Tensor | None) -> int:

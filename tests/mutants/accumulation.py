@@ -117,27 +117,23 @@ class SetsToZeroEveryTime(_Accumulates):
         self.model.zero_grad(set_to_none=False)
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, world=4, steps=2)
-@strategy(micro_batches=2)
-class TwoReplicasInEachProcess(_Accumulates):
-    """Every process sums over two replicas, and the sum is divided by the processes alone."""
-
+class _AddsUp(_Accumulates):
     def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
         losses = [loss_of(part) for part in batch.split(2)]
         for loss in losses:
             loss.backward()
         return (losses[0].detach() + losses[1].detach()) / 2
+
+
+@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, world=4, steps=2)
+@strategy(micro_batches=2)
+class TwoReplicasInEachProcess(_AddsUp):
+    """Every process sums over two replicas, and the sum is divided by the processes alone."""
 
 
 @mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)
-class AddsUpMeanLosses(_Accumulates):
+class AddsUpMeanLosses(_AddsUp):
     """Mean losses are added up, as if `accumulate` had divided them; nothing is promised."""
-
-    def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
-        losses = [loss_of(part) for part in batch.split(2)]
-        for loss in losses:
-            loss.backward()
-        return (losses[0].detach() + losses[1].detach()) / 2
 
 
 @mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)

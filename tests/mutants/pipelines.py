@@ -54,7 +54,7 @@ class _Scheduled:
 @mutant(caught="gradients S32", world=2)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class NeverDividesByMicroBatches(_Scheduled):
-    """Each micro-batch's mean loss counts fully, and torch is told not to scale."""
+    """Each micro-batch's mean loss counts fully, and torch is asked not to scale."""
 
 
 @mutant(caught="gradients S32", world=2, seldom=True)

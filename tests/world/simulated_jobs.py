@@ -1,7 +1,10 @@
 """Jobs for ranks that are processes or threads; named by "tests.world.simulated_jobs:NAME"."""
 
+import multiprocessing
 import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -275,6 +278,23 @@ def _spins(rank: int) -> None:
 def _forks(rank: int) -> None:
     if rank == 2 and os.fork() == 0:
         sys.exit()
+
+
+def _starts_a_process(rank: int) -> None:
+    multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+def _handles_a_signal(rank: int) -> None:
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+
+
+def _imports_another_transport(rank: int) -> None:
+    import horovod  # type: ignore[import-not-found]  # noqa: F401
+
+
+def _runs_a_command(rank: int) -> None:
+    subprocess.run(["true"], check=True)
+    dist.barrier()
 
 
 def _talks_from_a_thread(rank: int) -> None:

@@ -210,8 +210,9 @@ def test_ranks_that_all_wait_are_a_deadlock_at_once(
     assert time.monotonic() - begun < 20  # of a deadline of 30 s, on a crowded machine
 
 
-def test_code_that_asks_in_a_loop_comes_to_an_end(pool: Pool) -> None:
-    outcomes, _ = program(pool, "polls")
+@pytest.mark.parametrize("name", ["polls", "runs_a_command"])
+def test_code_that_asks_in_a_loop_or_runs_a_command_ends(pool: Pool, name: str) -> None:
+    outcomes, _ = program(pool, name)
     assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
 
 
@@ -226,6 +227,9 @@ def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool) -> None:
     ("name", "said"),
     [
         ("forks", "it calls os.fork at"),
+        ("starts_a_process", "it starts a process at"),
+        ("handles_a_signal", "it sets a handler of a signal at"),
+        ("imports_another_transport", "it imports horovod, which moves data by itself at"),
         ("talks_from_a_thread", "a thread that is not a rank's calls all_reduce"),
         ("starts_rpc", "it starts RPC, which has threads and sockets of its own at"),
         ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
+from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.backends.mpi import TORCH_NAME, buffers, runtime, shapes
 from distcheck.backends.mpi.runtime import mpi
 from distcheck.backends.mpi.work import MPIWork, Together
 
-Tensors = list[torch.Tensor]
 _TAGS = 1 << 14  # MPI promises 2^15 - 1
 
 
@@ -33,49 +32,17 @@ def create(options: Any, _: Any) -> "MPIGroup":
     return MPIGroup(everybody.Create_group(members, tag), options)
 
 
-class MPIGroup(ProcessGroup):
+class MPIGroup(PythonGroup):
     """A group of ranks with communicators of its own: one for collectives, one for messages."""
 
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
+    torch_name = TORCH_NAME
 
     def __init__(self, communicator: Any, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        super().__init__(options)
         self._collective = communicator.Dup()
         self._messages = communicator.Dup()
-        self._rank, self._size = options.group_rank, options.group_size
         self._timeout_s = options.timeout.total_seconds()
-        self._name = str(options.group_id)
         self._most_tag = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """What torch prints."""
-        return TORCH_NAME
-
-    def name(self) -> str:
-        """The same."""
-        return TORCH_NAME
-
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return int(self._rank)
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return int(self._size)
-
-    @property
-    def group_name(self) -> Any:
-        """The name that torch gave to the group."""
-        return self._name
-
-    def _set_group_name(self, name: Any) -> None:
-        super()._set_group_name(name)
-        self._name = name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
 
     def set_timeout(self, timeout: Any) -> None:
         """How long a collective may take from now on."""
@@ -152,8 +119,6 @@ class MPIGroup(ProcessGroup):
         request = self._collective.Iallgather(buffers.moved(data), buffers.moved(room))
         return self._work("all_gather_into_tensor", request, [output], room, data)
 
-    _allgather_base = all_gather_single
-
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Every rank's input to the root, a tensor each."""
         (tensor,) = inputs
@@ -210,8 +175,6 @@ class MPIGroup(ProcessGroup):
         data = buffers.plain(tensor)
         return self._reduce_scatter("reduce_scatter_tensor", output, data, opts.reduceOp)
 
-    _reduce_scatter_base = reduce_scatter_single
-
     def _reduce_scatter(
         self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any
     ) -> MPIWork:
@@ -259,36 +222,9 @@ class MPIGroup(ProcessGroup):
         )
         return self._work(what, request, [output], room, data)
 
-    alltoall_base = all_to_all_single
-
     def barrier(self, opts: Any = None) -> Any:
         """Completes once every rank has called it."""
         return self._work_of("barrier", [self._collective.Ibarrier()], [], [], None)
-
-    # -- many at once ---------------------------------------------------------------------------
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """`all_gather_into_tensor` of several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        return Together([self.all_gather_single(out, data) for out, data in pairs], outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.allgather([output], [data]) for output, data in pairs]
-        return Together(works, [tensor for output in outputs for tensor in output])
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """`reduce_scatter_tensor` of several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
-        return Together(works, outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -324,6 +260,9 @@ class MPIGroup(ProcessGroup):
         if not 0 <= tag <= self._most_tag:
             raise ValueError(f"tag {tag} is out of range; MPI takes 0 to {self._most_tag}")
         return tag
+
+    def _together(self, works: Sequence[Any], results: Tensors) -> Together:
+        return Together(list(works), results)
 
     # -- how an operation ends ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_NOT_THEIRS = (_PACKAGE, os.sep + "torch" + os.sep, "<frozen", "<string>")
+_NOT_THEIRS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen", "<string>")
 _MOST_FRAMES = 64
 
 
@@ -103,7 +103,7 @@ class Call:
 
 def is_theirs(filename: str) -> bool:
     """Whether a file is of the code under test: neither torch's nor distcheck's own."""
-    return not any(part in filename for part in _NOT_THEIRS)
+    return not filename.startswith(_NOT_THEIRS)
 
 
 def calling_frames() -> list[dict[str, Any]]:

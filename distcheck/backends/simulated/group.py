@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
+from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.backends.simulated import TORCH_NAME, collectives, world
 from distcheck.backends.simulated.calls import Call, calling_frames
 from distcheck.backends.simulated.work import SimulatedWork
-
-Tensors = list[torch.Tensor]
 
 
 def create(options: Any, _: Any) -> "SimulatedGroup":
@@ -18,48 +17,16 @@ def create(options: Any, _: Any) -> "SimulatedGroup":
     return SimulatedGroup(options)
 
 
-class SimulatedGroup(ProcessGroup):
+class SimulatedGroup(PythonGroup):
     """One rank's end of a group."""
 
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
+    torch_name = TORCH_NAME
 
     def __init__(self, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        super().__init__(options)
         self._world = world.here()
-        self._rank, self._size = options.group_rank, options.group_size
-        self._name = str(options.group_id)
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._channel = self._world.channel(self._name, self._ranks)
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """What torch prints."""
-        return TORCH_NAME
-
-    def name(self) -> str:
-        """The same."""
-        return TORCH_NAME
-
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return int(self._rank)
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return int(self._size)
-
-    @property
-    def group_name(self) -> Any:
-        """The name that torch gave to the group."""
-        return self._name
-
-    def _set_group_name(self, name: Any) -> None:
-        super()._set_group_name(name)
-        self._name = name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing: calls have no timeout. A call that can never complete ends the world."""
@@ -106,8 +73,6 @@ class SimulatedGroup(ProcessGroup):
         self._check_parts(name, output, tensor)
         return self._post("all_gather", name, [tensor], [output], counts=[tensor])
 
-    _allgather_base = all_gather_single
-
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Every rank's input to the root, a tensor each."""
         results = outputs[0] if self._rank == opts.rootRank else []
@@ -148,8 +113,6 @@ class SimulatedGroup(ProcessGroup):
         op = self._operation(name, opts)
         return self._post("reduce_scatter", name, [tensor], [output], counts=[output], op=op)
 
-    _reduce_scatter_base = reduce_scatter_single
-
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Tensor r of every rank's list to rank r; sizes may differ."""
         for tensors in (outputs, inputs):
@@ -174,36 +137,9 @@ class SimulatedGroup(ProcessGroup):
         ]
         return self._post("all_to_all", "all_to_all_single", [tensor], [output], splits=splits)
 
-    alltoall_base = all_to_all_single
-
     def barrier(self, opts: Any = None) -> Any:
         """Completes once every rank has called it."""
         return self._post("barrier", "barrier", [], [])
-
-    # -- many at once ---------------------------------------------------------------------------
-
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """`all_gather_into_tensor` of several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.all_gather_single(out, data) for out, data in pairs], outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.allgather([output], [data]) for output, data in pairs]
-        return self._together(works, [tensor for output in outputs for tensor in output])
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """`reduce_scatter_tensor` of several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
-        return self._together(works, outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- messages -------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from distcheck.training.adapters.over_pieces import OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.building import is_distributed
 from distcheck.training.loading import LoadedStrategy
-from distcheck.training.unknown import mark
 
 Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
 _ACCESSORS = ("full_parameters", "full_gradients")
@@ -49,6 +48,7 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
         wrap=layout.wrap,
         optimizer=layout.optimizer,
         sync=layout.sync,
+        full=layout.full if isinstance(layout, _Accessed) else None,
     )
 
 
@@ -148,6 +148,13 @@ class _Accessed:
         self._gradients: Accessor = made.full_gradients
         self._model: nn.Module | None = None
         self._wrapped: nn.Module | None = None
+        self._held: dict[str, dict[str, torch.Tensor | None]] = {}
+
+    def full(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
+        """What an accessor gave last, as it was written into the whole model; see
+        `recorder.Full`.
+        """
+        return self._held.get(accessor)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model is filled by the accessors."""
@@ -171,7 +178,8 @@ class _Accessed:
         for name, parameter in self._model.named_parameters():
             value = given.get(name)
             parameter.grad = None if value is None else value.detach().clone()
-            mark(parameter, gradient_unknown=name not in given)
+        named = self._model.named_parameters()
+        self._held["full_gradients"] = {name: p.grad for name, p in named if name in given}
 
     def _write_parameters(self) -> None:
         assert self._model is not None
@@ -182,7 +190,9 @@ class _Accessed:
                 if value is not None:
                     self._check(name, value, parameter)
                     parameter.copy_(value)
-                mark(parameter, value_unknown=value is None)
+        named = self._model.named_parameters()
+        known = {name: p for name, p in named if given.get(name) is not None}
+        self._held["full_parameters"] = dict(known)
 
     def _given(self, accessor: Accessor, name: str) -> Mapping[str, torch.Tensor | None]:
         found = accessor(self._wrapped)  # type: ignore[arg-type]

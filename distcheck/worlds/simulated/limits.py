@@ -1,8 +1,8 @@
 """What code under test may not do in a simulated world, and what works otherwise there.
 
-A rank that starts processes, or talks by a library of its own, would leave the world: the run ends
-with one sentence. `time.sleep` takes no time, but lets other ranks run: see `baton.py`. `os._exit`
-ends the rank, as it ends a process.
+A rank that forks, or talks by a library of its own, would leave the world: the run ends with one
+sentence. A command (subprocess, os.system) is run while the rank keeps its turn. `time.sleep` takes
+no time, but lets other ranks run: see `baton.py`. `os._exit` ends the rank, as it ends a process.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from distcheck.backends.simulated.world import SimulatedWorld
 
-_FORKS = ("os.fork", "os.forkpty", "os.exec", "os.posix_spawn")
+_FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
 
 

@@ -78,6 +78,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         made[-1].engine.backward(loss)
         return loss.detach()
 
+    def zero_grad(model: nn.Module, step: Step) -> None:
+        made[-1].zero_grad()
+
     def full(accessor: str) -> Any:
         return made[-1].full(accessor)
 
@@ -92,7 +95,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         wrap=wrap,
         optimizer=optimizer,
         backward=backward,
+        zero_grad=zero_grad,
         clip=clip,
         full=full,
+        engine=True,
         note=f"{target.name} makes the engine; its backward() and step() are called",
     )

@@ -1,0 +1,101 @@
+"""What process groups that are written in Python have in common, whatever carries their data."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+Tensors = list[torch.Tensor]
+
+
+class PythonGroup(ProcessGroup):
+    """One rank's end of a group: who it is, what torch calls by several names, and many operations
+    as one. A subclass has the operations, under the names without `_base` or `_coalesced`.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    torch_name: str  # by which torch knows the backend
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._rank, self._size = options.group_rank, options.group_size
+        self._name = str(options.group_id)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch prints."""
+        return self.torch_name
+
+    def name(self) -> str:
+        """The same."""
+        return self.torch_name
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return int(self._rank)
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self._size)
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave to the group."""
+        return self._name
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    # -- other names of the same operations -------------------------------------------------------
+
+    def _allgather_base(self, *given: Any, **named: Any) -> Any:
+        return self.all_gather_single(*given, **named)
+
+    def _reduce_scatter_base(self, *given: Any, **named: Any) -> Any:
+        return self.reduce_scatter_single(*given, **named)
+
+    def alltoall_base(self, *given: Any, **named: Any) -> Any:
+        """`all_to_all_single`."""
+        return self.all_to_all_single(*given, **named)
+
+    def allgather_into_tensor_coalesced(self, *given: Any, **named: Any) -> Any:
+        """`all_gather_single_coalesced`."""
+        return self.all_gather_single_coalesced(*given, **named)
+
+    def reduce_scatter_tensor_coalesced(self, *given: Any, **named: Any) -> Any:
+        """`reduce_scatter_single_coalesced`."""
+        return self.reduce_scatter_single_coalesced(*given, **named)
+
+    # -- many at once -----------------------------------------------------------------------------
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """`all_gather_into_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.all_gather_single(out, data) for out, data in pairs], outputs)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`all_gather` of several tensors; `outputs` hold a list for each of them."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.allgather([output], [data]) for output, data in pairs]
+        return self._together(works, [tensor for output in outputs for tensor in output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """`reduce_scatter_tensor` of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        works = [self.reduce_scatter_single(output, data, opts) for output, data in pairs]
+        return self._together(works, outputs)
+
+    @abstractmethod
+    def _together(self, works: Sequence[Any], results: Tensors) -> Any:
+        """Several started operations, which are waited for as one."""
