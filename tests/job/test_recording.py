@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, UsageError
 from distcheck.job import reading, running, settings, sketches
 from distcheck.job.command import Asked
 from distcheck.job.inside import tensors
 from distcheck.job.inside.alone import Alone
+from distcheck.job.inside.recorder import Recorder
 from distcheck.job.running import Ran
 from tests.job.recordings import make
 
@@ -202,3 +204,28 @@ def test_what_was_recorded_can_still_be_resized() -> None:
     negative = conjugate.imag
     assert negative.is_neg()
     assert tensors.digest_of(negative) == tensors.digest_of(torch.tensor([-2.0]))
+
+
+@pytest.mark.parametrize("exchanging", [True, False])
+def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
+) -> None:
+    """Gradients of +1 and -1 leave nothing, and have been rounded twice where both were sent."""
+    monkeypatch.setattr("distcheck.job.inside.recorder.exchanges", lambda model: exchanging)
+    recorder = Recorder(settings.Settings(steps=1, keep_going=True), tmp_path)
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sign in (1.0, -1.0, 1.0):
+        inputs = torch.full((1, 2), sign)
+        recorder.enters(model, (inputs,), {})
+        loss = model(inputs).sum()
+        recorder.backward(loss)
+        loss.backward()
+    recorder.steps(optimizer)
+    optimizer.step()
+    recorder.stepped(optimizer)
+    (file,) = tmp_path.rglob("step-*.safetensors")
+    kept = load_file(file)
+    assert kept["local/weight"].tolist() == [[1.0, 1.0]]
+    sizes = kept.get("sizes/weight")
+    assert (None if sizes is None else sizes.tolist()) == ([[3.0, 3.0]] if exchanging else None)

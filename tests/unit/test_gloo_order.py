@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distcheck.backends import gloo
 from distcheck.backends.gloo import all_reduce_sum, chunk_bounds, reduce_chunk_bounds, reduce_sum
 
 WORLDS = st.integers(1, 32)
@@ -38,6 +39,21 @@ def test_the_sum_of_integers_is_the_sum(world: int, elements: int, seed: int) ->
     ]
     assert torch.equal(all_reduce_sum(shards), torch.stack(shards).sum(0))
     assert torch.equal(reduce_sum(shards), torch.stack(shards).sum(0))
+
+
+@given(world=st.integers(17, 40), elements=st.integers(0, 300), seed=st.integers(0, 99))
+def test_many_ranks_add_in_the_same_order(world: int, elements: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shards = [torch.randn(elements, generator=generator) for _ in range(world)]
+    bounds = chunk_bounds(elements, 4, world)
+    for combine in (torch.add, lambda one, other: one - 2 * other):
+        expected = torch.empty(elements)
+        for chunk, (begin, end) in enumerate(bounds):
+            total = shards[(chunk - 1) % world][begin:end]
+            for distance in range(2, world + 1):
+                total = combine(shards[(chunk - distance) % world][begin:end], total)
+            expected[begin:end] = total
+        assert torch.equal(gloo.ring_sum(shards, bounds, combine), expected)
 
 
 def test_each_chunk_starts_behind_its_owner() -> None:

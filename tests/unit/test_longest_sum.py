@@ -85,3 +85,9 @@ def test_longer_sums_have_more_and_no_more_than_their_root() -> None:
     assert relative_tolerance(IN_FLOAT32, 256, 64 * LEAST) == 8 * usual
     assert relative_tolerance(IN_FLOAT64, 256, 64 * LEAST) == 1e-11
     assert relative_tolerance(IN_FLOAT64, 2**20, 2**20) == 2.0**-53 * 2.0**20
+
+
+def test_additions_between_ranks_count() -> None:
+    whole = relative_tolerance(IN_FLOAT32, 256)
+    split = relative_tolerance(IN_FLOAT32, 256, splits=3 * 256 * LEAST)
+    assert split == 2 * whole

@@ -65,6 +65,7 @@ def verify(name: str, **asked: object) -> distcheck.records.Report:
 
 
 def test_a_right_engine_passes_and_accumulates() -> None:
+    assert load_strategy(f"{__name__}:initialize").engine, "its set-up has a deadline of its own"
     report = verify("initialize", workload=[SMALL, "accumulation", "loss_scaling", "clipping"])
     assert_everything_compared(report)
     assert len(report.cases) == 4

@@ -1,5 +1,7 @@
 """Model-parallel layouts: right code passes, and what does not fit is refused in one sentence."""
 
+import os
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -8,6 +10,7 @@ import distcheck
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
+from tests.mutants.small import Small
 
 SMALL = "tests.mutants.small:Small"
 sweep = partial(pytest.param, marks=pytest.mark.sweep)
@@ -125,3 +128,20 @@ def test_no_right_layout_is_accused(
 ) -> None:
     asked = {"world": world, "workload": workload, "dtype": dtype, "seed": seed, "batch": 64}
     distcheck.verify(name, **asked, separate=False).raise_for_verdict()
+
+
+class Astray(Small):
+    """A sampler that takes the rank from the environment: ranks that share a model read other
+    samples.
+    """
+
+    def sampler(self, size: int, world: int, rank: int, seed: int, epoch: int) -> Sequence[int]:
+        return range(100 * int(os.environ["RANK"]), size)
+
+
+def test_ranks_that_share_a_model_must_read_the_same_samples() -> None:
+    report = distcheck.verify(
+        "column_parallel", world=2, workload=f"{__name__}:Astray", dtype="float32", batch=32,
+        steps=1, separate=False,
+    )  # fmt: skip
+    assert "data" in {c.check for c in report.cases[0].checks if c.verdict == "fail"}

@@ -178,8 +178,9 @@ class Recorder:
                 gradient = gradient.to_dense()
             held = self._local.get(name)
             if held is not None and any(p.exchanges is not False for p in self._passes[:-1]):
-                sizes = self._sizes.setdefault(name, tensors.magnitudes(held))
-                sizes += tensors.magnitudes(gradient)
+                if name not in self._sizes:
+                    self._sizes[name] = tensors.magnitudes(held)
+                self._sizes[name] += tensors.magnitudes(gradient)
             self._local[name] = gradient.clone() if held is None else held.add_(gradient)
 
         return add

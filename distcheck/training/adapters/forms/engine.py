@@ -78,9 +78,6 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         made[-1].engine.backward(loss)
         return loss.detach()
 
-    def zero_grad(model: nn.Module, step: Step) -> None:
-        made[-1].zero_grad()
-
     def full(accessor: str) -> Any:
         return made[-1].full(accessor)
 
@@ -95,7 +92,6 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         wrap=wrap,
         optimizer=optimizer,
         backward=backward,
-        zero_grad=zero_grad,
         clip=clip,
         full=full,
         engine=True,
