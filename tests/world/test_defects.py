@@ -179,9 +179,9 @@ def test_a_defect_that_is_planted_in_a_rank(tmp_path: Path) -> None:
     """With built-in code alone it is one; beside code of another's it is not known whose it is."""
     copied(copy := tmp_path / "copy")
     recorder = copy / "distcheck" / "training" / "recorder.py"
-    before, where, after = recorder.read_text().rpartition("parameters = dict(trainable(model))")
-    recorder.write_text(f"{before}{where}['planted']{after}")
+    before, where, after = recorder.read_text().partition("model_layout = self._layout.model\n")
     assert where
+    recorder.write_text(f"{before}model_layout = {{}}['planted']\n{after}")
     ran = subprocess.run(
         [sys.executable, "-c", PLANTED],
         cwd=tmp_path,
