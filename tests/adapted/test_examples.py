@@ -28,6 +28,7 @@ from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case, Report
 from distcheck.verification.run import run_cases
 from distcheck.worlds.pool import Pool
+from tests.firsts import firsts
 from tests.world.command import COMMAND
 
 ROOT = Path(__file__).parents[2]
@@ -98,12 +99,21 @@ def quick_run(promises: Sequence[Promise], pool: Pool) -> Report:
     return run_cases([case for promise in promises for case in quickest(promise)], pool=pool)
 
 
-def together() -> list[list[Promise]]:
+def _kinds(promise: Promise) -> Iterator[object]:
+    """A file's passes, its failures, and each cause wherever it stands."""
+    yield promise.file, promise.verdict
+    yield from promise.causes
+
+
+RUN = [promise for promise in PROMISES if promise.verdict != "refused"]
+OFTEN = firsts(RUN, _kinds)
+
+
+def together(promises: Sequence[Promise]) -> list[list[Promise]]:
     """Commands that differ in nothing but the strategy, up to a dozen in one run."""
     groups: dict[tuple[str, ...], list[Promise]] = {}
-    for promise in PROMISES:
-        if promise.verdict != "refused":
-            groups.setdefault(promise.words[2:], []).append(promise)
+    for promise in promises:
+        groups.setdefault(promise.words[2:], []).append(promise)
     return [g[i : i + 12] for g in groups.values() for i in range(0, len(g), 12)]
 
 
@@ -111,7 +121,15 @@ def name_of(group: list[Promise]) -> str:
     return f"{group[0]}-and-{len(group) - 1}"
 
 
-@pytest.mark.parametrize("group", together(), ids=name_of)
+SELDOM = [
+    pytest.param(group, marks=pytest.mark.sweep, id=name_of(group))
+    for group in together([promise for promise in RUN if promise not in OFTEN])
+]
+
+
+@pytest.mark.parametrize(
+    "group", [*(pytest.param(g, id=name_of(g)) for g in together(OFTEN)), *SELDOM]
+)
 def test_examples(group: list[Promise], pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_mpi(group[0])
     monkeypatch.chdir(ROOT)

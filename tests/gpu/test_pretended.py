@@ -56,20 +56,33 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_everything_that_a_verification_does(tmp_path: Path) -> None:
+DEFAULT = [
+    "lattice-float32-cuda", "cnn-float32-cuda", "composite-float32-cuda",
+    "composite-float64-cuda", "cnn-float32-cuda-against-cpu",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workload", "cases"),
+    [
+        (["cnn"], ["cnn-float32-cuda", "cnn-float64-cuda", "cnn-float32-cuda-against-cpu"]),
+        pytest.param([], DEFAULT, marks=pytest.mark.sweep),
+    ],
+    ids=["cnn", "default"],
+)
+def test_everything_that_a_verification_does(
+    tmp_path: Path, workload: list[str], cases: list[str]
+) -> None:
     """Ranks, traces, judges of every layer, rerun, and the whole batch on the CPU."""
-    ran = run(tmp_path, "--strategy", "allreduce", "--world", "2", "--steps", "2")
+    words = ["--world", "2", "--steps", "2", *(f"--workload={name}" for name in workload)]
+    ran = run(tmp_path, "--strategy", "allreduce", *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["environment"]["gpu"] == "pretended"
     assert report["environment"]["tf32"] is False
     assert {case["device"] for case in report["cases"]} == {"cuda"}
     # composite draws random numbers, which are others on the CPU: it is not held against it.
-    assert [case["id"] for case in report["cases"]] == [
-        "allreduce-w2-lattice-float32-cuda", "allreduce-w2-cnn-float32-cuda",
-        "allreduce-w2-composite-float32-cuda", "allreduce-w2-composite-float64-cuda",
-        "allreduce-w2-cnn-float32-cuda-against-cpu",
-    ]  # fmt: skip
+    assert [case["id"] for case in report["cases"]] == [f"allreduce-w2-{case}" for case in cases]
 
 
 @pytest.mark.sweep

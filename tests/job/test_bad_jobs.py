@@ -165,6 +165,7 @@ def test_a_script_for_gpus_cannot_run_here(tmp_path: Path) -> None:
     assert "--on-cpu runs it on CPUs" in said(ran)
 
 
+@pytest.mark.sweep
 def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
     ran, case = run(tmp_path, FOR_GPUS, "--on-cpu")
     assert (ran.returncode, case["verdict"]) == (0, "pass"), ran.stdout + ran.stderr

@@ -58,7 +58,8 @@ def test_a_process_that_dies_under_torchrun_is_lost(tmp_path: Path) -> None:
     assert_lost(tmp_path, 2, 3)
 
 
-@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("each", [1, 2])
 def test_a_death_in_the_middle_of_torchrun_on_two_nodes(tmp_path: Path, each: int) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     with hosts(2) as network:

@@ -43,6 +43,7 @@ def dies_once(model, step):
 """
 
 
+@pytest.mark.sweep
 def test_a_restart_takes_up_what_was_saved(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DIES_ONCE)
     words = [*ELASTIC, "--nproc-per-node", "2", "--max-restarts", "2", *MODULE]

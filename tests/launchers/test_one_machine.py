@@ -80,6 +80,7 @@ def test_a_failure_under_torchrun_is_in_its_error_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_a_meeting_in_a_file(tmp_path: Path) -> None:
     method = ["--init-method", f"file://{tmp_path}/meeting", "--world", "3"]
     machine = [*PYTHON, *QUICK, *method, "--num-nodes", "2", "--rank"]

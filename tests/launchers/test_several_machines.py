@@ -37,6 +37,7 @@ def test_four_hosts_with_latency(tmp_path: Path) -> None:
     assert all((out, err) == ("", "") for _, out, err in ends[1:])
 
 
+@pytest.mark.sweep
 def test_a_cable_is_pulled_in_the_middle_of_a_collective(tmp_path: Path) -> None:
     deadline_s = 6
     (tmp_path / "forever.py").write_text(ENDLESS)

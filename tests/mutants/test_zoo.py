@@ -9,6 +9,7 @@ import distcheck
 from distcheck.judge import diagnosis
 from distcheck.judge.checks import ORDER
 from distcheck.workloads.cells import CELLS
+from tests.firsts import firsts
 from tests.mutants import Mutant, everything
 from tests.mutants.causes import CAUSES
 
@@ -16,18 +17,23 @@ ALL = everything()
 BLINDS = {"SameDataOnEveryRank"}  # under which a missing sync would not show
 
 
-def _parameters() -> Iterator[object]:
-    """All of them. Of those that the same checks catch, with the same causes, and not in a
-    cell of their own, the first is enough but in the sweep.
-    """
-    seen: set[object] = set()
-    for mutant in ALL:
-        own = str(mutant.workload) in CELLS  # a cell has a mutant that it alone shows
-        kind = (mutant.caught, frozenset(CAUSES[mutant.name]), mutant.workload if own else "")
-        marks = [pytest.mark.sweep] if mutant.seldom or kind in seen else []
-        if not mutant.seldom:
-            seen.add(kind)
-        yield pytest.param(mutant, marks=marks, id=mutant.name)
+def _kinds(mutant: Mutant) -> Iterator[object]:
+    """The checks that catch it together, each cause, and a cell that it alone shows."""
+    yield mutant.caught
+    yield from CAUSES[mutant.name]
+    if str(mutant.workload) in CELLS:
+        yield mutant.workload
+
+
+OFTEN = {mutant.name for mutant in firsts([m for m in ALL if not m.seldom], _kinds)}
+
+
+def _parameters() -> list[object]:
+    """All of them; but in the sweep, those that bring a check, a cause or a cell are enough."""
+    return [
+        pytest.param(m, marks=[] if m.name in OFTEN else [pytest.mark.sweep], id=m.name)
+        for m in ALL
+    ]
 
 
 @pytest.mark.parametrize("mutant", _parameters())

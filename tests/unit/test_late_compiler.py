@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _BEGIN = """
 import sys
 import torch, torch.distributed as dist
@@ -64,7 +66,18 @@ assert asked == ["zero_grad"], asked
     )
 
 
-def test_any_use_of_it_loads_it_and_it_is_deterministic() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "assert torch._dynamo.is_compiling() is False",
+        pytest.param(
+            "import torch._dynamo.config as found; assert found is torch._dynamo.config",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param("late_compiler.load(); late_compiler.load()", marks=pytest.mark.sweep),
+    ],
+)
+def test_any_use_of_it_loads_it_and_it_is_deterministic(use: str) -> None:
     _runs(
         """
 import os
@@ -77,16 +90,11 @@ if child == 0:
     assert torch._inductor.config.deterministic
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-for use in (
-    "import torch._dynamo.config as found; assert found is torch._dynamo.config",
-    "assert torch._dynamo.is_compiling() is False",
-    "late_compiler.load(); late_compiler.load()",
-):
-    child = os.fork()
-    if child == 0:
-        exec(use)
-        assert late_compiler.is_loaded() and late_compiler.to_share() == ["torch._dynamo"]
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, use
-"""
+child = os.fork()
+if child == 0:
+    USE
+    assert late_compiler.is_loaded() and late_compiler.to_share() == ["torch._dynamo"]
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+""".replace("USE", use)
     )

@@ -51,6 +51,7 @@ def assert_cells(report: Report, left_out: set[str], cells: set[str]) -> None:
     assert said == left_out
 
 
+@pytest.mark.sweep
 def test_every_cell() -> None:
     report = distcheck.verify(
         "allreduce", world=3, workload="tied_weights", thorough=True, explore_s=0, without=LARGE

@@ -135,10 +135,8 @@ def test_none_on_some_ranks_counts_as_zero(pool: Pool) -> None:
     assert len([case for case in found.passed if "absent" in case.workload]) > 10
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SyncedInTheFirstBackward", pytest.param("SummedInEveryBackward", marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["SyncedInTheFirstBackward", "SummedInEveryBackward"])
 def test_two_backward_passes_are_what_a_sync_for_one_fails_on(pool: Pool, name: str) -> None:
     found = search(pool, name, 100)
     case, model = least(found)
@@ -240,12 +238,13 @@ def test_a_race_is_found_by_making_ranks_late(pool: Pool) -> None:
     assert verify_case(late).verdict == "fail"
 
 
-def test_nothing_is_found_in_right_code(pool: Pool) -> None:
-    found = search(pool, "ddp", 30)
+@pytest.mark.parametrize("most", [12, pytest.param(60, marks=pytest.mark.sweep)])
+def test_nothing_is_found_in_right_code(pool: Pool, most: int) -> None:
+    found = search(pool, "ddp", most)
     assert found.finding is None
     assert (found.unknown, found.once) == ([], [])
-    assert len(found.passed) + len(found.insensitive) == 30
-    assert len(found.insensitive) <= 3, "the space is there to show mistakes"
+    assert len(found.passed) + len(found.insensitive) == most
+    assert len(found.insensitive) <= most / 10, "the space is there to show mistakes"
     assert all(case.case.dtype == "bfloat16" for case in found.insensitive)
 
 
