@@ -171,9 +171,9 @@ def trains(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
 def own_state(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """What processes do not share: each rank changes it, lets the others run, and looks again."""
     rank, about = _join(payload, fds)
-    from tests.world import counted  # each rank its own
-
     for _ in range(3):
+        from tests.world import counted  # each rank its own, also where it is imported again
+
         counted.COUNT += 1
         os.environ["OWN"] = str(rank)
         torch.manual_seed(rank)

@@ -107,6 +107,14 @@ def test_sharded_optimizer_state(worlds: list[int]) -> None:
             assert parameters.compared.tensors == 2 * agreement.compared.tensors
 
 
+def test_a_norm_that_is_added_up_over_pieces_may_round_otherwise() -> None:
+    """At five ranks of this workload, the update has other bits than in one process."""
+    report = distcheck.verify(
+        "fsdp", world=5, workload="clipping", dtype="float32", steps=3, separate=False
+    )
+    assert_everything_compared(report)
+
+
 @in_worlds
 def test_fully_sharded(worlds: list[int]) -> None:
     report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32", steps=3)
