@@ -98,6 +98,7 @@ def srun(folder: Path) -> list[str]:
     return [sys.executable, str(script), "-n", "2", sys.executable, *MODULE]
 
 
+@pytest.mark.sweep
 def test_a_job_that_a_cluster_cancels_ends_as_ctrl_c_does(tmp_path: Path) -> None:
     """Slurm signals every process of a step: tasks, helpers and ranks."""
     quick = ["--strategy", "bad.py:hang", *QUICK[2:], "--deadline-s", "60", "--json", "r.json"]

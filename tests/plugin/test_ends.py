@@ -205,6 +205,7 @@ def assert_gone(folder: Path, count: int) -> None:
     wait_until(lambda: all(is_gone(int(note.split("-")[1])) for note in notes))
 
 
+@pytest.mark.sweep
 def test_a_worker_of_xdist_that_crashes_takes_nobody_along(run: Run, tmp_path: Path) -> None:
     """Its ranks end with it; another worker goes on."""
     ran = run(

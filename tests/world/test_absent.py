@@ -73,9 +73,10 @@ class WaitsForever:
     "code",
     [
         what_there_is,
-        takes_none_for_a_tensor,
-        WaitsForEveryGradient,
-        pytest.param(WaitsForever, marks=pytest.mark.sweep),
+        *(
+            pytest.param(code, marks=pytest.mark.sweep)
+            for code in (takes_none_for_a_tensor, WaitsForEveryGradient, WaitsForever)
+        ),
     ],
 )
 def test_code_that_ends_with_an_error_there_passes_with_a_remark(code: object) -> None:
@@ -105,7 +106,9 @@ def fills_in_zeros(model: nn.Module, step: Step) -> None:
         _mean(parameter.grad, step)
 
 
-@pytest.mark.parametrize("code", [LooksForUnused, fills_in_zeros])
+@pytest.mark.parametrize(
+    "code", [LooksForUnused, pytest.param(fills_in_zeros, marks=pytest.mark.sweep)]
+)
 def test_code_that_takes_account_of_it_is_judged_by_it(code: object) -> None:
     report = judged(code)
     assert_everything_compared(report)

@@ -149,6 +149,7 @@ def save_to_small(strategy: str) -> str:
     )
 
 
+@pytest.mark.sweep
 def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran = on_a_small_disk(tmp_path, 3, save_to_small("ddp"))
     assert ran.returncode == 3

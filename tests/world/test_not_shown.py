@@ -72,7 +72,13 @@ def verdict(strategy: str, *, world: int, workload: str, steps: int = 1) -> str:
     return report.verdict
 
 
-@pytest.mark.parametrize("name", ["promises_ranks_in_order_and_adds_them_backwards", "unweighted"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("promises_ranks_in_order_and_adds_them_backwards", marks=pytest.mark.sweep),
+        "unweighted",
+    ],
+)
 def test_worlds_that_hide_an_order_or_a_weight(name: str) -> None:
     assert verdict(f"{HERE}:{name}", world=2, workload="mlp") == "pass"
     assert verdict(f"{HERE}:{name}", world=3, workload="mlp") == "fail"

@@ -187,7 +187,7 @@ def saved(
     ("spec", "workload", "batch"),
     [
         pytest.param(f"{__name__}:a_little_off", "mlp", 24, marks=pytest.mark.sweep),
-        (f"{__name__}:rounds_on_the_way", "lattice", 24),
+        pytest.param(f"{__name__}:rounds_on_the_way", "lattice", 24, marks=pytest.mark.sweep),
         pytest.param("allreduce", "tests.world.test_kinks:AtAKink", 6, marks=pytest.mark.sweep),
         ("allreduce", f"{__name__}:SeesOthersAtFirst", 6),
     ],
@@ -216,7 +216,10 @@ def test_order_and_split_change_nothing(
     ("spec", "workloads", "batch", "accept"),
     [
         ("allreduce", ["loss_scaling", "accumulation", "frozen_later", "eval_mode"], 24, None),
-        ("tests.world.lossy:PowerSGD", ["tests.world.lossy:Small"], 64, "low-rank:2"),
+        pytest.param(
+            "tests.world.lossy:PowerSGD", ["tests.world.lossy:Small"], 64, "low-rank:2",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(
             "tests.world.lossy:PostLocalSGD", ["tests.world.lossy:Small"], 64, "local-sgd:2",
             marks=pytest.mark.sweep,

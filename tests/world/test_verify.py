@@ -63,7 +63,8 @@ def test_batchnorm_is_judged_against_the_ghost_batch(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float64", "bfloat16", pytest.param("float16", marks=pytest.mark.sweep)]
+    "dtype",
+    ["float64", *(pytest.param(d, marks=pytest.mark.sweep) for d in ("bfloat16", "float16"))],
 )
 def test_other_dtypes(dtype: str) -> None:
     report = distcheck.verify(STRATEGIES, world=3, workload="mlp", dtype=dtype)
