@@ -31,6 +31,7 @@ ABOUT: Mapping[str, About] = {
     "mlp": About(in_float64=True),
     "transformer": About(in_float64=True),
     "experts": About(in_float64=True),
+    "tokens": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,)),
