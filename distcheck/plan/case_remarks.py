@@ -102,8 +102,8 @@ def notes_on(
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if by_tokens:
         notes.append(
-            "ranks have different numbers of tokens: each must be weighted by its tokens, and not "
-            "by its samples (step.weight)"
+            "the loss is a mean over tokens: each rank must be weighted by its tokens, and not by "
+            "its samples (step.weight)"
         )
     elif uneven is not None:
         parts = " + ".join(map(str, uneven))

@@ -12,11 +12,15 @@ from distcheck.training.loading import LoadedStrategy
 def check_loss(case: Case, strategy: LoadedStrategy) -> None:
     """Raises UsageError for a loss contract beside a strategy that has its own."""
     promised = strategy.contract.loss
-    if promised and (strategy.backward is not None or case.loss not in ("mean", promised)):
+    if promised and strategy.backward is not None:
         raise UsageError(
-            f"strategy {case.strategy} promises loss={promised!r}, which is for code that is "
-            "called after the loop's backward, under no other --loss; remove the promise, or its "
-            "own backward() and --loss"
+            f"strategy {case.strategy} promises loss={promised!r} and has its own backward(); the "
+            "promise says what the training loop's backward gets; remove one of the two"
+        )
+    if promised and case.loss not in ("mean", promised):
+        raise UsageError(
+            f"--loss {case.loss} contradicts the promise loss={promised!r} of {case.strategy}; "
+            "remove --loss"
         )
     if case.loss in ("mean", promised):
         return
