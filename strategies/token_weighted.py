@@ -18,7 +18,7 @@ with one more; T itself is exact. So with g_r the gradient of rank r's sum,
     |actual - (sum_r g_r) / T|  <=  gamma(W) * (sum_r |g_r|) / T
 
 which is within the rounding bound that distcheck allows (`distcheck/judge/oracles/rounding.py`,
-k = W + 5, which has room for weights that are rounded).
+k = W + 3 at least, which has room for code that rounds 1 / T or scales the loss).
 """
 
 import torch
