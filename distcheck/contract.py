@@ -18,10 +18,12 @@ reduction order its gradients must be bit-identical, without one within the roun
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from distcheck.records.case import LossName
 from distcheck.records.mesh import Axes, Mesh, axes_of, mesh_in
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ Weighting = Literal["gradient", "loss"]
 Sync = Literal["after-backward", "during-backward", "out-of-sight"]
 OptimizerState = Literal["replicated", "sharded", "cut"]
 GradientsOn = Literal["every rank", "owner"]
+LossPromise = Literal["tokens"]
 Device = Literal["cpu", "cuda"]
 Buffers = Literal["local", "rank 0"]
 InitialState = Literal["rank 0"]
@@ -116,6 +119,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
                piece, of the parameter as well)
     gradients  `owner`: a parameter's gradient is complete on the one rank only whose optimizer
                updates it, as in ZeRO-2; the others' are not compared
+    loss       `tokens`: backward gets the sum over the tokens of the rank's shard, and the strategy
+               divides the ranks' sum by the tokens of all ranks; each knows its own, `Step.tokens`
     one_group  that its optimizer has one group, of all parameters: a workload's `groups` are not
                made for it
     backend    the only backend it works on, where it speaks to that directly
@@ -137,6 +142,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 1
     optimizer_state: OptimizerState = "replicated"
     gradients: GradientsOn = "every rank"
+    loss: LossPromise | None = None
     one_group: bool = False
     backend: str | None = None
     device: Device | None = None
@@ -148,6 +154,10 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         fit.
         """
         return mesh_in(self.parallel, world)
+
+    def loss_given(self, asked: LossName) -> LossName:
+        """What backward gets, where `asked` is what the case says of it."""
+        return self.loss or asked
 
     @property
     def observes_loss(self) -> bool:
@@ -166,7 +176,8 @@ class Step:
 
     `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group`
     is the process group of the world (None: the default group). `ranks_with_data` is how many
-    ranks have a shard, where it was said that some have none (None: every rank has one).
+    ranks have a shard, where it was said that some have none (None: every rank has one). `tokens`
+    is what this rank's loss is over, and may be 0: `samples` where the workload counts none.
     """
 
     index: int
@@ -176,6 +187,7 @@ class Step:
     total_samples: int
     group: "ProcessGroup | None" = None
     ranks_with_data: int | None = None
+    tokens: int = 0
 
     @property
     def shards(self) -> int:
@@ -193,25 +205,40 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One rank's shard of one step: inputs [n, *sample shape], labels [n], ids [n] (dataset
-    indices), and `total`, the number of samples over all ranks.
+    """One rank's shard of one step: inputs [n, *sample shape], labels [n, ...], ids [n] (dataset
+    indices), and `total`, the number of samples over all ranks. `real` [n, positions] is False at
+    padding, where the workload counts tokens.
     """
 
     inputs: "torch.Tensor"
     labels: "torch.Tensor"
     ids: "torch.Tensor"
     total: int
+    real: "torch.Tensor | None" = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the loss is over; samples where the workload counts none."""
+        return len(self.ids) if self.real is None else int(self.real.sum())
+
+    def share_of(self, whole: "Batch") -> float:
+        """What the mean loss of this part counts for in that of the whole."""
+        return self.tokens / max(1, whole.tokens)
+
+    def part(self, begin: int, end: int) -> "Batch":
+        """A stretch of the samples; `total` stays that of the step."""
+        columns = (self.inputs, self.labels, self.ids)
+        inputs, labels, ids = (column[begin:end] for column in columns)
+        real = None if self.real is None else self.real[begin:end]
+        return Batch(inputs=inputs, labels=labels, ids=ids, total=self.total, real=real)
 
     def split(self, parts: int) -> "list[Batch]":
         """The shard in at most `parts` stretches, none empty, the first longer by one if need be;
         `total` stays that of the step.
         """
-        parts = max(1, min(parts, len(self.ids)))
-        pieces = (t.tensor_split(parts) for t in (self.inputs, self.labels, self.ids))
-        return [
-            Batch(inputs=inputs, labels=labels, ids=ids, total=self.total)
-            for inputs, labels, ids in zip(*pieces, strict=True)
-        ]
+        stretches = self.ids.tensor_split(max(1, min(parts, len(self.ids))))
+        ends = accumulate(map(len, stretches), initial=0)
+        return [self.part(begin, end) for begin, end in pairwise(ends)]
 
 
 class LossOf(Protocol):
@@ -253,6 +280,8 @@ class Workload(Protocol):
     Further methods and attributes are looked for and have defaults:
 
     samples()                          data of the workload's own, in place of `--data`
+    tokens(batch) -> bool [n, positions]: which positions the loss is a mean over, and which are
+                                       padding. The loss of a batch without any has to be 0
     sampler(size, world, rank, seed, epoch) -> indices of this rank for one epoch, in order;
                                        by default torch's DistributedSampler
     before_step(model, step)           what a script does to its model before a step's forward
@@ -311,6 +340,7 @@ def strategy(
     micro_batches: int = 1,
     optimizer_state: OptimizerState = "replicated",
     gradients: GradientsOn = "every rank",
+    loss: LossPromise | None = None,
     one_group: bool = False,
     backend: str | None = None,
     device: Device | None = None,
@@ -324,22 +354,11 @@ def strategy(
     if parallel is not None:  # no hook sees a gradient of the whole model, nor one rank all of it
         sync, optimizer_state = "out-of-sight", "cut"
     contract = Contract(
-        order=order,
-        scale=scale,
-        weighting=weighting,
-        sync=sync,
-        buffers=buffers,
-        initial_state=initial_state,
-        wire=wire,
-        micro_batches=micro_batches,
-        optimizer_state=optimizer_state,
-        gradients=gradients,
-        one_group=one_group,
-        backend=backend,
-        device=device,
-        declines=declines,
-        parallel=axes_of(parallel),
-    )
+        order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers,
+        initial_state=initial_state, wire=wire, micro_batches=micro_batches,
+        optimizer_state=optimizer_state, gradients=gradients, loss=loss, one_group=one_group,
+        backend=backend, device=device, declines=declines, parallel=axes_of(parallel),
+    )  # fmt: skip
     try:
         msgspec.convert(msgspec.to_builtins(contract), Contract)
     except msgspec.ValidationError as error:
@@ -351,9 +370,15 @@ def strategy(
             'or "rank 0"; initial_state "rank 0" or None; '
             'wire "bfloat16", "float16", "float32" or None; micro_batches a number '
             'from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every rank" or '
-            '"owner"; one_group True or False; backend a name or None; device "cpu", "cuda" or '
-            "None; declines names of cells (distcheck list); parallel a mapping of axes to sizes"
+            '"owner"; loss "tokens" or None; one_group True or False; backend a name or None; '
+            'device "cpu", "cuda" or None; '
+            "declines names of cells (distcheck list); parallel a mapping of axes to sizes"
         ) from None
+    if loss and (order, weighting, micro_batches, parallel) != (None, None, 1, None):
+        raise ValueError(
+            '@strategy: loss="tokens" says how ranks are weighted; remove order=, weighting=, '
+            "micro_batches= and parallel="
+        )
 
     def declare(target: T) -> T:
         setattr(target, CONTRACT_ATTRIBUTE, contract)

@@ -110,7 +110,7 @@ def adapter_options(command: F) -> F:
         click.option("--without-data", multiple=True, type=int, metavar="RANK",
                      help="A rank without a shard of the batch, for example a parameter server."),
         click.option("--loss", default="mean", show_default=True, metavar="NAME",
-                     help="The loss that backward gets: mean, mean/world or sum/global.",
+                     help="The loss that backward gets: mean, mean/world, sum/global or tokens.",
                      **completion.LOSSES),
         click.option("--accept", metavar="KIND",
                      help="An intended deviation: low-precision:bf16 (fp16, fp32), "

@@ -33,7 +33,7 @@ from distcheck.compare.records import CompareRequest
 from distcheck.contract import Contract
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
-from distcheck.judge.oracles.shards import declared_factor
+from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import numerics
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.traces.layout import Kind, State
@@ -52,6 +52,7 @@ class StepBounds:
         self._world = then.layout.world
         self._headers = [then.header(rank, step) for rank in range(self._world)]
         self._sizes = [len(header.ids) for header in self._headers]
+        self._loss_over = [header.loss_over for header in self._headers]
         mesh = job.contracts[0].mesh(self._world)  # whose ranks may share samples
         self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
         self._layer = _LAYERS.get(job.case.dtype, "")
@@ -139,19 +140,19 @@ class StepBounds:
         return rounding.interval(shards, self._shares(contract), rescaled=rescaled, wire=wire).bound
 
     def _factors(self, contract: Contract) -> list[float]:
-        total = sum(self._sizes)
+        loss, over = contract.loss_given(self._case.loss), self._loss_over
         return [
-            declared_factor(self._case.loss, size, total, self._sizes) * _observed(header, contract)
-            for size, header in zip(self._sizes, self._headers, strict=True)
+            declared_factor(loss, count, sum(over), len(over)) * _observed(header, contract)
+            for count, header in zip(over, self._headers, strict=True)
         ]
 
     def _shares(self, contract: Contract) -> list[float]:
         """What each rank's gradient counts for in the mean over all samples."""
         if contract.weighting == "loss":
             return [1.0 / self._world] * self._world
-        total = sum(self._sizes)
-        pairs = zip(self._sizes, self._factors(contract), strict=True)
-        return [size / total / factor if factor else math.nan for size, factor in pairs]
+        total = max(1, sum(self._loss_over))
+        pairs = zip(self._loss_over, self._factors(contract), strict=True)
+        return [count / total / factor if factor else math.nan for count, factor in pairs]
 
 
 def _observed(header: StepHeader, contract: Contract) -> float:

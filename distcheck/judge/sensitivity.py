@@ -104,6 +104,11 @@ def _why(tensors: Sequence[Shown]) -> str:
         return "gradients are zero on every rank"
     if all(one.alike for one in tensors):
         return "gradients are the same on every rank"
+    if all(one.zero_on_some for one in tensors):
+        return (
+            "gradients are zero on some ranks, such as those whose shard has no token, and the "
+            "bound is wider than what the mistake changes elsewhere"
+        )
     return "the bound is wider than what the mistake changes"
 
 

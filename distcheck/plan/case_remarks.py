@@ -46,9 +46,15 @@ NOT_REPEATED = (
 
 
 def notes_on(
-    case: Case, sizes: Sequence[Sequence[int]], contract: Contract | None = None
+    case: Case,
+    sizes: Sequence[Sequence[int]],
+    contract: Contract | None = None,
+    *,
+    by_tokens: bool = False,
 ) -> list[str]:
-    """What a person should know about a case before reading its verdict."""
+    """What a person should know about a case before reading its verdict; `by_tokens`: whether its
+    workload counts tokens.
+    """
     mesh = contract.mesh(case.world) if contract is not None else None
     if mesh is not None:
         return list(layout_remarks.notes_on(mesh, sizes))
@@ -94,7 +100,12 @@ def notes_on(
             "pieces: the optimizer's step need not be bit-identical, so it is not checked"
         )
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
-    if uneven is not None:
+    if by_tokens:
+        notes.append(
+            "the loss is a mean over tokens: each rank must be weighted by its tokens, and not by "
+            "its samples (step.weight)"
+        )
+    elif uneven is not None:
         parts = " + ".join(map(str, uneven))
         notes.append(f"unequal shards ({parts}): each must be weighted by its number of samples")
     return notes

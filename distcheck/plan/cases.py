@@ -13,7 +13,7 @@ from distcheck.judge import acceptance
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
-from distcheck.plan.cells_to_run import ALWAYS, cells_to_run
+from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.settings import Settings
 from distcheck.plan.single_ranks import check_delays, check_without_data
@@ -211,7 +211,7 @@ def plan_cases(request: Request) -> list[Case]:
         for case in [
             *(
                 _case(request, strategy, world, workload, dtype)
-                for workload in workloads
+                for workload in (*workloads, *promised_to_run(request, strategy, world))
                 for dtype in _dtypes(request, workload)
             ),
             *(
@@ -369,8 +369,10 @@ def _layers(
 
 def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
     world = len(case.with_data)
-    if case.loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes))):
-        return f"a loss of {case.loss} over {world} ranks is not exact"
+    loss, shards = contract.loss_given(case.loss), [n for step in sizes for n in step]
+    by_tokens = shards if loss == "tokens" else []  # a sample is one, and the loss their sum
+    if loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes), *by_tokens)):
+        return f"a loss of {loss} over {world} ranks is not exact"
     return lattice.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
 
 

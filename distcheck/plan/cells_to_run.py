@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from distcheck.plan.source_files import promises
 from distcheck.records import Case
 from distcheck.workloads import DEFAULT_RUN, cells
 from distcheck.workloads.cells import CELLS
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from distcheck.plan.cases import Request
 
 # The workloads of the default run that every strategy must train.
-ALWAYS = tuple(name for name, how in DEFAULT_RUN.items() if not how.if_it_can)
+ALWAYS = tuple(name for name, how in DEFAULT_RUN.items() if not how.if_it_can and not how.promised)
 _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 
 
@@ -41,11 +42,22 @@ def cells_to_run(
                 yield name, of_cell, {"left_out": left_out}
         return
     for name in DEFAULT_RUN if _fits(request, world) else ():
-        if name not in (*ALWAYS, *request.without):
+        if name in CELLS and name not in request.without:
             deadline_s = min(request.deadline_s, _DEADLINE_S)
             steps = CELLS[name].steps
             of_cell = msgspec.structs.replace(own, steps=steps, deadline_s=deadline_s)
             yield name, of_cell, {"rerun": False}
+
+
+def promised_to_run(request: "Request", strategy: str, world: int) -> Iterator[str]:
+    """The workloads of the default run that are for what this strategy promises: where it says so
+    in a decorator, which can be read without an import.
+    """
+    if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
+        return
+    for name, how in DEFAULT_RUN.items():
+        if how.promised and promises(strategy, **how.promised):
+            yield name
 
 
 def _fits(request: "Request", world: int) -> bool:

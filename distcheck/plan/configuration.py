@@ -64,7 +64,7 @@ TAKES = {
     "finish": "the name of a method",
     "reset": "the name of a method",
     "without_data": "numbers of ranks, from 0, as in [0]",
-    "loss": "mean, mean/world or sum/global",
+    "loss": "mean, mean/world, sum/global or tokens",
     "accept": 'an intended deviation, as --accept takes it: "low-precision:bf16"',
     "without": "names of cells of --thorough",
     **{name: setting.takes for name, setting in SETTINGS.items()},

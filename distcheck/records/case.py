@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
 
-LossName = Literal["mean", "mean/world", "sum/global"]
+LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
 
 MOST_DEADLINE_S = 10**6
 EXACT_DTYPES = ("float32", "float64")  # which hold sums of a batch of small integers exactly

@@ -164,6 +164,20 @@ class RowsApart(_Event, frozen=True, kw_only=True):
     parameter: str
 
 
+class TokensApart(_Event, frozen=True, kw_only=True):
+    """At some step ranks had different numbers of tokens per sample; of a single rank with data,
+    nothing is expected.
+    """
+
+    expected = "ranks with different numbers of tokens per sample"
+
+
+class Padding(_Event, frozen=True, kw_only=True):
+    """At some step there were positions that the loss does not count."""
+
+    expected = "positions of padding"
+
+
 class BufferReplaced(_Event, frozen=True, kw_only=True):
     """A buffer had another value after a step than before."""
 
@@ -266,6 +280,8 @@ Happening = (
     | NotFinite
     | Magnitude
     | RowsApart
+    | TokensApart
+    | Padding
     | BufferReplaced
     | IntegersChanged
     | EvalMode

@@ -16,7 +16,7 @@ from distcheck.contract import Batch, Samples, Training
 from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.records.expected_events import Happening
+from distcheck.records.expected_events import Happening, TokensApart
 from distcheck.training.loading import LoadedWorkload, load_workload
 from distcheck.training.optimizers import (
     group_numbers,
@@ -24,6 +24,7 @@ from distcheck.training.optimizers import (
     put_back,
     tensors_and_numbers,
 )
+from distcheck.training.tokens import counts_tokens, with_tokens
 from distcheck.training.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.workloads import datasets
 
@@ -78,10 +79,13 @@ class Ingredients:
 
     @property
     def must_happen(self) -> tuple[Happening, ...]:
-        """What the workload declares must happen in its run. Raises UsageError for the rest."""
+        """What the workload declares must happen in its run, and what must where it counts tokens.
+        Raises UsageError for the rest.
+        """
         declared = getattr(self.loaded.workload, "must_happen", ())
+        apart = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
         try:
-            return msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
+            return apart + msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
         except (msgspec.ValidationError, TypeError) as error:
             raise UsageError(
                 f"workload {self.case.workload}: its must_happen is {declared!r}, and has to be a "
@@ -127,9 +131,9 @@ class Ingredients:
     def batch(self, ids: torch.Tensor, total: int) -> Batch:
         """The samples `ids` [n] of the training split, as part of a step of `total` samples."""
         inputs, labels = self.samples.read(ids, train=True, dtype=self.dtype)
-        return Batch(
-            inputs=inputs.to(self.device), labels=labels.to(self.device), ids=ids, total=total
-        )
+        inputs, labels = inputs.to(self.device), labels.to(self.device)
+        batch = Batch(inputs=inputs, labels=labels, ids=ids, total=total)
+        return with_tokens(self.loaded.workload, self.case.workload, batch)
 
 
 def load_initial(model: nn.Module, file: str) -> None:

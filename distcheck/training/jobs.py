@@ -48,6 +48,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     own_update: bool = False
     training: Training = Training()  # what the workload wants of the loop
     must_happen: tuple[Happening, ...] = ()  # in a run that shows what the workload is for
+    by_tokens: bool = False  # whether the workload counts tokens
     kinds: tuple[str, ...] = ()  # classes of the modules that hold parameters or buffers
     groups: int = 1  # of the optimizer's parameters
     schedule: bool = False  # whether the workload changes its optimizer from step to step

@@ -102,12 +102,21 @@ class Loop:
         restore(kept, self.model, self._optimizer, self._ingredients.device)
 
     def step(self, number: int) -> tuple[float, int, float]:
-        """One step; returns the shard's mean loss, its size, and the seconds it took."""
+        """One step; returns the shard's mean loss, how many samples (or tokens, where these are
+        counted) it is over, and the seconds it took.
+        """
         begun = time.perf_counter()
         case, progress = self._ingredients.case, self._progress
         if number == self._training.resume_before:
             self._resume(number)
         stretch, ids = self._shards.read(number)
+        self._ingredients.prepare(self.model, number)
+        self._ingredients.schedule(self._optimizer, number)
+        self._observer.reading(number, stretch.epoch, ids)
+
+        progress(number, "forward")
+        batch = self._ingredients.batch(ids, stretch.count) if self._has_data else None
+        tokens = 0 if batch is None else batch.tokens
         step = Step(
             index=number,
             rank=self._rank,
@@ -115,19 +124,16 @@ class Loop:
             samples=len(ids),
             total_samples=stretch.count,
             ranks_with_data=self.readers,
+            tokens=tokens,
         )
-        self._ingredients.prepare(self.model, number)
-        self._ingredients.schedule(self._optimizer, number)
-        self._observer.reading(number, stretch.epoch, ids)
-
-        progress(number, "forward")
         self._clear(step)
         self._strategy.begun(self.wrapped, step)
-        if self._has_data:
+        if batch is not None:
+            self._observer.counted(batch)
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
             first = first and not self._strategy.engine  # which may hold them elsewhere
             before = lengths(self.model) if first else None
-            loss_value = self._backward(self._ingredients.batch(ids, stretch.count), step)
+            loss_value = self._backward(batch, step)
             if before is not None:
                 refuse_steps_in_backward(f"strategy {case.strategy!r}", before, self.model)
         else:
@@ -136,7 +142,7 @@ class Loop:
         progress(number, "sync")
         self._synchronise(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
-        return loss_value, len(ids), time.perf_counter() - begun
+        return loss_value, tokens, time.perf_counter() - begun
 
     def _clear(self, step: Step) -> None:
         """As a training loop does. A wrapper that has its own zero_grad() may hold gradients that
@@ -252,7 +258,7 @@ class Loop:
         mean_loss: torch.Tensor | None = None
         for part in parts:
             with self._exchanging(part is parts[-1]):
-                share = len(part.ids) / step.samples
+                share = part.share_of(batch)
                 mean_part = self._backward_one(loss_of(part) * share, step)
             mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
         assert mean_loss is not None, "a shard holds at least one sample"
@@ -280,11 +286,13 @@ class Loop:
     def _backward_one(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
         """Backward from one loss, which is returned."""
         case = self._ingredients.case
-        given = loss
-        if case.loss == "mean/world":
+        given, asked = loss, self._strategy.contract.loss_given(case.loss)
+        if asked == "mean/world":
             given = loss * (1 / step.shards)
-        elif case.loss == "sum/global":
+        elif asked == "sum/global":
             given = loss * (step.samples / step.total_samples)
+        elif asked == "tokens":
+            given = loss * max(1, step.tokens)
         scaled = self._strategy.scale_loss(given.clone(), step)  # which may work in place
         self._observer.scaled(given, scaled)
         self._progress(step.index, "backward")

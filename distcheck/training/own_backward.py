@@ -48,7 +48,9 @@ class OwnBackward:
         pieces = batch.split(self._accumulate)
         for piece in pieces:
             with self._exchanging(piece is pieces[-1]):
-                found, count = self._one(loss_of, piece, step, loss_scale)
+                found, count = self._one(
+                    loss_of, piece, step, loss_scale, share=piece.share_of(batch)
+                )
             counts.add(count)
             lacking = lacking or found is None
             if found is not None:
@@ -58,17 +60,16 @@ class OwnBackward:
         return NO_LOSS if lacking or total is None else float(total), stretches
 
     def _one(
-        self, loss_of: LossOf, piece: Batch, step: Step, loss_scale: float
+        self, loss_of: LossOf, piece: Batch, step: Step, loss_scale: float, *, share: float
     ) -> tuple[torch.Tensor | None, int]:
         """As a script that accumulates calls it: for a step of the piece's samples, of a loss that
         counts by the piece's share. The weight of a rank stays what it is.
         """
-        share = len(piece.ids) / step.samples
         backward = self._strategy.backward
         assert backward is not None
-        if share != 1.0:
+        if len(piece.ids) != step.samples:
             whole = step.total_samples * len(piece.ids) // step.samples
-            step = replace(step, samples=len(piece.ids), total_samples=whole)
+            step = replace(step, samples=len(piece.ids), total_samples=whole, tokens=piece.tokens)
             piece = replace(piece, total=whole)
         watched = _Watched(loss_of, share, loss_scale)
         returned = backward(watched, piece, step)

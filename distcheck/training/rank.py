@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 import torch
 
-from distcheck.contract import Contract
+from distcheck.contract import Batch, Contract
 from distcheck.machine import devices, seeds
 from distcheck.training.building import Ingredients, is_distributed, open_ingredients
 from distcheck.training.delays import Lateness
@@ -23,6 +23,7 @@ from distcheck.training.jobs import (
 from distcheck.training.loading import LoadedStrategy, load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
+from distcheck.training.tokens import with_tokens
 from distcheck.training.traces.layout import has_loss
 from distcheck.training.traces.writer import TraceWriter
 from distcheck.worlds.jobs import LISTEN, Descriptors
@@ -83,8 +84,8 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
         # Ranks that each hold a part of the parameters put them together in every forward pass.
         together = any(is_distributed(parameter) for parameter in loop.model.parameters())
         if rank == 0 or together:
-            correct = sum(_count_correct(ingredients, loop.model, reporter))
-            tested = ingredients.samples.size(train=False)
+            counts = list(_count_correct(ingredients, loop.model, reporter))
+            correct, tested = (sum(column) for column in zip(*counts, strict=True))
             figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
         reporter.say(msgspec.msgpack.encode(figures))
     loop.close()
@@ -120,8 +121,10 @@ def _train_epoch(
 
 def _count_correct(
     ingredients: Ingredients, model: torch.nn.Module, reporter: Reporter
-) -> Iterator[int]:
-    """Right answers per batch of the test split, with the model in evaluation mode."""
+) -> Iterator[tuple[int, int]]:
+    """Right answers per batch of the test split, and of how many, with the model in evaluation
+    mode. Where tokens are counted, an answer is one token's.
+    """
     size, batch = ingredients.samples.size(train=False), ingredients.case.batch
     model.eval()
     with torch.no_grad():
@@ -130,7 +133,12 @@ def _count_correct(
             ids = torch.arange(first, min(first + batch, size))
             inputs, labels = ingredients.samples.read(ids, train=False, dtype=ingredients.dtype)
             inputs, labels = inputs.to(ingredients.device), labels.to(ingredients.device)
-            yield int((model(inputs).argmax(1) == labels).sum())
+            given = Batch(inputs=inputs, labels=labels, ids=ids, total=len(ids))
+            given = with_tokens(ingredients.loaded.workload, ingredients.case.workload, given)
+            right = model(inputs).argmax(-1) == labels
+            if given.real is not None:
+                right = right.reshape(len(ids), -1) & given.real
+            yield int(right.sum()), given.tokens
     model.train()
 
 
@@ -149,6 +157,9 @@ class Unwatched(Observer):
         """Nothing."""
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
+        """Nothing."""
+
+    def counted(self, batch: Batch) -> None:
         """Nothing."""
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from distcheck.contract import Batch
 from distcheck.machine import devices, seeds
 from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
 from distcheck.training.leaf_hooks import LeafHook
@@ -34,6 +35,10 @@ class Observer(Protocol):
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
         """The shard is known, nothing has been computed."""
+        ...
+
+    def counted(self, batch: Batch) -> None:
+        """The shard was read, and its tokens were counted; not on a rank without data."""
         ...
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -91,6 +96,7 @@ class TraceRecorder:
         self._ids: list[int] = []
         self._rng_state = self._library_states = b""
         self._loss_factor = 1.0
+        self._real: tuple[int, int] | None = None
         self._settings = 0
         self._stretches = 1
         self._ready: list[int] = []
@@ -121,7 +127,13 @@ class TraceRecorder:
         self._settings = seeds.settings()
         self._ready.clear()
         self._loss_factor = 1.0
+        self._real = None
         self._put_hooks_back()
+
+    def counted(self, batch: Batch) -> None:
+        """Notes the tokens and the positions, where the workload counts them."""
+        if batch.real is not None:
+            self._real = batch.tokens, batch.real.numel()
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Notes the factor, exactly as backward will meet it."""
@@ -167,6 +179,7 @@ class TraceRecorder:
             rng_state=self._rng_state,
             ready_order=self._ready + [-1] * missing,
             stretches=self._stretches,
+            real=self._real,
             library_states=self._library_states,
             settings=self._settings,
             implementation=implementation(optimizer),

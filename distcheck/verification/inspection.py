@@ -27,7 +27,15 @@ from distcheck.machine.numerics import spacing
 from distcheck.records import Case
 from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
-from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.training.loading import load_strategy
+from distcheck.training.tokens import counts_tokens
+from distcheck.verification.conflicts import (
+    check_global_sum,
+    check_loss,
+    check_mesh,
+    check_without_data,
+    takes_loss,
+)
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
@@ -49,9 +57,9 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets
             strategy = load_strategy(case.strategy, case.adaptation)
-        _check_loss(case, strategy)
-        _check_without_data(case, strategy)
-        _check_mesh(case, strategy.contract)
+        check_loss(case, strategy)
+        check_without_data(case, strategy)
+        check_mesh(case, strategy.contract)
         acceptance.check_promise(case, strategy.contract)
         key = (case.workload, case.dtype)
         if key not in known:
@@ -59,12 +67,13 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
             seeds.pin_default_dtype(case.dtype)
             known[key] = look_at(ingredients)
             seeds.pin_default_dtype("float32")
+        check_global_sum(case, known[key])
         facts.append(
             msgspec.structs.replace(
                 known[key],
                 contract=acceptance.contract_under(case, strategy.contract),
                 strategy_file=strategy.file,
-                takes_loss=_takes_loss(strategy),
+                takes_loss=takes_loss(strategy),
                 strategy_line=strategy.line,
                 groups=1 if strategy.contract.one_group else known[key].groups,
                 syncs_statistics=_syncs_statistics(strategy.file),
@@ -94,55 +103,6 @@ def _text_of(file: Path) -> str:
         return ""
 
 
-def _check_loss(case: Case, strategy: LoadedStrategy) -> None:
-    """Raises UsageError for a loss contract beside a strategy that has its own."""
-    if case.loss == "mean":
-        return
-    if not _takes_loss(strategy):
-        raise UsageError(
-            f"--loss {case.loss} is for code without promises; {case.strategy} promises how it "
-            "weights and scales, or has its own backward(); leave --loss at mean"
-        )
-
-
-def _check_without_data(case: Case, strategy: LoadedStrategy) -> None:
-    """Raises UsageError for ranks without data beside a promise of what every rank gives."""
-    contract = strategy.contract
-    about_gradients = msgspec.structs.replace(
-        contract, backend=None, device=None, declines=(), initial_state=None
-    )
-    if not case.adaptation.without_data:
-        return
-    if strategy.backward is not None or about_gradients != Contract():
-        raise UsageError(
-            "--without-data is for code without promises that is called after backward; "
-            f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "
-            "backward(); remove --without-data, or the promise"
-        )
-
-
-def _check_mesh(case: Case, contract: Contract) -> None:
-    """Raises UsageError for a mesh that does not fit the world, and what does not go with one."""
-    try:
-        mesh = contract.mesh(case.world)
-    except ValueError as error:
-        raise UsageError(
-            f"strategy {case.strategy}: {error}; give another --world, or another parallel="
-        ) from None
-    if mesh is None:
-        return
-    for option, given in (
-        ("--accept", case.accept),
-        ("--without-data", case.adaptation.without_data),
-        ("--loss", case.loss != "mean"),
-    ):
-        if given:
-            raise UsageError(
-                f"{option} is for code in which every rank has the whole model; {case.strategy} "
-                f"promises the mesh {mesh}; remove {option}"
-            )
-
-
 def _syncs_statistics(file: str) -> bool:
     """Whether the code in a file makes SyncBatchNorm of a model's BatchNorm."""
     try:
@@ -152,10 +112,6 @@ def _syncs_statistics(file: str) -> bool:
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name)}
     return bool(used & {"SyncBatchNorm", "convert_sync_batchnorm"})
-
-
-def _takes_loss(strategy: LoadedStrategy) -> bool:
-    return strategy.backward is None and strategy.contract.observes_loss
 
 
 def _enter_world_of_one() -> None:
@@ -270,6 +226,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
         must_happen=ingredients.must_happen,
+        by_tokens=counts_tokens(ingredients.loaded.workload),
         kinds=_kinds(model),
         groups=_groups(ingredients, model),
         schedule=hasattr(ingredients.loaded.workload, "schedule"),

@@ -186,7 +186,7 @@ def _notes(
         yield data.note
     if about.note:
         yield about.note
-    yield from remarks.notes_on(case, sizes, about.contract)
+    yield from remarks.notes_on(case, sizes, about.contract, by_tokens=about.by_tokens)
     if why := remarks.why_no_full_batch(case, about, sizes):
         yield why
     if about.contract.parallel and about.model.buffers:

@@ -31,6 +31,7 @@ ABOUT: Mapping[str, About] = {
     "mlp": About(in_float64=True),
     "transformer": About(in_float64=True),
     "experts": About(in_float64=True),
+    "tokens": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,)),
@@ -44,11 +45,13 @@ class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
     """What the default run does with a workload besides training and judging it once.
 
     if_it_can  right code may be unable to train it: where ranks crash or hang, it does not count
+    promised   it is for a strategy alone that promises this, as `@strategy(...)` has it
     """
 
     in_float64: bool = False
     rerun: bool = False
     if_it_can: bool = False
+    promised: Mapping[str, str] = {}
 
 
 # What one workload shows for all is done with one: the rerun where collectives are few, float64
@@ -57,6 +60,7 @@ DEFAULT_RUN: Mapping[str, InDefaultRun] = {
     "lattice": InDefaultRun(),
     "cnn": InDefaultRun(rerun=True),
     "composite": InDefaultRun(in_float64=True),
+    "tokens": InDefaultRun(promised={"loss": "tokens"}),
     "absent_on_some": InDefaultRun(if_it_can=True),
 }
 

@@ -2,6 +2,14 @@
 
 # What each mutant's diagnosis names, over all cases of its run: exactly these.
 CAUSES: dict[str, set[str]] = {
+    # token_counts
+    "means_over_tokens_count_alike": {"unweighted-tokens"},
+    "means_over_tokens_count_by_samples": {"unweighted-tokens"},
+    "OwnTokensDivide": {"unweighted-tokens"},
+    "PaddingDivides": {"padding-counted"},
+    "OwnPaddingDivides": {"padding-counted"},
+    "sum_over_tokens_by_ranks": {"wrong-divisor"},
+    "sum_over_tokens": {"missing-division"},
     # accepted
     "rounded_and_never_divided": {"missing-division"},
     "rounded_and_one_percent_off": {"wrong-divisor"},

@@ -37,7 +37,7 @@ CORPUS = (
     Known("pytorch #160285", "exactly twice; loss curves look alike", ("doubled_under_adam",)),
     Known(
         "transformers #34191, #34242", "a mean of means, over counts that differ",
-        ("MeanOverWhatCounts", "MicroBatchesCountAlike"),
+        ("MeanOverWhatCounts", "MicroBatchesCountAlike", "means_over_tokens_count_alike"),
     ),
     Known(
         "NeMo-Automodel #3830", "a mean that is one already, times the world",
@@ -193,6 +193,9 @@ CORPUS = (
 # beside those.
 EXTRAS = frozenset(
     {
+        # numbers of tokens
+        "means_over_tokens_count_by_samples", "OwnTokensDivide", "PaddingDivides",
+        "OwnPaddingDivides", "sum_over_tokens_by_ranks", "sum_over_tokens",
         # aliases, guards, results that nobody takes, lists that are not the ones
         "list_of_one_tensor", "guard_that_is_never_true", "result_dropped", "division_dropped",
         "sends_the_list_it_got", "sends_the_sums", "CapturesTheFirstBuffer", "hook_that_sums",

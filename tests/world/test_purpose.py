@@ -55,6 +55,8 @@ class Eventless(CellWorkload):
         events.NotFinite(parameter=WEIGHT),
         events.Magnitude(parameter=WEIGHT, least=1e30, most=3.4e38),
         events.RowsApart(parameter=WEIGHT),
+        events.TokensApart(),
+        events.Padding(),
         events.BufferReplaced(buffer=COUNT),
         events.IntegersChanged(buffer=COUNT),
         events.EvalMode(buffer=COUNT),

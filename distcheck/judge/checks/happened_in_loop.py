@@ -31,6 +31,27 @@ def short_batch(event: events.ShortBatch, run: Recording) -> str:
     return f"seen: {', '.join(map(str, sizes))} samples, step by step"
 
 
+def tokens_apart(event: events.TokensApart, run: Recording) -> str:
+    """Ranks whose tokens are not in the proportion of their samples."""
+    others: list[tuple[int, int]] = []
+    for step in run.steps:
+        pairs = [(header.loss_over, len(header.ids)) for header in step.headers]
+        (tokens, samples), *others = pairs
+        if any(n * samples != tokens * size for n, size in others):
+            return ""
+    if not others:
+        return ""  # there is one rank with data, whose loss is the batch's
+    return "seen: as many on every rank, at every step"
+
+
+def padding(event: events.Padding, run: Recording) -> str:
+    """Fewer tokens than positions."""
+    headers = [header for step in run.steps for header in step.headers]
+    if any(h.tokens is not None and h.tokens < h.positions for h in headers):
+        return ""
+    return "seen: none"
+
+
 def other_order(event: events.OtherOrder, run: Recording) -> str:
     """Two epochs, whose first steps a rank read differently."""
     first: dict[int, list[tuple[int, ...]]] = {}
@@ -172,6 +193,8 @@ def integers_changed(event: events.IntegersChanged, run: Recording) -> str:
 
 LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
     events.ShortBatch: short_batch,
+    events.TokensApart: tokens_apart,
+    events.Padding: padding,
     events.OtherOrder: other_order,
     events.Resumed: resumed,
     events.RateChanged: rate_changed,

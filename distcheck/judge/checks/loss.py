@@ -87,9 +87,9 @@ def _compare_in_mesh(
 
 
 def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
-    """The ranks' losses, weighted by their samples."""
-    sizes = [len(header.ids) for header in expectation.headers]
-    weights = [size * len(sizes) / sum(sizes) for size in sizes]
+    """The ranks' losses, weighted by what each is over: samples, or tokens."""
+    sizes = [header.loss_over for header in expectation.headers]
+    weights = [size * len(sizes) / max(1, sum(sizes)) for size in sizes]
     pairs = zip(losses, weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)
 

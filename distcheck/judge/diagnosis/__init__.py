@@ -25,7 +25,8 @@ from distcheck.records.layers import BITWISE, ROUNDING
 CAUSES = (
     "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
     "one-rank-only", "dropped-rank", "duplicated-rank", "wrong-parameter-order", "stale-gradient",
-    "accumulated-gradient", "unweighted-mean", "low-precision", "initial-state-differs",
+    "accumulated-gradient", "unweighted-mean", "unweighted-tokens", "padding-counted",
+    "low-precision", "initial-state-differs",
     "buffers-differ", "same-data", "overlapping-data", "same-randomness", "clip-before-sync",
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot, isclose, sqrt
 
+from distcheck.judge.diagnosis import token_weights
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 
 _NEARER = 4.0  # Chosen: how much nearer another reading must be to replace the usual one
@@ -18,7 +19,8 @@ class Reading:
     """One way to read a rank's result.
 
     kind      `mean` (over samples, times `factor`), `plain mean` (over ranks, times `factor`,
-              where shards are unequal), `single` (rank `source`'s gradient alone, times
+              where shards are unequal), `by samples` and `by positions` (other weights in place
+              of tokens, times `factor`), `single` (rank `source`'s gradient alone, times
               `factor`), `counted` (rank r counts `counts[r]` times, and all times `factor`),
               `signed` (the same with counts of 1 and -1), `chain` (each rank's gradient is averaged
               with what was there: 1/2, 1/4, 1/8 and 1/8), `clipped` (every rank's gradient clipped
@@ -79,6 +81,8 @@ def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     # Chosen: shares are quotients of whole numbers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
         found += _scaled(step, parameters, rank, "plain mean", plain)
+    for kind, weights in token_weights.other_weights(step).items():
+        found += _scaled(step, parameters, rank, kind, weights)
     if world > 1:
         for source in range(world):
             alone = [float(r == source) for r in range(world)]
@@ -106,6 +110,8 @@ def _scaled(
     """
     world = len(base)
     named = [1.0, float(world), 1.0 / world, -1.0] if kind != "single" else [1.0, 1.0 / world]
+    if kind == "mean":
+        named += token_weights.named_factors(step)
     found = [
         Reading(kind, factor)
         for factor in dict.fromkeys(named)

@@ -132,16 +132,19 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     rank's own gradient as well: what is zero everywhere says nothing of an exchange, and is
     counted in `silent`.
 
-    `shares` [W] are n_r / N. `left_norms` [W] are the norms of all that backward left on each
-    rank. `left_factors` [W] say what multiple of the shard's gradient that was as far as it was
-    recorded (None: not seen, or no multiple), `left` lists the ranks where it was not that; where
-    ranks do not hold the mean of it either, `parameters` are measured by what was left. `alike` are
-    groups of ranks whose gradients agree to the bit, `unchanged` the ranks whose parameters the
-    step did not move although they should have. `mean_of_left` says whether ranks hold the right
-    mean of what backward was seen to leave, which then was not the shards' gradients. `missing`
-    lists (parameter, rank) without a gradient where there should be one; `missing_elsewhere` says
-    whether that is the whole mismatch, in that backward left no gradient there, the other ranks
-    hold their own, and all else is right.
+    `shares` [W] are n_r / N, by samples or tokens. `samples`, `tokens` and `positions` [W] are the
+    numbers of a rank's shard where ranks count by tokens (empty elsewhere; positions also where no
+    padding is known); `summed`: backward started from the sum over a rank's tokens.
+
+    `left_norms` [W] are the norms of all that backward left on each rank. `left_factors` [W] say
+    what multiple of the shard's gradient that was as far as it was recorded (None: not seen, or no
+    multiple), `left` lists the ranks where it was not that; where ranks do not hold the mean of it
+    either, `parameters` are measured by what was left. `alike` are groups of ranks whose gradients
+    agree to the bit, `unchanged` the ranks whose parameters the step did not move although they
+    should have. `mean_of_left` says whether ranks hold the right mean of what backward was seen to
+    leave, which then was not the shards' gradients. `missing` lists (parameter, rank) without a
+    gradient where there should be one; `missing_elsewhere` says whether that is the whole mismatch,
+    in that backward left no gradient there, the other ranks hold their own, and all else is right.
     """
 
     step: int
@@ -151,6 +154,10 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unit: float
     parameters: tuple[ParameterFacts, ...]
     total: int
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    summed: bool = False
     micro_batches: tuple[int, ...] = ()  # of a shard, in all ways in which they can be counted
     silent: int = 0  # parameters besides, which say nothing of an exchange
     fits: tuple[Fit, ...]

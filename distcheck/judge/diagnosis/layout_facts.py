@@ -41,15 +41,17 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a layout. `parameters` are the wrong ones, in the order of the model; `right`
-    are the names of modules whose gradients are all right, and that come after the last wrong one.
-    `loss` and `expected_loss` are those of the ranks that have one.
+    """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
+    wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
+    right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
+    that have one.
     """
 
     step: int
     axes: tuple[tuple[str, int], ...]
     micro_batches: int
     total: int
+    by_tokens: bool = False
     parameters: tuple[LayoutParameter, ...] = ()
     right: tuple[str, ...] = ()
     loss_is_wrong: bool = False

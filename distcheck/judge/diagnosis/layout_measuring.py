@@ -37,6 +37,7 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         axes=mesh.axes,
         micro_batches=at.contract.micro_batches,
         total=len(at.specs),
+        by_tokens=any(header.tokens is not None for header in at.shares.headers),
         parameters=tuple(found),
         right=tuple(later),
         loss_is_wrong=any(not abs(loss - expected.expected) <= expected.bound for loss in losses),
@@ -55,8 +56,8 @@ def _losses(at: AtStep, mesh: Mesh) -> list[float]:
     for ranks in mesh.along("data"):
         headers = [whole.header(rank, at.step) for rank in ranks]
         if all(has_loss(header.loss) for header in headers):
-            samples = sum(len(header.ids) for header in headers)
-            found.append(sum(h.loss * len(h.ids) for h in headers) / samples)
+            over = max(1, sum(header.loss_over for header in headers))
+            found.append(sum(h.loss * h.loss_over for h in headers) / over)
     return found
 
 
@@ -161,8 +162,8 @@ class _Measuring:
         return True
 
     def _is_even_mean(self, held: Sequence[torch.Tensor]) -> bool:
-        """Whether every data coordinate counts alike, though their numbers of samples differ."""
-        if len(set(self._at.shares.sizes)) < 2:
+        """Whether every data coordinate counts alike, though they have different numbers."""
+        if len(set(self._at.shares.counts)) < 2:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
         present = [real_parts(part).double() for part in parts if part is not None]

@@ -89,9 +89,11 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[tuple[str, s
         )
     elif found.even:
         yield (
-            "unweighted-mean",
+            "unweighted-mean" if not facts.by_tokens else "unweighted-tokens",
             "it is the mean of the data coordinates' gradients, each of which counts alike",
-            "weight each data coordinate by its number of samples (step.weight)",
+            "weight each data coordinate by its number of samples (step.weight)"
+            if not facts.by_tokens
+            else "weight each data coordinate by its number of tokens (step.tokens)",
         )
     elif found.shares:
         yield (

@@ -8,7 +8,10 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.records import Diagnosis
 
 # What another factor on the loss may look like; anything else is not explained by it.
-_BY_SCALE = ("missing-division", "double-division", "wrong-divisor", "unweighted-mean")
+_BY_SCALE = (
+    "missing-division", "double-division", "wrong-divisor", "unweighted-mean", "unweighted-tokens",
+    "padding-counted",
+)  # fmt: skip
 
 
 def with_hint(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:

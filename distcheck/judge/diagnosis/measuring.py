@@ -71,6 +71,7 @@ class StepMeasuring:
             step=self._step,
             ranks=self._trace.ranks,
             shares=tuple(self.shares),
+            **self._expectation.token_counts,
             gamma=step_gamma,
             unit=unit,
             parameters=parameters,

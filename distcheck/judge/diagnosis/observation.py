@@ -188,9 +188,13 @@ class _Look:
         as it is enough to rule most of them out.
         """
         steps = [first, *(step for step in range(written) if step != first)]
+        declared = self._job.contract.loss_given(self._job.case.loss)
+        by_tokens = self._expect(first).headers[0].tokens is not None  # which the loop cannot sum
         for loss in get_args(LossName):
-            if loss != self._job.case.loss and all(
-                self._is_right_under(loss, self._expect(step)) for step in steps
+            if (
+                loss != declared
+                and not (loss == "sum/global" and by_tokens)
+                and all(self._is_right_under(loss, self._expect(step)) for step in steps)
             ):
                 yield loss
 

@@ -5,6 +5,7 @@ for checks (`judge/expecting.py`).
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -52,6 +53,22 @@ class StepExpectation:
     def trace(self) -> TraceReader:
         """That of the ranks with data."""
         return self._references.trace
+
+    @property
+    def token_counts(self) -> dict[str, Any]:
+        """The numbers of `StepFacts` where ranks count by tokens; nothing elsewhere."""
+        shares = self._at.shares
+        summed = shares.loss == "tokens"
+        counted = all(header.tokens is not None for header in shares.headers)
+        if not summed and not counted:
+            return {}
+        positions = tuple(header.positions for header in shares.headers) if counted else ()
+        return {
+            "samples": shares.sizes,
+            "tokens": shares.counts,
+            "positions": positions,
+            "summed": summed,
+        }
 
     @property
     def headers(self) -> Sequence[StepHeader]:

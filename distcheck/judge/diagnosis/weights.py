@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import hypot, isclose
 
-from distcheck.judge.diagnosis import counting
+from distcheck.judge.diagnosis import counting, token_counts
 from distcheck.judge.diagnosis.combinations import Reading, norms_differ, readings
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.findings import Finding, number_text, parameters_text, positions_text
@@ -50,7 +50,12 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
 def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     """All ranks hold the same combination."""
     if way.kind == "mean":
-        return [] if way.factor == 1.0 else [_scale(step, way, where)]
+        return [] if way.factor == 1.0 else _scales(step, way, where)
+    if way.kind == "by positions" and way.factor == 1.0:
+        return [token_counts.padded(step, where)]
+    if way.kind in ("plain mean", "by samples") and step.tokens:
+        unweighted = token_counts.unweighted(step, way, where)
+        return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "plain mean":
         shares = ", ".join(number_text(share) for share in step.shares)
         found = [
@@ -71,9 +76,20 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
         return [counting.counted(step, way, where), *counting.not_divided(step, way, where)]
     if way.kind == "signed":
         return [counting.signed(step, way, where)]
+    if way.kind in ("by samples", "by positions"):
+        return []  # times a factor: two mistakes, of which neither is certain
     if way.kind == "chain":
         return [counting.chain(way, where)]
     return _clipped(step, way, where)
+
+
+def _scales(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+    """All that a factor of the mean may be."""
+    general = _scale(step, way, where)
+    evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
+    found = token_counts.of_factor(step, way.factor, evidence)
+    by_ranks = way.factor in (-1.0, len(step.shares), 1 / len(step.shares))
+    return [*found, general] if by_ranks or not found else found
 
 
 def _scale(step: StepFacts, way: Reading, where: str) -> Finding:

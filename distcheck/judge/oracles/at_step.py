@@ -40,7 +40,7 @@ class AtStep:
             ranks=tuple(self.trace.ranks),
             headers=tuple(self.trace.header(rank, self.step) for rank in ranks),
             contract=self.contract,
-            loss=self.case.loss,
+            loss=self.contract.loss_given(self.case.loss),
             loss_scales=tuple(
                 loss_scale(self.ingredients, self.trace, rank, self.step) for rank in ranks
             ),

@@ -30,7 +30,7 @@ from distcheck.judge.oracles.forms import (
 )
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.rounding import Interval
-from distcheck.judge.oracles.shards import declared_factor
+from distcheck.judge.oracles.shares import declared_factor
 from distcheck.records import TensorSpec
 from distcheck.training.traces.layout import Kind
 
@@ -57,14 +57,15 @@ class ClosedForm:
 
     def step(self, step: int) -> LatticeStep:
         """Exact values of a step. Raises HeadroomError."""
-        trace, loss = self._at.trace, self._at.case.loss
+        trace, loss = self._at.trace, self._at.contract.loss_given(self._at.case.loss)
         while len(self._steps) <= step:
             done = len(self._steps)
             headers = [trace.header(rank, done) for rank in range(trace.layout.world)]
             ids = [header.ids for header in headers]
             total = sum(map(len, ids))
             factors = [
-                h.loss_factor * declared_factor(loss, len(h.ids), total, headers) for h in headers
+                h.loss_factor * declared_factor(loss, len(h.ids), total, len(headers))
+                for h in headers
             ]
             self._steps.append(self._oracle.step(ids, factors))
         return self._steps[step]

@@ -15,6 +15,11 @@ scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two mo
 `tiny`, the smallest subnormal number, covers products that underflow. A weight is negative where a
 loss was multiplied by a negative factor, which the weight takes back.
 
+Where backward starts from the sum over a rank's n_r tokens, g_r is that sum's gradient and w_r is
+1 / T, for the T tokens of all ranks: integers, which are added up exactly. Dividing the sum by
+T, or multiplying by 1 / T or by W / T and dividing by W, is covered by the same k, with two more as
+for any loss that was scaled (`rescaled`): W + 3, or W + 5.
+
 The mean itself is computed in float64, and its own error is added by the same formula with
 float64's u. A term of it goes through W roundings (its product and W - 1 additions: the first is
 to zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the

@@ -1,7 +1,7 @@
 """Each rank's own part of a step, computed again in one process from the state it recorded."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from distcheck.contract import Batch, Contract
+from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import real_parts
 from distcheck.training.building import Ingredients, dense, trainable
@@ -76,25 +77,20 @@ def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
 
 
 class _Stretch(NamedTuple):
-    """Samples of one backward pass, and what its mean loss is multiplied by, one after the other:
+    """The batch of one backward pass, and what its mean loss is multiplied by, one after the other:
     by the share of the loop's piece, and by its own share of that.
     """
 
-    samples: int
+    batch: Batch
     shares: tuple[float, float]
     begins_piece: bool
 
 
-def _cut(samples: int, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
+def _cut(shard: Batch, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
     """The loop's pieces of a shard, each cut into micro-batches by the strategy's own backward."""
-    for piece in stretch_sizes(samples, accumulate):
-        for number, size in enumerate(stretch_sizes(piece, micro_batches)):
-            yield _Stretch(size, (piece / samples, size / piece), number == 0)
-
-
-def declared_factor(loss: str, samples: int, total: int, ranks: Sized) -> float:
-    """What a case declares that the training loop multiplies a shard's mean loss by."""
-    return {"mean": 1.0, "mean/world": 1 / len(ranks), "sum/global": samples / total}[loss]
+    for piece in shard.split(accumulate):
+        for number, part in enumerate(piece.split(micro_batches)):
+            yield _Stretch(part, (piece.share_of(shard), part.share_of(piece)), number == 0)
 
 
 def load_state(
@@ -214,20 +210,14 @@ class ShardReference:
         weight = len(header.ids) * len(headers) / total
         scale = loss_scale(self._ingredients, self._trace, rank, step)
         accumulate = self._ingredients.training.accumulate
-        declared = declared_factor(self._ingredients.case.loss, len(header.ids), total, headers)
-        at, pieces, loss_terms = 0, list[torch.Tensor](), 0.0
+        given = self._contract.loss_given(self._ingredients.case.loss)
+        over = sum(h.loss_over for h in headers)
+        declared = declared_factor(given, batch.tokens, over, len(headers))
+        pieces, loss_terms = list[torch.Tensor](), 0.0
         under = seeds.under(header.settings)
         with under, _measuring(self._model, passes=accumulate) as sums:
-            for cut in _cut(len(header.ids), accumulate, self._contract.micro_batches):
-                part = slice(at, at + cut.samples)
-                at += cut.samples
-                stretch = Batch(
-                    inputs=batch.inputs[part],
-                    labels=batch.labels[part],
-                    ids=batch.ids[part],
-                    total=total,
-                )
-                loss = self._ingredients.loaded.workload.loss(self._model, stretch)
+            for cut in _cut(batch, accumulate, self._contract.micro_batches):
+                loss = self._ingredients.loaded.workload.loss(self._model, cut.batch)
                 for share in cut.shares:
                     loss = loss * share if share != 1.0 else loss
                 mean_part = loss.detach()

@@ -1,7 +1,6 @@
 """What each rank's part of a step counts for, from what the ranks recorded of it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcheck.contract import Contract
@@ -9,12 +8,17 @@ from distcheck.records import LossName
 from distcheck.training.traces.reader import StepHeader
 
 
-def declared_factors(loss: LossName, sizes: Sequence[int]) -> tuple[float, ...]:
-    """What a loss contract multiplies each rank's mean loss by."""
-    total, world = sum(sizes), len(sizes)
-    return tuple(
-        {"mean": 1.0, "mean/world": 1 / world, "sum/global": size / total}[loss] for size in sizes
-    )
+def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
+    """What a loss contract multiplies the mean loss of a rank by that is over `size` samples (or
+    tokens) of the `total` of all ranks. A rank without tokens has a loss of 0, whatever it is
+    multiplied by.
+    """
+    return {
+        "mean": 1.0,
+        "mean/world": 1 / world,
+        "sum/global": size / max(1, total),
+        "tokens": float(max(1, size)),
+    }[loss]
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,26 @@ class Shares:
         return tuple(len(header.ids) for header in self.headers)
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """What each rank's loss is a mean over: its tokens where the workload counts them, and its
+        samples elsewhere.
+        """
+        return tuple(header.loss_over for header in self.headers)
+
+    @property
     def samples(self) -> int:
         """Samples of all ranks."""
         return sum(self.sizes)
 
     @property
     def weights(self) -> list[float]:
-        """The ranks' sample weights n_r * W / N: 1.0 for equal shards."""
+        """The ranks' weights n_r * W / N, by samples or tokens: 1.0 for equal shards."""
+        total = max(1, sum(self.counts))
+        return [count * len(self.counts) / total for count in self.counts]
+
+    @property
+    def sample_weights(self) -> list[float]:
+        """The same by samples alone, as `Step.weight` has it."""
         return [size * len(self.sizes) / self.samples for size in self.sizes]
 
     @property
@@ -61,21 +78,23 @@ class Shares:
 
     def declared(self, loss: LossName) -> tuple[float, ...]:
         """What a loss contract multiplies each rank's mean loss by."""
-        return declared_factors(loss, self.sizes)
+        counts = self.counts
+        return tuple(declared_factor(loss, n, sum(counts), len(counts)) for n in counts)
 
     @property
     def unscaled(self) -> list[float]:
         """What each rank's shard gradients must be divided by to be its mean loss's gradients."""
-        found = zip(self.weights, self.loss_factors, self.loss_scales, strict=True)
+        found = zip(self.sample_weights, self.loss_factors, self.loss_scales, strict=True)
         by_loss = self.contract.weighting == "loss"
         return [weight * scale if by_loss else factor for weight, factor, scale in found]
 
     @property
     def in_mean(self) -> list[float]:
-        """What each rank's shard gradient counts for in the mean over all samples."""
+        """What each rank's shard gradient counts for in the mean over all samples or tokens."""
         world = len(self.weights)
         if self.contract.weighting == "loss":
-            return [1.0 / scale / world for scale in self.loss_scales]
+            found = zip(self.weights, self.sample_weights, self.loss_scales, strict=True)
+            return [weight / given / scale / world for weight, given, scale in found]
         pairs = zip(self.weights, self.loss_factors, strict=True)
         return [weight / factor / world if factor else math.nan for weight, factor in pairs]
 

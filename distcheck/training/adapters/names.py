@@ -52,6 +52,7 @@ _FACTS = {
     "sum": "op reduce_op",
     "rate": "lr learning_rate",
     "samples": "batch_size bs num_samples local_batch_size",
+    "tokens": "local_tokens local_num_tokens num_local_tokens local_token_count",
     "root": "root root_rank master_rank",
     "model": " ".join(MODELS),
     "parameters": " ".join(PARAMETERS - LISTED_PARAMETERS),
@@ -77,7 +78,7 @@ FREE = {
     name: meaning
     for name, meaning in MEANINGS.items()
     if not meaning.endswith(("parameters", "gradients"))
-    and meaning not in ("samples", "sum", "root")
+    and meaning not in ("samples", "tokens", "sum", "root")
     and len(name) > 2
 }
 

@@ -17,6 +17,7 @@ _GIVEN = {
     "step": "step",
     "index": "step.index",
     "samples": "step.samples",
+    "tokens": "step.tokens",
     "parameters": "model.parameters()",
     "listed_parameters": "list(model.parameters())",
     "named_parameters": "model.named_parameters()",

@@ -83,6 +83,7 @@ class Scene:
             "sum": lambda: dist.ReduceOp.SUM,
             "rate": lambda: self.rate or self._live("optimizer").param_groups[0]["lr"],
             "samples": lambda: self._live("step").samples,
+            "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
             "parameters": lambda: self.live_model.parameters(),
             "listed_parameters": self.parameters,

@@ -31,7 +31,8 @@ class StepHeader:
     `loss_factor` is the derivative of what backward started from by the shard's mean loss.
     `rng_state` is that of torch's generators; `library_states` and `settings` are what the
     functions of that name in `seeds` say, `implementation` what the one in `ranks.optimizers` does.
-    `stretches` is how many the strategy's own backward cut each of its batches into.
+    `stretches` is how many the strategy's own backward cut each of its batches into. `tokens` is
+    how many tokens the loss is over, of `positions` with padding; None where none were counted.
     """
 
     written: bool
@@ -46,6 +47,13 @@ class StepHeader:
     settings: int
     implementation: int
     stretches: int = 1
+    tokens: int | None = None
+    positions: int = 0
+
+    @property
+    def loss_over(self) -> int:
+        """How many tokens the loss is a mean over; samples where none were counted."""
+        return len(self.ids) if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class TraceReader:
         at = self.layout.header_offset(rank, step)
         header = HEADER.unpack_from(self._map, at)
         written, settings, implementation, samples, loss, factor, epoch, *sizes = header
-        rng_bytes, digest, library_bytes = sizes
+        rng_bytes, digest, library_bytes, tokens, positions = sizes
         at += HEADER.size
         rng_state = bytes(self._map[at : at + rng_bytes])
         at += RNG_STATE_BYTES
@@ -119,6 +127,8 @@ class TraceReader:
             settings=settings,
             implementation=implementation,
             stretches=max(1, written),
+            tokens=max(0, tokens) if positions >= 0 else None,
+            positions=max(0, positions),
         )
 
     def steps_written(self) -> int:

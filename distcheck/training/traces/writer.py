@@ -12,6 +12,7 @@ from distcheck.training.traces.layout import (
     ENTRY,
     HEADER,
     NO_DIGEST,
+    NOT_COUNTED,
     RNG_STATE_BYTES,
     Kind,
     Source,
@@ -93,6 +94,7 @@ class TraceWriter:
         settings: int = 0,
         implementation: int = 0,
         stretches: int = 1,
+        real: tuple[int, int] | None = None,
     ) -> None:
         """Records what belongs to a step and is not a tensor of the model; marks it as written.
 
@@ -101,6 +103,7 @@ class TraceWriter:
         libraries' any code may draw from, and what that changes shows elsewhere.
         `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does,
         `stretches` how many the strategy's own backward cut its batch into: 1 to 255.
+        `real` are the tokens of the shard and its positions, where the workload counts them.
         """
         at = self._layout.header_offset(self._rank, step)
         tail = at + HEADER.size
@@ -117,8 +120,9 @@ class TraceWriter:
         sizes = len(rng_state), digest, len(library_states)
         kinds = settings, implementation
         HEADER.pack_into(
-            self._index, at, stretches, *kinds, len(ids), loss, loss_factor, epoch, *sizes
-        )
+            self._index, at, stretches, *kinds, len(ids), loss, loss_factor, epoch, *sizes,
+            *(real or NOT_COUNTED),
+        )  # fmt: skip
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself if no other does."""
