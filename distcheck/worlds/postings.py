@@ -46,7 +46,7 @@ _MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv"
 MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer's place or -1, tag
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Note:
     """A collective: which of a group's calls, and what it was asked. One call of Python's can be
     several of the group's, the first of which is `number`, and the last `until`.
