@@ -247,6 +247,6 @@ def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
 def not_run_after_hang(case: Case, hung: Case) -> str:
     """Why a case of a strategy was not run that has hung in another one."""
     return (
-        f"not run: the strategy hung in {hung.workload} {hung.dtype}, and every other case could "
-        f"take another {hung.deadline_s:g} s; --workload {case.workload} runs this one"
+        f"not run: the strategy hung in {hung.workload} {hung.dtype}; --after-hang runs every "
+        f"case, and --workload {case.workload} only this one"
     )

@@ -72,6 +72,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "about 2 s faster.",
         ),
     ] = True
+    after_hang: Annotated[
+        bool,
+        Setting(
+            kind=bool,
+            takes="true or false",
+            help="Also run the other cases of a strategy that has hung. By default they are "
+            "unknown, and the verdict stays fail.",
+        ),
+    ] = False
 
 
 def _declared() -> dict[str, Setting]:

@@ -39,10 +39,13 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """What a thorough run has beside its cases; `spare` worlds were not asked for."""
+    """What a run has beside its cases; `spare` worlds were not asked for. With `after_hang` the
+    other cases of a strategy that has hung are run, too.
+    """
 
     searches: tuple[Search, ...] = ()
     spare: tuple[int, ...] = ()
+    after_hang: bool = False
 
 
 NOTHING_BESIDE = Beside()
@@ -83,7 +86,11 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
     if any(not search.why_not for search in found.values()):
         _check_hypothesis()
     spare = {world for r in requests if r.cell_worlds for world in r.worlds} - {*CELL_WORLDS}
-    return Beside(searches=tuple(found.values()), spare=tuple(sorted(spare)))
+    return Beside(
+        searches=tuple(found.values()),
+        spare=tuple(sorted(spare)),
+        after_hang=any(request.after_hang for request in requests),
+    )
 
 
 def planned(searches: Iterable[Search], shard_of: dict[str, int]) -> tuple[PlannedSearch, ...]:

@@ -211,6 +211,7 @@ def _run_cases(
         book.plan, book.left_out, book.settles = whole, out, follow_up
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        session.after_hang = beside.after_hang
         with reported(book, session):
             session.run(runs, on_finished=book.enter)
             if follow_up:

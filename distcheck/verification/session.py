@@ -77,6 +77,7 @@ class Session:
         self._judgings: deque[Judging] = deque()
         self._world: tuple[World, _Asked] | None = None
         self._judges: list[tuple[World, Judging]] = []
+        self.after_hang = False  # whether other cases of a strategy that has hung are run
         self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
         self._runs: Sequence[InProgress] = ()
@@ -225,7 +226,7 @@ class Session:
             run.rerun_outcomes = tuple(outcomes)
         else:
             self._first_world_over(run, outcomes, succeeded=world.succeeded)
-        if world.hung and not counts_if_finished(run.case):
+        if world.hung:
             self._leave_out_others(run)
         self._judge_whole_run_if_due(run)
 
@@ -240,8 +241,10 @@ class Session:
             self._worlds.appendleft(_Asked(run, "rerun"))
 
     def _leave_out_others(self, hung: InProgress) -> None:
-        """Ends the strategy's other cases of this world, each of which would cost a deadline."""
+        """Ends the strategy's other cases of this world, each of which could cost a deadline."""
         case = hung.case
+        if self.after_hang or counts_if_finished(case):
+            return
         for asked in list(self._worlds):
             run = asked.run
             if asked.what != "world" or run is hung or run.case.siblings != case.siblings:

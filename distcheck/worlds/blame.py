@@ -124,14 +124,14 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
-    return _of_simulated(child) or _of_process(child, hung=hung)
+    return _of_proven(child) or _of_process(child, hung=hung)
 
 
-def _of_simulated(child: Child) -> tuple[RankEnd, str] | None:
-    """A rank of a simulated world that has said why it goes no further: the world can not, or its
-    process ended, or was ended, while another rank had its turn.
+def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
+    """A rank of a world that is proven to go no further; or of a simulated one whose process ended,
+    or was ended, while another rank had its turn.
     """
-    if child.raised is not None or child.stacks is None:
+    if child.raised is not None or child.done is not None or child.stacks is None:
         return None
     if child.stacks.waits_for_turn:
         return RankEnd.ENDED, f"{_where(child)}\n{child.stacks.text}{_output(child)}"

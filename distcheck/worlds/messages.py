@@ -2,7 +2,7 @@
 
 front -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front    Ready, Spawned, Exited
-child -> front     Progress, Said, Done, Raised, Stacks, over a pipe of the child's own
+child -> front     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over a pipe of its own
 
 A child that holds a simulated world says the same of each rank, as OfRank, and Proven of them all.
 """
@@ -12,6 +12,7 @@ import time
 import msgspec
 
 from distcheck.records import Collective
+from distcheck.records.posted_calls import Posted
 
 SETTING_UP = "set up"  # the phase in which an engine is made, which may build extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
@@ -127,6 +128,32 @@ class Left(msgspec.Struct, tag=True):
     code: int
 
 
+class Waits(msgspec.Struct, tag=True, kw_only=True):
+    """A rank cannot go on by itself: it waits for its calls `on` (places in `calls`), for one of
+    which it waits for sure if there is only one; or its job is `over`.
+
+    `calls` are its latest calls and `open_calls` the places of those that have not completed.
+    `posted` is the number of its latest collective in each group, `ranks` has the ranks of its
+    groups. `messages` are the numbers of its sends and receives by (group, kind, peer, tag), a
+    peer of -1 being any rank, and `received` those of its receives that have completed, by (group,
+    tag). `alone` is whether no other thread of Python's could post a call.
+    """
+
+    on: tuple[int, ...] = ()
+    over: bool = False
+    alone: bool = True
+    calls: list[Posted] = []
+    open_calls: tuple[int, ...] = ()
+    posted: dict[str, int] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    messages: list[tuple[str, str, int, int, int]] = []
+    received: list[tuple[str, int, int]] = []
+
+
+class GoesOn(msgspec.Struct, tag=True):
+    """A rank that had said that it waits does not wait any more."""
+
+
 RanksEvent = Progress | Said | Done | Raised | Stacks | Printed | Left
 
 
@@ -138,7 +165,7 @@ class OfRank(msgspec.Struct, tag=True):
 
 
 class Proven(msgspec.Struct, tag=True):
-    """A simulated world can go no further: by a "mismatch" of calls, by a "deadlock", or because
+    """A world can go no further: by a "mismatch" of calls, by a "deadlock", or because
     what it does cannot be simulated ("refused"); `what` says it in a sentence.
     """
 
@@ -148,7 +175,7 @@ class Proven(msgspec.Struct, tag=True):
 
 Request = Spawn | Signal
 Notice = Ready | Spawned | Exited
-Event = Progress | Said | Done | Raised | Stacks | OfRank | Proven
+Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | OfRank | Proven
 AnyEvent = Event | RanksEvent
 
 

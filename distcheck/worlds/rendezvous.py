@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from distcheck import backends
-from distcheck.worlds import linux
+from distcheck.worlds import linux, postings
 
 _MARGIN_S = 120.0
 
@@ -72,6 +72,7 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
     if backends.name_of(rendezvous.backend) == "simulated":
         return _join_simulated(rendezvous, timeout)
+    postings.install()
     serving = rendezvous.rank == 0
     if not serving:
         os.close(listen_fd)

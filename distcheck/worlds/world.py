@@ -16,6 +16,7 @@ from functools import partial
 from distcheck.worlds import blame, messages
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.mpi.started import MPIJob
+from distcheck.worlds.proofs import ProofWatch
 from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
@@ -65,6 +66,7 @@ class World:
             for rank, child in enumerate(self.children):
                 child.on_progress = partial(on_progress, rank)
         self._watch = StallWatch(deadline_s, time.monotonic())
+        self._proofs = ProofWatch()
 
     @property
     def over(self) -> bool:
@@ -133,7 +135,7 @@ class World:
 
     def _tick_running(self, now: float, elapsed: float) -> None:
         children = self.children
-        if any(child.proven is not None for child in children):
+        if any(child.proven is not None for child in children):  # it said so itself
             self.hung = True
             self._kill()
             return
@@ -159,7 +161,10 @@ class World:
                 self.hung = True
                 self._ask(now)
                 return
-            if self._watch.look(waited_for, time.monotonic()):
+            proven = self._proofs.look(children, time.monotonic())
+            for child in children if proven is not None else ():
+                child.proven = proven
+            if proven is not None or self._watch.look(waited_for, time.monotonic()):
                 self.hung = True
                 self._ask(now)
 

@@ -128,6 +128,19 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
         assert _deadline_s(_Asked(run, "rerun")) == 30.0
 
 
+@pytest.mark.parametrize("after_hang", [False, True])
+def test_other_cases_are_not_run_after_a_hang_unless_they_were_asked_for(after_hang: bool) -> None:
+    hung, other, elsewhere = case_run(id="a"), case_run(id="b"), case_run(id="c", world=3)
+    session = Session(Pool(), Silent(), description=b"", data_fd=None)
+    session.after_hang = after_hang
+    session._worlds += [_Asked(other, "world"), _Asked(elsewhere, "world")]
+    session._leave_out_others(hung)
+    assert [asked.run for asked in session._worlds] == [other, elsewhere][not after_hang :]
+    assert not elsewhere.finished
+    if not after_hang:
+        assert other.not_run.startswith("not run: the strategy hung in lattice float32; --after-ha")
+
+
 def planned(case: Case, layout: TraceLayout) -> PlannedRun:
     return PlannedRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
 

@@ -9,57 +9,34 @@ from typing import Any
 
 import torch
 
+from distcheck.records.posted_calls import Posted
+
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen", "<string>")
 _MOST_FRAMES = 64
 
 
-@dataclass(eq=False)
-class Call:
-    """One operation that one rank has posted. `root` and `peer` are ranks of the world.
+@dataclass(eq=False, kw_only=True)
+class Call(Posted):
+    """One operation that one rank has posted, with its tensors.
 
-    `kind` is what must be alike on all ranks of the group, `name` how it was called: a list or one
-    tensor may be given for the same operation. `results` [per output] are what it leaves, in
-    memory order, once `complete`; they are written to `outputs` when the rank waits for it.
-    `sizes` are those of its tensors, which it does not keep after that.
+    A list or one tensor may be given for the same kind of operation. `results` [per output] are
+    what it leaves, in memory order, once `complete`; they are written to `outputs` when the rank
+    waits for it. `sizes` are those of its tensors, which it does not keep after that.
     """
 
-    kind: str
-    name: str
-    rank: int
-    group: str
-    number: int
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    op: str = ""
-    root: int | None = None
-    peer: int | None = None
-    tag: int = 0
-    in_splits: tuple[int, ...] = ()
-    out_splits: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
     frames: list[dict[str, Any]] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     complete: bool = False
     delivered: bool = False
     source: int = -1
-    dtype: str = ""
-    sizes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         tensors = self.inputs or self.outputs
         self.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
-
-    @property
-    def shapes(self) -> str:
-        """The shapes that it was called with: "64x3, scalar"."""
-        return ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
-
-    @property
-    def is_message(self) -> bool:
-        """Whether it is point to point."""
-        return self.kind in ("send", "recv")
 
     @property
     def where(self) -> str:
@@ -78,27 +55,6 @@ class Call:
         return self.kind in ("all_gather", "gather", "all_to_all") or (
             self.name == "reduce_scatter_tensor"
         )
-
-    def signature(self) -> dict[str, Any]:
-        """What must be alike on every rank of the group."""
-        return {
-            "operation": self.kind,
-            "reduce operation": self.op,
-            "root": self.root,
-            "dtype": self.dtype,
-            "number of elements": self.counts,
-        }
-
-    def in_words(self) -> str:
-        """The call as a person may have written it: "all_reduce(SUM) of [64x3] float32"."""
-        said = [self.op] if self.op else []
-        said += [f"root {self.root}"] if self.root is not None else []
-        if self.is_message:
-            peer = "any rank" if self.peer is None else f"rank {self.peer}"
-            said += [f"{'to' if self.kind == 'send' else 'from'} {peer}"]
-            said += [f"tag {self.tag}"] if self.tag else []
-        asked = f"({', '.join(said)})" if said else ""
-        return f"{self.name}{asked} of [{self.shapes}] {self.dtype}".rstrip()
 
 
 def is_theirs(filename: str) -> bool:

@@ -6,14 +6,12 @@ is known what each of them called, and which is the odd one.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distcheck.backends.simulated import collectives
 from distcheck.backends.simulated.calls import Call
-from distcheck.records.odd_ranks import ranks_in_words
-
-_MOST_SITES = 4  # of one kind of call, that a sentence names
+from distcheck.records import posted_calls
 
 
 @dataclass(eq=False)
@@ -47,10 +45,10 @@ class Channel:
         meeting = self.meetings.setdefault(call.number, Meeting())
         first = next(iter(meeting.calls.values()), None)
         meeting.calls[call.rank] = call
-        if first is not None and first.signature() != call.signature():
+        if first is not None and posted_calls.are_apart(first, call):
             meeting.apart = True
         if call.kind == "all_to_all" and not meeting.apart:
-            meeting.apart = self._splits_differ(meeting, call)
+            meeting.apart = posted_calls.splits_are_apart(meeting.calls, self.ranks)
         if meeting.apart or len(meeting.calls) < len(self.ranks):
             return []
         del self.meetings[call.number]
@@ -91,23 +89,12 @@ class Channel:
         """What does not match, in a sentence; empty where everything may still match."""
         for number, meeting in sorted(self.meetings.items()):
             if meeting.apart:
-                return _apart_in_words(number, meeting, self.ranks)
+                missing = [rank for rank in self.ranks if rank not in meeting.calls]
+                calls = list(meeting.calls.values())
+                return posted_calls.meeting_in_words(number, calls, missing)
         for sent, received in self.misfits:
-            return (
-                f"rank {sent.rank} called {sent.in_words()}{sent.where}, and rank {received.rank} "
-                f"called {received.in_words()}{received.where}: {_differs([sent, received])}"
-            )
+            return posted_calls.message_in_words(sent, received)
         return ""
-
-    def _splits_differ(self, meeting: Meeting, call: Call) -> bool:
-        own = self.ranks.index(call.rank)
-        for rank, other in meeting.calls.items():
-            place = self.ranks.index(rank)
-            if call.in_splits[place] != other.out_splits[own]:
-                return True
-            if call.out_splits[place] != other.in_splits[own]:
-                return True
-        return False
 
 
 def _meet(sent: Call, received: Call) -> bool:
@@ -116,50 +103,3 @@ def _meet(sent: Call, received: Call) -> bool:
         and sent.peer == received.rank
         and sent.tag == received.tag
     )
-
-
-def _apart_in_words(number: int, meeting: Meeting, ranks: Sequence[int]) -> str:
-    calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
-    groups: dict[str, list[Call]] = {}
-    for call in calls:
-        groups.setdefault(f"{call.in_words()}{_splits(call)}", []).append(call)
-    said = list(_by_group(groups))
-    missing = [rank for rank in ranks if rank not in meeting.calls]
-    absent = f"; {ranks_in_words(missing)} did not come to it" if missing else ""
-    return f"at call {number}, {' and '.join(said)}: {_differs(calls)}{absent}; {_odd(groups)}"
-
-
-def _splits(call: Call) -> str:
-    if call.kind != "all_to_all":
-        return ""
-    return f" (sends {list(call.in_splits)}, receives {list(call.out_splits)} elements)"
-
-
-def _by_group(groups: dict[str, list[Call]]) -> Iterator[str]:
-    for words, calls in groups.items():
-        sites = list(dict.fromkeys(call.where for call in calls))[:_MOST_SITES]
-        at = " and".join(filter(None, sites))
-        yield f"{ranks_in_words([call.rank for call in calls])} called {words}{at}"
-
-
-def _differs(calls: Sequence[Call]) -> str:
-    found = [call.signature() for call in calls]
-    names = [
-        name
-        for name in found[0]
-        if name != "operation" and any(s[name] != found[0][name] for s in found)
-    ]
-    if not calls[0].is_message and len({call.kind for call in calls}) > 1:
-        names = ["operation"]
-    if not names and calls[0].kind == "all_to_all":
-        names = ["split sizes"]
-    return f"they differ in the {' and the '.join(names)}"
-
-
-def _odd(groups: dict[str, list[Call]]) -> str:
-    sizes = sorted((len(calls) for calls in groups.values()), reverse=True)
-    if len(sizes) < 2 or sizes[0] == sizes[1]:
-        return "the groups are equally large, so it is not known which is wrong"
-    most = max(groups.values(), key=len)
-    odd = sorted(c.rank for calls in groups.values() if calls is not most for c in calls)
-    return f"most ranks agree, and {ranks_in_words(odd)} did something else"

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 from distcheck.backends.simulated import collectives
-from distcheck.backends.simulated.baton import Baton, State
+from distcheck.backends.simulated.baton import Baton, Runner, State
 from distcheck.backends.simulated.calls import Call
 from distcheck.backends.simulated.matching import Channel
 from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.records.posted_calls import wait_in_words, waiting_in_words
 
 End = Literal["mismatch", "deadlock", "asleep", "refused"]
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
-_MOST_IN_WORDS = 6  # groups of ranks that wait alike
 
 
 class SimulatedWorld:
@@ -154,28 +154,19 @@ class SimulatedWorld:
         return self._channels[waits_for.group].missing(waits_for)
 
     def _deadlock_in_words(self) -> str:
-        alike: dict[str, list[int]] = {}
-        for runner in self.baton.runners:
-            if runner.state is State.WAITING:
-                alike.setdefault(self._wait_in_words(runner.waits_for), []).append(runner.rank)
-        said = [
-            f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)} {words}"
-            for words, ranks in alike.items()
-        ]
-        more = len(said) - _MOST_IN_WORDS
-        said = said[:_MOST_IN_WORDS] + ([f"{more} other groups of ranks wait"] if more > 0 else [])
-        over = [r.rank for r in self.baton.runners if r.state is State.OVER]
-        return "; ".join(said + ([f"{ranks_in_words(over)} finished"] if over else []))
+        runners = self.baton.runners
+        waits = {r.rank: self._wait_in_words(r.waits_for) for r in runners if _waits(r)}
+        over = [runner.rank for runner in runners if runner.state is State.OVER]
+        return waiting_in_words(waits, over)
 
     def _wait_in_words(self, waits_for: Any) -> str:
         if not isinstance(waits_for, Call):
             return f"for {waits_for}"
-        missing = ranks_in_words(self._missing(waits_for))
-        if waits_for.kind == "recv" and waits_for.peer is None:
-            missing = "any rank"
-        return (
-            f"in {waits_for.in_words()}, number {waits_for.number}{waits_for.where}, for {missing}"
-        )
+        return wait_in_words(waits_for, self._missing(waits_for))
+
+
+def _waits(runner: Runner) -> bool:
+    return runner.state is State.WAITING
 
 
 _here: SimulatedWorld | None = None

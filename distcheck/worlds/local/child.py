@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 import resource
+import select
 import signal
 import sys
 import threading
@@ -21,10 +22,11 @@ from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
-from distcheck.worlds import flight, linux, messages
+from distcheck.worlds import flight, linux, messages, postings
 from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
+from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, Look
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -82,7 +84,10 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     inherited = len(sys.modules)
     try:
         _settle(request, fds)
-        threading.Thread(target=_dump_when_asked, args=(fds[DUMP], reporter), daemon=True).start()
+        look = Look(reporter)
+        name = f"{OWN_THREADS}look"
+        asked = (fds[DUMP], reporter, look)
+        threading.Thread(target=_dump_when_asked, args=asked, name=name, daemon=True).start()
         _tell_before_exit(reporter)
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
@@ -91,6 +96,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         result = target(request.payload, own, reporter)
         _flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
+        look.over = True
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
         _flush()
@@ -229,11 +235,17 @@ def as_event(error: BaseException) -> messages.Raised:
     )
 
 
-def _dump_when_asked(dump_fd: int, reporter: Reporter) -> None:
+def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
     """A thread that waits for the front to close the pipe, then tells what everybody is doing.
+    Until then it looks whether the rank waits, where that is noted.
 
     It needs the GIL; a rank that holds it in C answers through faulthandler only.
     """
+    asked = select.poll()
+    asked.register(dump_fd, select.POLLIN)
+    while not asked.poll(LOOK_EVERY_S * 1000):
+        if postings.is_installed():
+            look.again()
     os.read(dump_fd, 1)
     if reporter.tell_stacks is not None:
         reporter.tell_stacks()

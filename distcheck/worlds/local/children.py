@@ -34,6 +34,8 @@ class Child:
     raised: messages.Raised | None = None
     stacks: messages.Stacks | None = None
     proven: messages.Proven | None = None  # why its world could go no further, where that is known
+    waits: messages.Waits | None = None  # what it said when it could not go on by itself
+    waits_count: int = 0  # of what it has said of that
     progress: messages.Progress | None = None
     progress_count: int = 0
     output_left_out: int = 0  # bytes that it wrote before those that `output` has
@@ -108,6 +110,9 @@ class Child:
         elif isinstance(event, messages.Raised):
             self.raised = event
             self.woken = self.shaken and self.stacks is None
+        elif isinstance(event, messages.Waits | messages.GoesOn):
+            self.waits = event if isinstance(event, messages.Waits) else None
+            self.waits_count += 1
         elif isinstance(event, messages.Proven):
             self.proven = event
         elif isinstance(event, messages.Stacks):

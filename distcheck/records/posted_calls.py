@@ -1,0 +1,185 @@
+"""What ranks have called, and whether it fits: for simulated worlds and for worlds of processes.
+
+Collectives of a group with the same number must be alike on all of its ranks. What is not known of
+a call is not compared: two calls are apart only in what is known of both.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words
+
+_MOST_SITES = 4  # of one kind of call, that a sentence names
+_MOST_IN_WORDS = 6  # groups of ranks that wait alike
+
+
+@dataclass(eq=False, kw_only=True)
+class Posted:
+    """One operation that one rank has posted. `root` and `peer` are ranks of the world.
+
+    `kind` is what must be alike on all ranks of the group, `name` how it was called. `counts` are
+    the numbers of elements that must be alike. `known` is false where only its kind and sizes
+    could be seen, as of calls that do not go through Python: its reduce operation and root are not
+    known. `place` is the line of the code under test that called it, as FILE:LINE.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    group: str
+    number: int
+    op: str = ""
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    in_splits: tuple[int, ...] = ()
+    out_splits: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    dtype: str = ""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    known: bool = True
+    place: str = ""
+
+    @property
+    def shapes(self) -> str:
+        """The shapes that it was called with: "64x3, scalar"."""
+        return ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is point to point."""
+        return self.kind in ("send", "recv")
+
+    @property
+    def where(self) -> str:
+        """Its place, as " at FILE:LINE"; or nothing."""
+        return f" at {self.place}" if self.place else ""
+
+    def signature(self) -> dict[str, Any]:
+        """What must be alike on every rank of the group, as far as it is known."""
+        found: dict[str, Any] = {"operation": self.kind}
+        if self.known:
+            found |= {"reduce operation": self.op, "root": self.root}
+        return {**found, "dtype": self.dtype, "number of elements": self.counts}
+
+    def in_words(self) -> str:
+        """The call as a person may have written it: "all_reduce(SUM) of [64x3] float32"."""
+        said = [self.op] if self.op else []
+        said += [f"root {self.root}"] if self.root is not None else []
+        if self.is_message:
+            peer = "any rank" if self.peer is None else f"rank {self.peer}"
+            said += [f"{'to' if self.kind == 'send' else 'from'} {peer}"]
+            said += [f"tag {self.tag}"] if self.tag else []
+        asked = f"({', '.join(said)})" if said else ""
+        sized = f" of [{self.shapes}] {self.dtype}".rstrip() if self.sizes else ""
+        return f"{self.name}{asked}{sized}"
+
+
+def are_apart(one: Posted, other: Posted) -> bool:
+    """Whether two calls that must be alike are not, in something that is known of both."""
+    return bool(_apart_in(one.signature(), other.signature()))
+
+
+def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
+    """Whether calls of all_to_all, by rank, disagree on what one sends to another."""
+    whole = {r: c for r, c in calls.items() if c.known and len(c.in_splits) == len(ranks)}
+    places = {rank: place for place, rank in enumerate(ranks)}
+    return any(
+        one.in_splits[places[other]] != received.out_splits[places[rank]]
+        for rank, one in whole.items()
+        for other, received in whole.items()
+    )
+
+
+def meeting_in_words(number: int, calls: Sequence[Posted], missing: Sequence[int]) -> str:
+    """Calls with one number that are apart: who called what where, in what they differ, and which
+    is the odd rank. `missing` ranks have not come to it.
+    """
+    groups = _alike(sorted(calls, key=lambda call: call.rank))
+    said = " and ".join(_by_group(groups))
+    absent = f"; {ranks_in_words(missing)} did not come to it" if missing else ""
+    return f"at call {number}, {said}: {difference(calls)}{absent}; {_odd(groups)}"
+
+
+def message_in_words(sent: Posted, received: Posted) -> str:
+    """A send and a receive that meet and do not fit."""
+    return (
+        f"rank {sent.rank} called {sent.in_words()}{sent.where}, and rank {received.rank} "
+        f"called {received.in_words()}{received.where}: {difference([sent, received])}"
+    )
+
+
+def difference(calls: Sequence[Posted]) -> str:
+    """In what calls differ, in words."""
+    found = [call.signature() for call in calls]
+    names = list(
+        dict.fromkeys(n for one in found for other in found for n in _apart_in(one, other))
+    )
+    if calls[0].is_message:
+        names = [name for name in names if name != "operation"]
+    elif "operation" in names:
+        names = ["operation"]
+    if not names and calls[0].kind == "all_to_all":
+        names = ["split sizes"]
+    return f"they differ in the {' and the '.join(names)}"
+
+
+def wait_in_words(call: Posted, missing: Sequence[int]) -> str:
+    """What a rank waits for in a call, and for which ranks."""
+    ranks = ranks_in_words(missing) if missing else "a call that does not match"
+    if call.kind == "recv" and call.peer is None:
+        ranks = "any rank"
+    return f"in {call.in_words()}, number {call.number}{call.where}, for {ranks}"
+
+
+def waiting_in_words(waits: Mapping[int, str], over: Sequence[int]) -> str:
+    """Who waits for what, by rank; ranks that are `over` finished."""
+    alike: dict[str, list[int]] = {}
+    for rank, words in sorted(waits.items()):
+        alike.setdefault(words, []).append(rank)
+    said = [
+        f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)} {words}"
+        for words, ranks in alike.items()
+    ]
+    more = len(said) - _MOST_IN_WORDS
+    said = said[:_MOST_IN_WORDS] + ([f"{more} other groups of ranks wait"] if more > 0 else [])
+    return "; ".join(said + ([f"{ranks_in_words(over)} finished"] if over else []))
+
+
+def _apart_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in one if name in other and one[name] != other[name]]
+
+
+def _alike(calls: Sequence[Posted]) -> dict[str, list[Posted]]:
+    """Calls by their words; one of which less is known is with those that it may be one of."""
+    groups: dict[str, list[Posted]] = {}
+    for call in sorted(calls, key=lambda call: not call.known):
+        words = f"{call.in_words()}{_splits(call)}"
+        if not call.known and words not in groups:
+            fits = (name for name, own in groups.items() if not are_apart(own[0], call))
+            words = next(fits, words)
+        groups.setdefault(words, []).append(call)
+    return groups
+
+
+def _splits(call: Posted) -> str:
+    if call.kind != "all_to_all" or not call.known:
+        return ""
+    return f" (sends {list(call.in_splits)}, receives {list(call.out_splits)} elements)"
+
+
+def _by_group(groups: Mapping[str, Sequence[Posted]]) -> Iterator[str]:
+    for words, calls in groups.items():
+        sites = list(dict.fromkeys(call.where for call in calls))[:_MOST_SITES]
+        at = " and".join(filter(None, sites))
+        yield f"{ranks_in_words([call.rank for call in calls])} called {words}{at}"
+
+
+def _odd(groups: Mapping[str, Sequence[Posted]]) -> str:
+    odd = outside_the_majority(
+        {words: [call.rank for call in calls] for words, calls in groups.items()}
+    )
+    if not odd:
+        return "the groups are equally large, so it is not known which is wrong"
+    return f"most ranks agree, and {ranks_in_words(odd)} did something else"

@@ -1,0 +1,232 @@
+"""What a rank's calls say that torch's flight recorder does not, and in which call the rank waits.
+
+The methods of torch's process groups note reduce operation, root, splits, peer and tag of every
+call that goes through Python; `Work.wait` notes that the main thread waits, and for which call.
+They keep no tensor. Calls of C++ code (DDP's) are in the flight recorder alone.
+
+`number` of a note is what torch counts calls of a group by, messages included; so the recorder's
+entry with the same `op_id` is of the same call.
+"""
+
+import os
+import sys
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_KEPT = 128  # notes; the flight recorder keeps 64 entries
+_MOST_WORKS = 1024  # until those are dropped that are gone
+_MOST_FRAMES = 32
+# What a process group calls an operation: what is noted of it, in the words of `Posted`.
+_KINDS = {
+    "allreduce": ("all_reduce", "all_reduce"),
+    "allreduce_coalesced": ("all_reduce_coalesced", "all_reduce_coalesced"),
+    "broadcast": ("broadcast", "broadcast"),
+    "reduce": ("reduce", "reduce"),
+    "allgather": ("all_gather", "all_gather"),
+    "_allgather_base": ("all_gather", "all_gather_into_tensor"),
+    "all_gather_single": ("all_gather", "all_gather_into_tensor"),
+    "gather": ("gather", "gather"),
+    "scatter": ("scatter", "scatter"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter"),
+    "_reduce_scatter_base": ("reduce_scatter", "reduce_scatter_tensor"),
+    "reduce_scatter_single": ("reduce_scatter", "reduce_scatter_tensor"),
+    "alltoall": ("all_to_all", "all_to_all"),
+    "alltoall_base": ("all_to_all", "all_to_all_single"),
+    "all_to_all_single": ("all_to_all", "all_to_all_single"),
+    "barrier": ("barrier", "barrier"),
+}
+# What messages are called, and how many arguments torch calls them with.
+_MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv", 2)}
+MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer's place or -1, tag
+
+
+@dataclass(slots=True)
+class Note:
+    """A collective: which of a group's calls, and what it was asked. One call of Python's can be
+    several of the group's, the first of which is `number`, and the last `until`.
+    """
+
+    group: str
+    number: int
+    until: int
+    kind: str
+    name: str
+    op: Any = None  # torch's; None where it is not known
+    root: int | None = None  # its place in the group
+    splits: tuple[tuple[int, ...], ...] = ()  # rows that are sent and received
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A send or a receive: the `number`th with this key."""
+
+    key: MessageKey
+    number: int
+    elements: int
+    shape: tuple[int, ...]
+    dtype: str
+    place: str
+
+
+class Postings:
+    """The notes of this process. `on` is what the main thread waits for, in a list that no other
+    wait has, or None.
+    """
+
+    def __init__(self) -> None:
+        self.notes: deque[Note] = deque(maxlen=_KEPT)
+        self.messages: defaultdict[MessageKey, int] = defaultdict(int)
+        self.of_group: defaultdict[str, int] = defaultdict(int)  # messages, of any kind
+        self.received: defaultdict[tuple[str, int], int] = defaultdict(int)  # by group and tag
+        self.on: list[Note | Message] | None = None
+        self.after_wait: Callable[[Any], None] = lambda on: None
+        self.misses_messages = False  # one was posted in a way that is not known
+        self._works: dict[int, tuple[Any, Note | Message]] = {}
+        self._main = threading.main_thread().ident
+
+    def remember(self, work: Any, what: Note | Message) -> None:
+        """Notes of which call a Work is."""
+        if work is None:
+            return
+        if len(self._works) >= _MOST_WORKS:
+            self._works = {key: one for key, one in self._works.items() if one[0]() is not None}
+        self._works[id(work)] = (weakref.ref(work), what)
+
+    def call_of(self, work: Any) -> Note | Message | None:
+        """The call that a Work is of, where it is known."""
+        found = self._works.get(id(work))
+        return found[1] if found is not None and found[0]() is work else None
+
+    def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
+        """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
+        after which it may go on.
+        """
+        what = None if given or named else self.call_of(work)
+        if what is None or self.on is not None or threading.get_ident() != self._main:
+            return original(work, *given, **named)
+        on = self.on = [what]
+        try:
+            result = original(work, *given, **named)
+        finally:
+            self.on = None
+            self.after_wait(on)
+        if isinstance(what, Message) and what.key[1] == "recv":
+            self.received[what.key[0], what.key[3]] += 1
+        return result
+
+
+HERE = Postings()
+_installed = False
+
+
+def is_installed() -> bool:
+    """Whether this process notes its calls."""
+    return _installed
+
+
+def install() -> None:
+    """Has this process note its calls from now on; once, and only where torch offers what it
+    takes.
+    """
+    global _installed
+    if _installed:
+        return
+    import torch.distributed as dist
+
+    group: Any = dist.ProcessGroup
+    work: Any = dist.distributed_c10d.Work
+    if not hasattr(group, "_get_sequence_number_for_group"):
+        return
+    _installed = True
+    for name, (kind, said) in _KINDS.items():
+        if name in group.__dict__:
+            setattr(group, name, _collective(group.__dict__[name], kind, said))
+    for name, (kind, takes) in _MESSAGES.items():
+        if name in group.__dict__:
+            setattr(group, name, _message(group.__dict__[name], kind, takes))
+    original = work.wait
+
+    def wait(self: Any, *given: Any, **named: Any) -> Any:
+        return HERE.wait(original, self, given, named)
+
+    work.wait = wait
+
+
+def _collective(original: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
+    takes_splits = name == "all_to_all_single"
+
+    def post(group: Any, *given: Any, **named: Any) -> Any:
+        before = _count(group)
+        work = original(group, *given, **named)
+        until = _count(group)
+        if until > before >= 0:
+            options = given[-1] if given else None
+            note = Note(
+                group=str(group.group_name),
+                number=before + 1,
+                until=until,
+                kind=kind,
+                name=name,
+                op=getattr(options, "reduceOp", None),
+                root=getattr(options, "rootRank", None),
+                splits=_splits(given) if takes_splits else (),
+            )
+            HERE.notes.append(note)
+            HERE.remember(work, note)
+        return work
+
+    return post
+
+
+def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..., Any]:
+    def post(group: Any, *given: Any, **named: Any) -> Any:
+        if named or len(given) != takes:
+            HERE.misses_messages = True
+            return original(group, *given, **named)
+        tensor, tag = given[0][0], int(given[-1])
+        key = (str(group.group_name), kind, int(given[1]) if takes == 3 else -1, tag)
+        number = HERE.messages[key] = HERE.messages[key] + 1
+        HERE.of_group[key[0]] += 1
+        work = original(group, *given)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
+        HERE.remember(work, Message(key, number, tensor.numel(), shape, dtype, _place()))
+        return work
+
+    return post
+
+
+def _splits(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    received, sent = given[2:4] if len(given) > 3 else ((), ())
+    return (tuple(sent), tuple(received)) if sent and received else ()
+
+
+def _count(group: Any) -> int:
+    """How many calls torch has counted in a group; -1 where it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def _place() -> str:
+    """The line of the code under test that called."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return ""
+        file = frame.f_code.co_filename
+        if is_theirs(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_theirs(file: str) -> bool:
+    """Whether a file is of the code under test: neither torch's nor distcheck's own."""
+    return "/torch/" not in file and not file.startswith((_PACKAGE, "<"))

@@ -1,0 +1,179 @@
+"""What proves that a world of processes can go no further: calls that do not match, or a deadlock.
+
+Nothing is concluded unless every rank has said that it waits, or that its job is over. A rank that
+computes, sleeps, or waits for anything that distcheck does not see never says so: its world goes on
+until the deadline. A rank takes its word back before it goes on, and only a rank that goes on posts
+calls. So what all of them have said is true of one moment.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from distcheck.records import posted_calls
+from distcheck.records.posted_calls import Posted
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.messages import Proven, Waits, printable
+
+# Chosen: what all have said must stay so for this long, in which none of them runs. A collective
+# that can complete on this rank does so within milliseconds, and a rank that waits in C++ says
+# within 0.2 s that it does not wait any more.
+_UNCHANGED_S = 0.25
+
+Said = Mapping[int, Waits]  # by rank
+
+
+class ProofWatch:
+    """Looks for a proof, a few times a second."""
+
+    def __init__(self) -> None:
+        self._counts: tuple[int, ...] = ()
+        self._since = 0.0
+        self._found: Proven | None = None
+
+    def look(self, children: Sequence[Child], now: float) -> Proven | None:
+        """The proof that the world of `children` can go no further by `now` (monotonic seconds)."""
+        said = {rank: c.waits for rank, c in enumerate(children) if c.waits is not None}
+        if len(said) < len(children):
+            self._counts = ()
+            return None
+        counts = tuple(child.waits_count for child in children)
+        if counts != self._counts or any(child.is_awake for child in children):
+            self._counts, self._since = counts, now
+            self._found = proof(said)
+            return None
+        known_at = min(child.known_at for child in children)
+        return self._found if known_at - self._since >= _UNCHANGED_S else None
+
+
+def proof(said: Said) -> Proven | None:
+    """What proves by what all ranks of a world have said that it can go no further."""
+    if all(own.over for own in said.values()):
+        return None
+    if what := _mismatch(said):
+        return Proven("mismatch", printable(what))
+    what = _deadlock(said)
+    return Proven("deadlock", printable(what)) if what else None
+
+
+def _mismatch(said: Said) -> str:
+    waited = [c for own in said.values() for c in (own.calls[place] for place in own.on)]
+    for call in sorted(waited, key=lambda c: (c.is_message, c.number, c.group, c.rank)):
+        if call.is_message:
+            if fits := _misfit(call, said):
+                return fits
+            continue
+        ranks = _ranks_of(call, said)
+        found = {rank: _call_of(said[rank], call) for rank in ranks}
+        there = {rank: one for rank, one in found.items() if one is not None}
+        if not ranks or any(_has_posted(said[r], call) and r not in there for r in ranks):
+            continue
+        calls = list(there.values())
+        apart = any(posted_calls.are_apart(a, b) for a in calls for b in calls)
+        splits = call.kind == "all_to_all" and posted_calls.splits_are_apart(there, ranks)
+        if apart or splits:
+            missing = [rank for rank in ranks if rank not in there]
+            return posted_calls.meeting_in_words(call.number, calls, missing)
+    return ""
+
+
+def _misfit(call: Posted, said: Said) -> str:
+    """A send and a receive that meet and are of different sizes: by their numbers, which are those
+    between two ranks with one tag, as long as no receive takes from any rank.
+    """
+    peer = said.get(-1 if call.peer is None else call.peer)
+    receiver = call.rank if call.kind == "recv" else call.peer
+    if peer is None or receiver is None or _takes_from_any(said[receiver], call):
+        return ""
+    for other in peer.calls:
+        meets = other.is_message and other.kind != call.kind and other.peer == call.rank
+        same = (other.group, other.tag, other.number) == (call.group, call.tag, call.number)
+        if meets and same and (other.counts, other.dtype) != (call.counts, call.dtype):
+            pair = (call, other) if call.kind == "send" else (other, call)
+            return posted_calls.message_in_words(*pair)
+    return ""
+
+
+def _deadlock(said: Said) -> str:
+    """Who waits for whom, if none of the ranks that wait can go on before another one of them."""
+    stuck = {rank for rank, own in said.items() if own.on and not own.over}
+    over = [rank for rank, own in said.items() if own.over]
+    if len(stuck) + len(over) < len(said) or not all(own.alone for own in said.values()):
+        return ""
+    while free := {rank for rank in stuck if _may_go_on(said[rank], said, {*stuck, *over})}:
+        stuck -= free
+    if len(stuck) + len(over) < len(said):
+        return ""
+    words = {}
+    for rank in stuck:
+        call = said[rank].calls[said[rank].on[0]]
+        words[rank] = posted_calls.wait_in_words(call, list(_waited_for(call, said)))
+    return posted_calls.waiting_in_words(words, over)
+
+
+def _may_go_on(own: Waits, said: Said, stuck: set[int]) -> bool:
+    """Whether a call that a rank waits for may complete, while the `stuck` ranks post nothing."""
+    return any(_may_complete(own.calls[place], said, stuck) for place in own.on)
+
+
+def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
+    if not call.is_message and not _ranks_of(call, said):
+        return True  # of a group that not all ranks know alike: nothing is known of it
+    missing = list(_waited_for(call, said))
+    if call.kind == "recv" and call.peer is None:
+        return not missing or any(rank not in stuck for rank in missing)
+    return not stuck.intersection(missing)
+
+
+def _waited_for(call: Posted, said: Said) -> Iterator[int]:
+    """The ranks that a call waits for, which have not posted what belongs to it."""
+    if not call.is_message:
+        ranks = _ranks_of(call, said)
+        yield from (rank for rank in ranks if not _has_posted(said[rank], call))
+    elif call.kind == "send":
+        assert call.peer is not None
+        posted = _messages(said[call.peer], call, "recv", (call.rank, -1))
+        if posted < call.number:
+            yield call.peer
+    elif call.peer is not None and not _takes_from_any(said[call.rank], call):
+        if _messages(said[call.peer], call, "send", (call.rank,)) < call.number:
+            yield call.peer
+    else:  # which message came to which receive is not known, but how many came
+        own = said[call.rank]
+        sent = sum(_messages(one, call, "send", (call.rank,)) for one in said.values())
+        came = sum(n for group, tag, n in own.received if (group, tag) == (call.group, call.tag))
+        if sent <= came:
+            ranks = own.ranks.get(call.group, ()) if call.peer is None else (call.peer,)
+            yield from (rank for rank in ranks if rank != call.rank)
+
+
+def _messages(own: Waits, call: Posted, kind: str, peers: Sequence[int]) -> int:
+    """How many sends or receives a rank has posted that may belong to a call."""
+    return sum(
+        count
+        for group, what, peer, tag, count in own.messages
+        if (group, what, tag) == (call.group, kind, call.tag) and peer in peers
+    )
+
+
+def _takes_from_any(own: Waits, call: Posted) -> bool:
+    return _messages(own, call, "recv", (-1,)) > 0
+
+
+def _ranks_of(call: Posted, said: Said) -> tuple[int, ...]:
+    """The ranks of a collective's group, if all of them know it alike; or none."""
+    ranks = said[call.rank].ranks.get(call.group, ())
+    if not all(rank in said for rank in ranks):
+        return ()
+    alike = all(said[r].ranks.get(call.group) == ranks for r in ranks)
+    return ranks if alike and all(call.group in said[r].posted for r in ranks) else ()
+
+
+def _has_posted(own: Waits, call: Posted) -> bool:
+    return own.posted[call.group] >= call.number
+
+
+def _call_of(own: Waits, call: Posted) -> Posted | None:
+    """A rank's collective of the same group and number, where it is kept."""
+    for other in own.calls:
+        if not other.is_message and (other.group, other.number) == (call.group, call.number):
+            return other
+    return None

@@ -1,0 +1,301 @@
+"""A rank's own look at itself: whether it waits for a call, so that only others can let it go on.
+
+A thread looks ten times a second. The main thread waits where it is within `Work.wait` at two looks
+in a row; or where it is within C++ code of torch's that waits for collectives (backward with DDP,
+for example), has not run since the last look, and has collectives that have not completed. It is
+then not known for which of them it waits. It says once what it waits for, and takes
+that back when it goes on.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distcheck.records.posted_calls import Posted
+from distcheck.worlds import flight, messages
+from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs
+
+if TYPE_CHECKING:
+    from distcheck.worlds.local.child import Reporter
+
+LOOK_EVERY_S = 0.1
+# Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
+_MAY_WAIT = (
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/distributed/utils.py", ""),
+    ("torch/distributed/_functional_collectives.py", ""),
+    ("torch/_ops.py", ""),
+)
+# The kind of what the recorder names, where that alone says it.
+_KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "Bool": "bool",
+}  # fmt: skip
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"}
+
+
+class Look:
+    """Looks at this rank, and tells the front."""
+
+    def __init__(self, reporter: "Reporter", postings: Postings = HERE) -> None:
+        self._reporter, self._postings = reporter, postings
+        self._last: Any = None
+        self._reported: Any = None
+        self._telling = threading.Lock()
+        self.over = False
+        self._main = threading.main_thread().ident or 0
+        postings.after_wait = self._take_back
+
+    def again(self) -> None:
+        """Looks once more: what it sees twice it reports. Another release of torch may have
+        something else to read, which may also change meanwhile: then it reports nothing, and the
+        deadline stays.
+        """
+        with contextlib.suppress(Exception):
+            self._again()
+
+    def _again(self) -> None:
+        on = self._postings.on
+        seen: Any = "over" if self.over else on if on is not None else self._in_torch()
+        same = seen is not None and (seen is self._last if on is not None else seen == self._last)
+        self._last = seen
+        if self._reported is not None and seen is not self._reported and seen != self._reported:
+            with self._telling:
+                self._go_on()
+        if same and self._reported is None:
+            with self._telling:
+                if self._postings.on is on:
+                    self._tell(seen, on)
+
+    def _tell(self, seen: Any, on: list[Note | Message] | None) -> None:
+        said = self._said(on)
+        if said is not None:
+            self._reported = seen
+            self._reporter.send(said)
+
+    def _take_back(self, on: Any) -> None:
+        """A wait is over, which may have been reported."""
+        if self._reported is on or self._telling.locked():
+            with self._telling:
+                if self._reported is on:
+                    self._go_on()
+
+    def _go_on(self) -> None:
+        if self._reported is not None:
+            self._reported = None
+            self._reporter.send(messages.GoesOn())
+
+    def _in_torch(self) -> Any:
+        """Where the main thread is within C++ code that may wait, and how long it has run; None
+        where it is not.
+        """
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return None
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not any(file.endswith(end) and own in ("", name) for end, own in _MAY_WAIT):
+            return None
+        return (id(frame), frame.f_lasti, _run_ns())
+
+    def _said(self, on: list[Note | Message] | None) -> messages.Waits | None:
+        """The report; None where too little is known for a proof."""
+        groups = _groups()
+        if groups is None or self._postings.misses_messages:
+            return None
+        entries = flight.entries()
+        posted: dict[str, int] = {}
+        for name, (count, _) in groups.items():
+            posted[name] = count - self._postings.of_group[name]
+        calls = [_as_posted(entry, self._postings, groups) for entry in entries]
+        if any(c.number > posted.get(c.group, math.inf) for c in calls):
+            return None  # messages that this process does not know of
+        still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
+        found: list[int] = [] if on is not None or self.over else still
+        if on is not None and not self.over:
+            found = _places_of(on[0], entries, calls, groups)
+        if not found and not self.over:
+            return None
+        return messages.Waits(
+            on=tuple(found),
+            over=self.over,
+            alone=_is_alone(self._main),
+            calls=calls,
+            open_calls=tuple(still),
+            posted=posted,
+            ranks={name: ranks for name, (_, ranks) in groups.items()},
+            messages=[
+                (group, kind, _rank_of(groups, group, peer), tag, count)
+                for (group, kind, peer, tag), count in list(self._postings.messages.items())
+            ],
+            received=[(g, tag, n) for (g, tag), n in list(self._postings.received.items())],
+        )
+
+
+Groups = Mapping[str, tuple[int, tuple[int, ...]]]  # how many calls torch has counted, and ranks
+
+
+def _groups() -> Groups | None:
+    """The groups of this process; None where torch does not count their calls."""
+    import torch.distributed as dist
+
+    world: Any = dist.distributed_c10d._world
+    try:
+        return {
+            str(group.group_name): (
+                int(group._get_sequence_number_for_group()),
+                tuple(world.pg_group_ranks[group]),
+            )
+            for group in list(world.pg_map)
+            if dist.get_rank(group) >= 0
+        }
+    except (RuntimeError, KeyError, AttributeError, ValueError):
+        return None
+
+
+def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Posted:
+    """A collective of the recorder's, with what was noted of it."""
+    import torch.distributed as dist
+
+    group = str((entry.get("process_group") or ("",))[0])
+    name = flight.name_of(entry)
+    note = _note_of(entry, group, postings)
+    kind = note.kind if note is not None else name if name in _KINDS else ""
+    sizes = tuple(map(tuple, entry["input_sizes"] or entry["output_sizes"]))
+    dtypes = entry["input_dtypes"] or entry["output_dtypes"]
+    sent, received = _splits_of(note, entry, len(groups.get(group, (0, ()))[1]))
+    reduces = kind in ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
+    rooted = kind in ("broadcast", "reduce", "gather", "scatter")
+    op = "" if note is None else _op(note.op)
+    root = None if note is None or note.root is None else _rank_of(groups, group, note.root)
+    known = not (reduces and not op) and not (rooted and root is None)
+    return Posted(
+        kind=kind or f"{name}?",
+        name=note.name if note is not None else name,
+        rank=dist.get_rank(),
+        group=group,
+        number=flight.number_of(entry),
+        op=op if reduces else "",
+        root=root if rooted else None,
+        in_splits=sent,
+        out_splits=received,
+        counts=_counts(kind, entry),
+        dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
+        sizes=sizes,
+        known=known and (kind != "all_to_all" or bool(sent)),
+        place=_place(entry),
+    )
+
+
+def _op(given: Any) -> str:
+    """The name of a reduce operation; empty for one that takes a factor, or none."""
+    import torch.distributed as dist
+
+    found = (name for name in _OPS if given == getattr(dist.ReduceOp, name))
+    return "" if given is None else next(found, "")
+
+
+def _note_of(entry: dict[str, Any], group: str, postings: Postings) -> Note | None:
+    number, name = entry["op_id"], flight.name_of(entry)
+    for note in reversed(list(postings.notes)):
+        if note.group == group and note.number <= number <= note.until:
+            return note if name in (note.kind, _OF_GLOO.get(note.kind)) else None
+    return None
+
+
+def _counts(kind: str, entry: dict[str, Any]) -> tuple[int, ...]:
+    """The numbers of elements that must be alike on all ranks: of what each rank gives, or gets
+    from the root.
+    """
+    if kind == "all_to_all":
+        return ()
+    sizes = entry["output_sizes"] if kind == "scatter" else entry["input_sizes"]
+    return tuple(math.prod(size) for size in sizes)
+
+
+def _splits_of(
+    note: Note | None, entry: dict[str, Any], world: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements that are sent to and received from each rank, of all_to_all; or nothing."""
+    if note is None or note.kind != "all_to_all" or not world:
+        return (), ()
+    both = []
+    splits = note.splits or ((), ())
+    for sizes, rows in zip((entry["input_sizes"], entry["output_sizes"]), splits, strict=True):
+        if len(sizes) == world and note.name == "all_to_all":
+            both.append(tuple(math.prod(size) for size in sizes))
+        elif len(sizes) == 1 and sizes[0]:
+            first, row = sizes[0][0], math.prod(sizes[0][1:])
+            given = rows or (first // world,) * world
+            both.append(tuple(count * row for count in given))
+    return (both[0], both[1]) if len(both) == 2 else ((), ())
+
+
+def _places_of(
+    what: Note | Message, entries: list[dict[str, Any]], calls: list[Posted], groups: Groups
+) -> list[int]:
+    """The place of the call that is waited for, among `calls`, to which a message is added."""
+    if isinstance(what, Note):
+        found = [
+            place
+            for place, entry in enumerate(entries)
+            if calls[place].group == what.group and what.number <= entry["op_id"] <= what.until
+        ]
+        return [place for place in found if flight.is_open(entries[place])]
+    import torch.distributed as dist
+
+    group, kind, peer, tag = what.key
+    if group not in groups:
+        return []
+    calls.append(
+        Posted(
+            kind=kind,
+            name=kind,
+            rank=dist.get_rank(),
+            group=group,
+            number=what.number,
+            peer=None if peer < 0 else _rank_of(groups, group, peer),
+            tag=tag,
+            counts=(what.elements,),
+            dtype=what.dtype.removeprefix("torch."),
+            sizes=(what.shape,),
+            place=what.place,
+        )
+    )
+    return [len(calls) - 1]
+
+
+def _rank_of(groups: Groups, group: str, place: int) -> int:
+    """The rank of the world that has a place in a group; -1 for none."""
+    ranks = groups[group][1] if group in groups else ()
+    return ranks[place] if 0 <= place < len(ranks) else -1
+
+
+def _place(entry: dict[str, Any]) -> str:
+    for frame in entry["frames"]:
+        if is_theirs(frame["filename"]):
+            return f"{frame['filename']}:{frame['line']}"
+    return ""
+
+
+def _is_alone(main: int) -> bool:
+    """Whether all threads of Python's but the main one are distcheck's own."""
+    return all(
+        thread.ident == main or thread.name.startswith(OWN_THREADS)
+        for thread in threading.enumerate()
+    ) and len(sys._current_frames()) <= len(threading.enumerate())
+
+
+OWN_THREADS = "distcheck "  # how the names of distcheck's own begin
+
+
+def _run_ns() -> str:
+    """How long the main thread has run, in nanoseconds: the first word of its schedstat."""
+    return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[0]
