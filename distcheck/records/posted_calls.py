@@ -83,7 +83,11 @@ def are_apart(one: Posted, other: Posted) -> bool:
 
 def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
     """Whether calls of all_to_all, by rank, disagree on what one sends to another."""
-    whole = {r: c for r, c in calls.items() if c.known and len(c.in_splits) == len(ranks)}
+    whole = {
+        rank: call
+        for rank, call in calls.items()
+        if call.known and len(call.in_splits) == len(call.out_splits) == len(ranks)
+    }
     places = {rank: place for place, rank in enumerate(ranks)}
     return any(
         one.in_splits[places[other]] != received.out_splits[places[rank]]

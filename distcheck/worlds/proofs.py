@@ -46,12 +46,27 @@ class ProofWatch:
 
 def proof(said: Said) -> Proven | None:
     """What proves by what all ranks of a world have said that it can go no further."""
-    if all(own.over for own in said.values()):
+    if all(own.over for own in said.values()) or not all(_fits(r, said) for r in said):
         return None
     if what := _mismatch(said):
         return Proven("mismatch", printable(what))
     what = _deadlock(said)
     return Proven("deadlock", printable(what)) if what else None
+
+
+def _fits(rank: int, said: Said) -> bool:
+    """Whether a rank speaks of itself, of ranks that there are, and of calls that it has listed:
+    what it says comes from a process in which any code may run.
+    """
+    own = said[rank]
+    named = {other for call in own.calls for other in (call.peer, call.root) if other is not None}
+    named |= {other for ranks in own.ranks.values() for other in ranks}
+    places = range(len(own.calls))
+    return (
+        named <= said.keys()
+        and all(call.rank == rank for call in own.calls)
+        and all(place in places for place in own.on)
+    )
 
 
 def _mismatch(said: Said) -> str:

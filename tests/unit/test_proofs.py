@@ -238,3 +238,23 @@ def test_what_must_be_alike_is_read_from_the_recorder() -> None:
     note.splits = ((1, 2, 3), (2, 2, 2))
     assert _splits_of(note, entry, 3) == ((2, 4, 6), (4, 4, 4))
     assert _splits_of(None, entry, 3) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        waits(call(1), on=(7,)),
+        waits(call(1), on=(-1,)),
+        waits(call(2)),
+        waits(message(1, "send", 99)),
+        waits(call(1, kind="broadcast", root=-1)),
+        waits(call(1), ranks={"0": (0, 1, 2, 99)}),
+        waits(call(1, kind="all_to_all", op="", in_splits=(1, 1, 1), out_splits=(1,))),
+    ],
+)
+def test_what_no_rank_can_say_proves_nothing(strange: Waits) -> None:
+    """A process of the code under test may send anything."""
+    others = waits(call(0)), waits(call(2, kind=strange.calls[0].kind, op=""))
+    proof({0: others[0], 1: strange, 2: others[1]})  # and raises nothing
+    if strange.calls[0].kind != "all_to_all":
+        assert proof({0: others[0], 1: strange, 2: others[1]}) is None
