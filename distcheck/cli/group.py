@@ -10,8 +10,8 @@ from distcheck.errors.spelling import nearest
 # Parameters by the heading of their group in `--help`; a short list of options has one group.
 _GROUPS = (
     ("What is judged", (
-        "strategies", "strategy", "worlds", "workloads", "thorough", "explore_s", "without",
-        "vary", "dtype",
+        "strategies", "strategy", "worlds", "orders", "workloads", "thorough", "explore_s",
+        "without", "vary", "dtype",
         "steps", "from_step", "reference", "config", "shard",
     )),
     ("How the strategy is called", (

@@ -39,10 +39,13 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """What a thorough run has beside its cases; `spare` worlds were not asked for."""
+    """What a run has beside its cases: searches, and worlds that may be `spare`, because they were
+    not asked for. What is left out of a run whose cases are all `required` is unknown.
+    """
 
     searches: tuple[Search, ...] = ()
     spare: tuple[int, ...] = ()
+    required: bool = False
 
 
 NOTHING_BESIDE = Beside()

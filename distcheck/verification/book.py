@@ -46,6 +46,7 @@ class Book:
         self._save_error = ""
         self.plan: RunPlan | None = None
         self.left_out: dict[str, str] = {}
+        self.unknown: list[CaseReport] = []  # cases that could not be judged
         self.settles = False
         self.made: Origin | None = None
         self.explored: list[Explored] = []
@@ -149,7 +150,7 @@ class Book:
             counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,
-            cases=(*counted, *self._found),
+            cases=(*counted, *self._found, *self.unknown),
             explored=tuple(self.explored),
             made=self.made,
             not_shown=not_shown([case.contents for case in counted if case.contents]),

@@ -209,6 +209,8 @@ def _run_cases(
         ]
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
+        if beside.required:
+            book.left_out, book.unknown = {}, _unknown(left, out, origin)
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         with reported(book, session):
@@ -227,6 +229,11 @@ def _run_cases(
                     enter=book.enter_search,
                 )
     return book.report()
+
+
+def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> list[CaseReport]:
+    left = [case for case in cases if case.id in out]
+    return [nothing_judged([case], out[case.id], None, origin).cases[0] for case in left]
 
 
 def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:

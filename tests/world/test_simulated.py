@@ -1,6 +1,8 @@
 """Worlds whose ranks are threads of one process: like others, and what those cannot say."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -260,3 +262,23 @@ def test_ranks_that_raise_or_leave_are_the_cause_and_their_peers_victims(pool: P
     outcomes, _ = run(pool, "exits", 4, backend="simulated", culprit=1, code=7)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, RankEnd.EXITED)
     assert "exit code 7" in outcomes[0].detail
+
+
+@pytest.mark.sweep  # the lines of a screen are held by tests/unit/test_scale.py
+def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    world = dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        dist.all_reduce(parameter.grad)\n"
+        "        parameter.grad /= world if world < 8 else world - 1\n"
+    )
+    words = ["--strategy", "sync.py:sync", "--worlds", "2,8", "--orders", "ring,tree"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "distcheck", "scale", *words, "--html", "scale.html"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert "ring first fails in world 8: wrong-divisor" in ran.stdout
+    assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
