@@ -70,6 +70,11 @@ class Book:
                 self._reports[report.case.id] = report
                 self._note_finished(report)
 
+    def amend(self, report: CaseReport) -> None:
+        """Takes a report in the place of the one that it adds to."""
+        self._reports[report.case.id] = report
+        self._note_finished(report)
+
     @property
     def not_counted(self) -> dict[str, str]:
         """The ids of cases that ran and do not count, each with the reason."""

@@ -282,3 +282,41 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
     assert ran.returncode == 1, ran.stderr
     assert "ring first fails in world 8: wrong-divisor" in ran.stdout
     assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
+
+
+@pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("", "depends-on-schedule"),
+        ("s", ""),
+    ],
+    ids=["from_any", "from_each"],
+)
+def test_schedules_name_a_receive_from_any_and_not_its_right_twin(
+    source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        for s in range(1, world):\n"
+        "            if rank == 0:\n"
+        "                got = torch.empty_like(parameter.grad)\n"
+        f"                dist.recv(got, {source or None})\n"
+        "                parameter.grad += got\n"
+        "            elif rank == s:\n"
+        "                dist.send(parameter.grad, 0)\n"
+        "        dist.broadcast(parameter.grad, 0)\n"
+        "        parameter.grad /= world\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=4, backend="simulated", workload="mlp:small", dtype="float32",
+        schedules=12, save=None,
+    )  # fmt: skip
+    first = report.cases[0]
+    assert [c.cause for c in first.diagnosis] == ([cause] if cause else [])
+    schedules = next(c for c in first.checks if c.check == "schedules")
+    assert schedules.verdict == ("fail" if cause else "pass")
