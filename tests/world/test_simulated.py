@@ -320,3 +320,33 @@ def test_schedules_name_a_receive_from_any_and_not_its_right_twin(
     assert [c.cause for c in first.diagnosis] == ([cause] if cause else [])
     schedules = next(c for c in first.checks if c.check == "schedules")
     assert schedules.verdict == ("fail" if cause else "pass")
+
+
+@pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_a_ring_of_sends_needs_buffering_and_its_right_twin_does_not(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        got = torch.empty_like(parameter.grad)\n"
+        f"        if rank == 0 and {first == 'recv'}:\n"
+        "            dist.recv(got, world - 1)\n"
+        "            dist.send(parameter.grad, 1)\n"
+        "        else:\n"
+        "            dist.send(parameter.grad, (rank + 1) % world)\n"
+        "            dist.recv(got, (rank - 1) % world)\n"
+        "        dist.all_reduce(parameter.grad)\n"
+        "        parameter.grad /= world\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=4, backend="simulated", workload="mlp:small", dtype="float32",
+        schedules=6, save=None,
+    )  # fmt: skip
+    causes = [c.cause for c in report.cases[0].diagnosis]
+    assert causes == (["needs-buffering"] if first == "send" else [])
+    assert int(report.exit_code) == (4 if first == "send" else 0)
