@@ -7,11 +7,14 @@ what a run of many steps takes more than one of few. The former depends on the c
 else they do. Memory is the peak of the process that holds the simulated world, torch included.
 
     python bench/simulated.py [RANKS ...]      by default 2 4 8, and 64 256 without a peer
+    python bench/simulated.py schedules        schedules a second at 4 ranks, by the clock
 """
 
 import os
 import statistics
 import sys
+import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
 from distcheck.records import Case
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
+from distcheck.verification.run import run_cases
 from distcheck.worlds import blame
 from distcheck.worlds.launch import run_until_over, start_world
 from distcheck.worlds.pool import Pool
@@ -28,7 +32,7 @@ from distcheck.worlds.rendezvous import Rendezvous
 
 ROUNDS, LEFT_OUT = 3, 2
 WORKLOAD = f"{Path(__file__).parent / 'peers' / 'small_mlp.py'}:workload"
-MOST_PROCESSES = 16
+MOST_PROCESSES, SCHEDULED = 16, 4
 FEW, MANY = 3, 23  # steps of the two runs whose difference is taken
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -117,6 +121,25 @@ def main(worlds: list[int]) -> None:
         pool.close()
 
 
+def print_schedules(pool: Pool) -> None:
+    """What one schedule more takes: a search of many less one of few, over their difference."""
+    few, many = 10, 110
+    spent = []
+    for count in (few, many):
+        request = Request(
+            strategies=("allreduce",), worlds=(SCHEDULED,), workloads=("mlp:small",),
+            dtype="float32", backend="simulated", schedules=count, deadline_s=300.0,
+        )  # fmt: skip
+        case = plan.plan_cases(request)[0]
+        begun = time.monotonic()
+        report = run_cases([case], pool=pool).cases[0]
+        if report.verdict != "pass":
+            sys.exit(f"the schedules ended in {report.verdict}")
+        spent.append(time.monotonic() - begun)
+    each = (spent[1] - spent[0]) / (many - few)
+    print(f"schedules, {SCHEDULED} ranks: {1 / each:.1f} a second (aim: 50)")
+
+
 def figures_of(pool: Pool, strategy: str, world: int) -> str:
     """Ratios where a peer can run, and otherwise seconds and memory."""
     if world > MOST_PROCESSES:
@@ -149,4 +172,9 @@ def ratio(what: str, ours: list[float], theirs: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["schedules"]:
+        with closing(Pool()) as pool:
+            pool.wait_ready()
+            print_schedules(pool)
+        sys.exit()
     main([int(word) for word in sys.argv[1:]] or [2, 4, 8, 64, 256])

@@ -10,8 +10,8 @@ from distcheck.errors.spelling import nearest
 # Parameters by the heading of their group in `--help`; a short list of options has one group.
 _GROUPS = (
     ("What is judged", (
-        "strategies", "strategy", "worlds", "workloads", "thorough", "explore_s", "without",
-        "vary", "dtype",
+        "strategies", "strategy", "worlds", "orders", "workloads", "thorough", "explore_s",
+        "without", "vary", "dtype",
         "steps", "from_step", "reference", "config", "shard",
     )),
     ("How the strategy is called", (
@@ -20,7 +20,8 @@ _GROUPS = (
     ("Data and ranks", (
         "nproc", "keep_going",
         "world", "batch", "data", "data_dir", "download", "seed", "backend", "device", "deadline_s",
-        "separate", "after_hang", "budget", "max_cases", "epochs", "rate",
+        "separate", "after_hang", "schedules", "schedule", "budget", "max_cases", "epochs",
+        "rate",
     )),
     ("Several machines, without a launcher", (
         "nnodes", "machine", "master_addr", "master_port", "init_method",

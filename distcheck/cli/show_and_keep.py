@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import click
 from rich.console import Console
@@ -24,6 +25,15 @@ from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 
 
+class Screen(Protocol):
+    """Prints a report."""
+
+    def __call__(
+        self, report: Report, console: Console, *, verbose: bool = False, quiet: bool = False
+    ) -> None:
+        """As `distcheck.reports.terminal.render`."""
+
+
 def verify_command(
     cases: Sequence[Case],
     *,
@@ -37,9 +47,11 @@ def verify_command(
     made: Mapping[str, Provenance] | None = None,
     whole: RunPlan | None = None,
     beside: Beside = NOTHING_BESIDE,
+    show: Screen = render,
 ) -> int:
     """Runs cases, `whole` or a part of it, and searches `beside` them, and shows the report;
-    returns the exit code. `digests`: what is saved holds digests in place of tensors.
+    returns the exit code. `digests`: what is saved holds digests in place of tensors. `show` prints
+    the report.
     """
     check_outputs(files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
@@ -60,7 +72,7 @@ def verify_command(
 
     try:
         pool = front_pool(launch, cases)
-        return _show(run, pool, files=files, verbose=verbose, quiet=quiet)
+        return _show(run, pool, files=files, verbose=verbose, quiet=quiet, screen=show)
     except BaseException:
         if keep is not None:
             keep.discard_if_unused()
@@ -84,6 +96,7 @@ def _show(
     files: Mapping[str, str],
     verbose: bool,
     quiet: bool,
+    screen: Screen = render,
 ) -> int:
     try:
         with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
@@ -104,7 +117,7 @@ def _show(
         dismiss(pool, int(report.exit_code), summarize(report))
     finally:
         pool.close()
-    unwritten = _written(report, files, verbose=verbose, quiet=quiet)
+    unwritten = _written(report, files, verbose=verbose, quiet=quiet, screen=screen)
     if report.interrupted:
         judged = sum(not case.unfinished for case in report.cases)
         click.echo(
@@ -131,7 +144,9 @@ def _show(
     return int(report.exit_code)
 
 
-def _written(report: Report, files: Mapping[str, str], *, verbose: bool, quiet: bool) -> list[str]:
+def _written(
+    report: Report, files: Mapping[str, str], *, verbose: bool, quiet: bool, screen: Screen
+) -> list[str]:
     """Shows the report and writes its files; returns what could not be written. A verdict does not
     change by that: a failure stays a failure on a full disk.
     """
@@ -139,7 +154,7 @@ def _written(report: Report, files: Mapping[str, str], *, verbose: bool, quiet: 
     ended_early = bool(report.interrupted or report.given_up) and not report.environment
     try:
         if "-" not in files.values() and not ended_early:
-            render(report, console_for(), verbose=verbose, quiet=quiet)
+            screen(report, console_for(), verbose=verbose, quiet=quiet)
     except BrokenPipeError:
         raise
     except OSError as error:

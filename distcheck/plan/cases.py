@@ -1,6 +1,7 @@
 """From what was asked for to cases, and from a case to the checks that it needs. No torch."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -12,6 +13,7 @@ from distcheck.errors.spelling import did_you_mean
 from distcheck.judge import acceptance
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices
+from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
@@ -96,6 +98,7 @@ def check_request(request: Request) -> None:
             f"of integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
         )
     backends.check_name(request.backend)
+    scheduled.check_schedules(request.schedules, request.schedule, request.backend)
     if request.device not in devices.DEVICES:
         meant = did_you_mean(request.device, devices.DEVICES)
         raise UsageError(
@@ -174,6 +177,8 @@ def check_case(case: Case) -> Case:
         accept=case.accept,
         delays=case.delays,
         separate=case.separate,
+        schedules=case.schedules,
+        schedule=case.schedule,
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:
@@ -209,6 +214,7 @@ def plan_cases(request: Request) -> list[Case]:
         for strategy in dict.fromkeys(request.strategies)
         for world in dict.fromkeys(request.worlds)
         for case in [
+            *scheduled.searched(request, partial(_case, request, strategy, world)),
             *(
                 _case(request, strategy, world, workload, dtype)
                 for workload in (*workloads, *promised_to_run(request, strategy, world))
@@ -259,7 +265,8 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     data = known.data if cell is None else datasets.SYNTHETIC
     is_lattice = workload.partition(":")[0] == "lattice"
     companion = dtype == "float64" and request.dtype is None
-    reruns = cell is not None or bool(request.workloads) or DEFAULT_RUN[workload].rerun
+    by_default = workload in DEFAULT_RUN and DEFAULT_RUN[workload].rerun
+    reruns = cell is not None or bool(request.workloads) or by_default
     steps = steps_of(request, workload)
     if companion and request.steps is None:
         steps = min(steps, STEPS_IN_FLOAT64)
@@ -285,6 +292,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         accept=acceptance.spelled(request.accept),
         delays=request.delays,
         separate=request.separate,
+        schedule=request.schedule,
     )
 
 

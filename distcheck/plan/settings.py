@@ -81,6 +81,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "unknown, and the verdict stays fail.",
         ),
     ] = False
+    schedules: Annotated[
+        int,
+        Setting(
+            kind=Annotated[int, Meta(ge=0)],
+            takes="a number of schedules, from 0 (none)",
+            help="With --backend simulated: also run this many schedules, in which ranks take "
+            "turns in another order, and compare what they come to.",
+            metavar="N",
+        ),
+    ] = 0
+    schedule: Annotated[
+        str | None,
+        Setting(
+            kind=str,
+            takes="a schedule, as a report prints it",
+            help="With --backend simulated: run under this schedule, as a report prints it.",
+            metavar="SCHEDULE",
+            default="the usual one",
+        ),
+    ] = None
 
 
 def _declared() -> dict[str, Setting]:

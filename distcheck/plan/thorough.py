@@ -39,13 +39,15 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has beside its cases; `spare` worlds were not asked for. With `after_hang` the
-    other cases of a strategy that has hung are run, too.
+    """What a run has beside its cases: searches, and worlds that may be `spare`, because they were
+    not asked for. With `after_hang` the other cases of a strategy that has hung are run, too. What
+    is left out of a run whose cases are all `required` is unknown.
     """
 
     searches: tuple[Search, ...] = ()
     spare: tuple[int, ...] = ()
     after_hang: bool = False
+    required: bool = False
 
 
 NOTHING_BESIDE = Beside()

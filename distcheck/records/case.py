@@ -68,6 +68,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     delays: tuple[Delay, ...] = ()
     separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
     job: tuple[str, ...] = ()  # of a whole training job: what was given to distcheck job
+    schedules: int = 0  # of a simulated world, that are compared with the usual one
+    schedule: str | None = None  # of its first world
     initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
 
     @property
@@ -115,4 +117,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--data", self.data] if self.data != "lattice" else []
         words += ["--data-dir", self.data_dir] if self.data_dir else []
         words += ["--no-separate"] if not self.separate else []
+        words += ["--schedules", str(self.schedules)] if self.schedules else []
+        words += ["--schedule", self.schedule] if self.schedule else []
         return shlex.join([*words, *self.adapter_words])

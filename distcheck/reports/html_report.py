@@ -18,8 +18,10 @@ from markupsafe import Markup, escape
 from distcheck.errors.shown_text import shown
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
+from distcheck.reports import scale
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
+from distcheck.reports.pictures import scale as picture
 from distcheck.reports.wording import count, searches_of
 
 Document = dict[str, Any]
@@ -67,6 +69,7 @@ def render(document: Document) -> str:
         since_green=document.get("since_green"),
         origin=describe_origin(document),
         searches=searches_of(document),
+        scaled=_scaled(cases),
         style=Markup(style),
         style_digest=digest,
     )
@@ -250,6 +253,21 @@ def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
     for check in checks:
         if check.get("digests"):
             yield agreement.draw(next(made), check)
+
+
+def _scaled(cases: list[Document]) -> list[Picture]:
+    """Error against world: a picture for each order, those of one strategy on the same axes."""
+    found = scale.curves(cases)
+    alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
+    for curve in found:
+        key = (curve.strategy, curve.workload, curve.dtype, curve.layer)
+        alike.setdefault(key, []).append(curve)
+    return [
+        picture.draw(f"scale-p{number}", curve, beside)
+        for number, (curve, beside) in enumerate(
+            (curve, beside) for beside in alike.values() for curve in beside
+        )
+    ]
 
 
 def _has_map(check: Document, kind: str) -> bool:

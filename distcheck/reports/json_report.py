@@ -18,6 +18,7 @@ from distcheck.records import (
 )
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.mistakes import MISTAKES
+from distcheck.reports import scale
 from distcheck.reports.aggregated import as_keys
 from distcheck.reports.shape import check_shape
 from distcheck.reports.wording import describe_place
@@ -90,6 +91,8 @@ def told_cases(document: dict[str, Any], path: Path) -> list[CaseTold]:
 
 def as_document(report: Report) -> dict[str, Any]:
     """The report as plain dictionaries and lists; docs/report.md explains every key."""
+    cases = [_case(case) for case in report.cases]
+    scaled = scale.as_rows(cases)
     return {
         "schema": SCHEMA,
         "verdict": report.verdict,
@@ -99,11 +102,12 @@ def as_document(report: Report) -> dict[str, Any]:
         "since_green": None
         if report.since_green is None
         else msgspec.to_builtins(report.since_green),
-        "cases": [_case(case) for case in report.cases],
+        "cases": cases,
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan),
         "left_out": report.left_out,
         "not_shown": list(report.not_shown),
         "explored": [msgspec.to_builtins(explored) for explored in report.explored],
+        **({"scale": scaled} if scaled else {}),
     }
 
 

@@ -96,6 +96,14 @@ class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory_seed: int | None = None
 
 
+class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Train `case.steps` steps; the answer is a digest of the rank's numbers after each."""
+
+    case: Case
+    rendezvous: Rendezvous
+    description: bytes
+
+
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Train for `epochs` epochs of at most `steps` steps (None: all of them), recording nothing.
 
@@ -164,6 +172,7 @@ RECORD = Job(
     type(None),
     (LISTEN, "trace", "data", "baseline"),
 )
+DIGEST = Job("distcheck.training.rank:digest", DigestRequest, tuple[str, ...], (LISTEN, "data"))
 TRAIN = Job("distcheck.training.rank:train", TrainRequest, type(None), (LISTEN, "data"))
 SAVE = Job("distcheck.training.traces.files:save_job", TraceFilesRequest, tuple[str, ...], TRACES)
 LOAD = Job("distcheck.training.traces.files:load_job", TraceFilesRequest, type(None), TRACES)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STRATEGY_GROUP = "distcheck.strategies"
 # Workloads whose names may say more, after a colon.
-DESCRIBED = ("generated", "lattice", "composite")
+DESCRIBED = ("generated", "lattice", "composite", "mlp")
 _NOTHING_SAID = Adaptation()
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import msgspec
 import torch
+import xxhash
 
 from distcheck.contract import Batch, Contract
 from distcheck.machine import devices, seeds
@@ -13,8 +14,10 @@ from distcheck.training.building import Ingredients, is_distributed, open_ingred
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
 from distcheck.training.jobs import (
+    DIGEST,
     RECORD,
     TRAIN,
+    DigestRequest,
     EpochFigures,
     RecordRequest,
     RunningLoss,
@@ -62,6 +65,37 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
         loop.step(step)
     reporter.progress(job.case.steps, "close")
     loop.close()
+
+
+@DIGEST.does
+def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
+    """Runs one rank of a world that is compared with itself under another schedule."""
+    case, rank = job.case, job.rendezvous.rank
+    seeds.pin_determinism()
+    device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
+    join(job.rendezvous, fds.get(LISTEN, -1))
+    ingredients = open_ingredients(case, job.description, fds.get("data"), device)
+    seeds.pin_default_dtype(case.dtype)
+    strategy = load_strategy(case.strategy, case.adaptation)
+    loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)
+    found = []
+    for step in range(case.steps):
+        loss, _, _ = loop.step(step)
+        found.append(_digest_of(loop.model, loss))
+    loop.close()
+    return tuple(found)
+
+
+def _digest_of(model: torch.nn.Module, loss: float) -> str:
+    """A digest of the bits of gradients, parameters and buffers, and of the loss."""
+    hashed = xxhash.xxh3_64(repr(loss).encode())
+    held: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        held += [parameter.detach(), *([] if parameter.grad is None else [parameter.grad.detach()])]
+    for tensor in [*held, *model.buffers()]:
+        local: torch.Tensor = getattr(tensor, "to_local", lambda found=tensor: found)()
+        hashed.update(local.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 @TRAIN.does

@@ -46,6 +46,7 @@ class Book:
         self._save_error = ""
         self.plan: RunPlan | None = None
         self.left_out: dict[str, str] = {}
+        self.unknown: list[CaseReport] = []  # cases that could not be judged
         self.settles = False
         self.made: Origin | None = None
         self.explored: list[Explored] = []
@@ -68,6 +69,11 @@ class Book:
             if report != self._reports[report.case.id]:
                 self._reports[report.case.id] = report
                 self._note_finished(report)
+
+    def amend(self, report: CaseReport) -> None:
+        """Takes a report in the place of the one that it adds to."""
+        self._reports[report.case.id] = report
+        self._note_finished(report)
 
     @property
     def not_counted(self) -> dict[str, str]:
@@ -149,7 +155,7 @@ class Book:
             counted, out = followups.leave_out(counted)
         report = Report(
             environment=self._environment,
-            cases=(*counted, *self._found),
+            cases=(*counted, *self._found, *self.unknown),
             explored=tuple(self.explored),
             made=self.made,
             not_shown=not_shown([case.contents for case in counted if case.contents]),

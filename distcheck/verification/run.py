@@ -44,7 +44,7 @@ from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
-from distcheck.verification import followups, limits, preparation, verdicts
+from distcheck.verification import followups, limits, preparation, schedules, verdicts
 from distcheck.verification.book import Book, given_up_on, run_of
 from distcheck.verification.case_runs import JudgedRun, is_separate
 from distcheck.verification.contents import not_shown
@@ -209,6 +209,8 @@ def _run_cases(
         ]
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
+        if beside.required:
+            book.left_out, book.unknown = {}, _unknown(left, out, origin)
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         session.after_hang = beside.after_hang
@@ -216,6 +218,7 @@ def _run_cases(
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
+            _search_schedules(pool, book, data, listener)
             if beside.searches:
                 assert explore is not None
                 explore(
@@ -228,6 +231,25 @@ def _run_cases(
                     enter=book.enter_search,
                 )
     return book.report()
+
+
+def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:
+    """Adds to the reports what schedules of their worlds have shown, where they were asked for."""
+    for report in book.finished:
+        if schedules.is_due(report):
+            found = schedules.searched(
+                pool,
+                report,
+                description=data.description,
+                data_fd=data.fd,
+                show=listener.preparing,
+            )
+            book.amend(found)
+
+
+def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> list[CaseReport]:
+    left = [case for case in cases if case.id in out]
+    return [nothing_judged([case], out[case.id], None, origin).cases[0] for case in left]
 
 
 def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:

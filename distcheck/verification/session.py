@@ -158,6 +158,8 @@ class Session:
         if asked.what == "rerun":
             run.decide_surroundings(self._pool.why_no_interpreters())
             surroundings = run.surroundings
+        elif asked.what == "world" and case.schedule:
+            surroundings = Surroundings(schedule=case.schedule)
         fd, again = new_trace(run.plan.layout), asked.what != "world"
         run.keep(fd, asked.what)
         fds = {"trace": run.shared_trace(asked.what)}

@@ -8,16 +8,37 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
+from distcheck.errors import UsageError
+
+_FEW_INPUTS = 64
+
+
+class FirstNumbers(nn.Module):
+    """The first numbers of each sample."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[samples, ...] to [samples, count]."""
+        return inputs.flatten(1)[:, : self.count]
 
 
 class MLP:
-    """Flatten, 128, 64, classes; SGD with momentum."""
+    """Flatten, 128, 64, classes; SGD with momentum. It sees the first `most_inputs` numbers of a
+    sample where it is given, and all of them otherwise.
+    """
+
+    def __init__(self, most_inputs: int | None = None) -> None:
+        self._most_inputs = most_inputs
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """ReLU between the layers; any sample shape will do."""
+        inputs = min(prod(sample_shape), self._most_inputs or prod(sample_shape))
         return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(prod(sample_shape), 128),
+            nn.Flatten() if self._most_inputs is None else FirstNumbers(inputs),
+            nn.Linear(inputs, 128),
             nn.ReLU(),
             nn.Linear(128, 64),
             nn.ReLU(),
@@ -34,3 +55,10 @@ class MLP:
 
 
 workload = MLP()
+
+
+def described(words: str) -> MLP:
+    """`small`: 17 thousand parameters, for worlds of many ranks. Raises UsageError."""
+    if words != "small":
+        raise UsageError(f"workload mlp:{words} is not known; there is mlp:small")
+    return MLP(_FEW_INPUTS)

@@ -88,6 +88,7 @@ def start_world(
                         target=job.target,
                         starts=dict(enumerate(starts)),
                         fds=descriptors_of(given),
+                        schedule=surroundings.schedule,
                     )
                 ]
             else:

@@ -35,6 +35,7 @@ class Surroundings(msgspec.Struct, frozen=True):
 
     factors: tuple[str, ...] = ()
     seed: int = 0
+    schedule: str = ""  # of a simulated world, as `records/schedules.py` has it
 
     def nodes_of(self, world: int) -> int:
         """The machines that `world` ranks are said to be on: the fewest, more than one, that have

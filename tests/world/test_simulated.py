@@ -1,6 +1,8 @@
 """Worlds whose ranks are threads of one process: like others, and what those cannot say."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -260,3 +262,91 @@ def test_ranks_that_raise_or_leave_are_the_cause_and_their_peers_victims(pool: P
     outcomes, _ = run(pool, "exits", 4, backend="simulated", culprit=1, code=7)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, RankEnd.EXITED)
     assert "exit code 7" in outcomes[0].detail
+
+
+@pytest.mark.sweep  # the lines of a screen are held by tests/unit/test_scale.py
+def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    world = dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        dist.all_reduce(parameter.grad)\n"
+        "        parameter.grad /= world if world < 8 else world - 1\n"
+    )
+    words = ["--strategy", "sync.py:sync", "--worlds", "2,8", "--orders", "ring,tree"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "distcheck", "scale", *words, "--html", "scale.html"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    assert "ring first fails in world 8: wrong-divisor" in ran.stdout
+    assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
+
+
+@pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("", "depends-on-schedule"),
+        ("s", ""),
+    ],
+    ids=["from_any", "from_each"],
+)
+def test_schedules_name_a_receive_from_any_and_not_its_right_twin(
+    source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        for s in range(1, world):\n"
+        "            if rank == 0:\n"
+        "                got = torch.empty_like(parameter.grad)\n"
+        f"                dist.recv(got, {source or None})\n"
+        "                parameter.grad += got\n"
+        "            elif rank == s:\n"
+        "                dist.send(parameter.grad, 0)\n"
+        "        dist.broadcast(parameter.grad, 0)\n"
+        "        parameter.grad /= world\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=4, backend="simulated", workload="mlp:small", dtype="float32",
+        schedules=12, save=None,
+    )  # fmt: skip
+    first = report.cases[0]
+    assert [c.cause for c in first.diagnosis] == ([cause] if cause else [])
+    schedules = next(c for c in first.checks if c.check == "schedules")
+    assert schedules.verdict == ("fail" if cause else "pass")
+
+
+@pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_a_ring_of_sends_needs_buffering_and_its_right_twin_does_not(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "    for parameter in model.parameters():\n"
+        "        got = torch.empty_like(parameter.grad)\n"
+        f"        if rank == 0 and {first == 'recv'}:\n"
+        "            dist.recv(got, world - 1)\n"
+        "            dist.send(parameter.grad, 1)\n"
+        "        else:\n"
+        "            dist.send(parameter.grad, (rank + 1) % world)\n"
+        "            dist.recv(got, (rank - 1) % world)\n"
+        "        dist.all_reduce(parameter.grad)\n"
+        "        parameter.grad /= world\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=4, backend="simulated", workload="mlp:small", dtype="float32",
+        schedules=6, save=None,
+    )  # fmt: skip
+    causes = [c.cause for c in report.cases[0].diagnosis]
+    assert causes == (["needs-buffering"] if first == "send" else [])
+    assert int(report.exit_code) == (4 if first == "send" else 0)

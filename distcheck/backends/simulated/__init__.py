@@ -5,6 +5,7 @@ in one of ORDERS. So a world may have more ranks than this machine has cores or 
 that do not match are found at once, and ranks that all wait are a deadlock without any deadline.
 
 baton.py        threads of which one runs at a time; sleep takes no time
+schedules.py    which rank runs next, under a schedule
 world.py        the ranks of this process, what each has called, and how their world ends
 calls.py        what a rank has called, and where
 matching.py     calls of one group, which must be alike; messages

@@ -2,14 +2,15 @@
 
 A rank gives the baton away only where it waits: for other ranks (`block`), for time to pass
 (`sleep`), or where it asks whether something is there yet (`give_way`). The next one is the rank
-that has been ready longest, so a run is the same each time. Time passes only when no rank is ready;
-then it jumps to the next rank that sleeps.
+that has been ready longest, so a run is the same each time. A `choose` may say otherwise, and may
+have a rank give way after a call (`offer`), so that another order is tried. Time passes only when
+no rank is ready; then it jumps to the next rank that sleeps.
 """
 
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NoReturn
 
@@ -51,11 +52,12 @@ class Baton:
         stuck: Callable[[], None],
         overslept: Callable[[int, float], None],
         most_sleep_s: float,
+        choose: Callable[[int, Sequence[int], int | None], int] | None = None,
     ) -> None:
         self.runners = [Runner(rank) for rank in range(size)]
         self._switch, self._stuck = switch, stuck
         self._overslept, self._most_sleep_s = overslept, most_sleep_s
-        self._ready = deque(self.runners)
+        self._ready, self._choose = deque(self.runners), choose
         self._asleep: list[tuple[float, int]] = []
         self._over = threading.Event()
         self._own = threading.local()
@@ -75,7 +77,7 @@ class Baton:
                 target=self._live, args=(runner, main), name=name, daemon=True
             )
             runner.thread.start()
-        first = self._ready.popleft()
+        first = self._ready.popleft()  # rank 0 holds the process
         self.current = first.rank
         first.turn.release()
         self._over.wait()
@@ -108,8 +110,21 @@ class Baton:
         while self._asleep and (not self._ready or self._asleep[0][0] <= self.time_s):
             self._let_time_pass()
         if self._ready:
+            following = self._next(asking=own.rank).rank  # another one, whatever the schedule
+            self._ready.appendleft(self.runners[following])
             self._ready.append(own)
-            self._pass_on(own)
+            self._pass_on(own, following)
+
+    def offer(self) -> None:
+        """Lets the schedule have another rank run, if there is a schedule."""
+        if self._choose is None or not self._ready:
+            return
+        own = self.runners[self.current]
+        ranks = [own.rank, *(runner.rank for runner in self._ready)]
+        chosen = self._choose(own.rank, ranks, None)
+        if chosen != own.rank:
+            self._ready.append(own)
+            self._pass_on(own, chosen)
 
     def sleep(self, seconds: float) -> None:
         """Gives the baton away until so much time has passed."""
@@ -135,13 +150,23 @@ class Baton:
             else:
                 self._pass_on(runner)
 
-    def _pass_on(self, own: Runner) -> None:
+    def _next(self, chosen: int | None = None, *, asking: int | None = None) -> Runner:
+        """The runner that goes on: the chosen rank's, or the one that its schedule takes."""
+        usual = self._ready[0]
+        if chosen is None and self._choose is not None:
+            ranks = [runner.rank for runner in self._ready]
+            chosen = self._choose(usual.rank, ranks, asking)
+        found = usual if chosen is None else self.runners[chosen]
+        self._ready.remove(found)
+        return found
+
+    def _pass_on(self, own: Runner, chosen: int | None = None) -> None:
         while not self._ready:
             if self._asleep:
                 self._let_time_pass()
             else:
                 self._stuck()
-        following = self._ready.popleft()
+        following = self._next(chosen)
         if following is not own:
             self._switch(own.rank, following.rank)
             self.current = following.rank

@@ -13,18 +13,21 @@ from distcheck.backends.simulated import collectives
 from distcheck.backends.simulated.baton import Baton, Runner, State
 from distcheck.backends.simulated.calls import Call
 from distcheck.backends.simulated.matching import Channel
+from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.posted_calls import wait_in_words, waiting_in_words
+from distcheck.records.schedules import Schedule
 
 End = Literal["mismatch", "deadlock", "asleep", "refused"]
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
+_MOST_TURNS = 4096  # calls that are noted of a run under a schedule
 
 
 class SimulatedWorld:
     """A world of `size` ranks whose collectives add in `order`, and who may sleep for `deadline_s`
-    at once. `switch` is called between two ranks; `ended(how, what)` when the world can go no
-    further, and no rank goes on after it.
+    at once; with a `schedule`, they run in its order. `switch` is called between two ranks;
+    `ended(how, what)` when the world can go no further, and no rank goes on after it.
     """
 
     def __init__(
@@ -35,14 +38,19 @@ class SimulatedWorld:
         deadline_s: float,
         switch: Callable[[int, int], None],
         ended: Callable[[End, str], None],
+        schedule: Schedule | None = None,
     ) -> None:
         self.size, self.order = size, order
+        self.chooser = None if schedule is None else Chooser(schedule, size)
+        self._buffered = schedule is not None and schedule.buffered
+        self.turns: list[tuple[Call, int]] = []  # where there is a schedule: calls as posted
         self.baton = Baton(
             size,
             switch=switch,
             stuck=self._stuck,
             overslept=self._overslept,
             most_sleep_s=deadline_s,
+            choose=None if self.chooser is None else self.chooser.choose,
         )
         self._deadline_s = deadline_s
         self.stored: dict[str, bytes] = {}
@@ -65,6 +73,13 @@ class SimulatedWorld:
         done = channel.post_message(call) if call.is_message else channel.post(call)
         for one in done:
             self._wake(one)
+        if self._buffered and call.kind == "send" and not call.complete:
+            call.inputs = [tensor.detach().clone() for tensor in call.inputs]
+            call.complete = call.delivered = True
+        if self.chooser is not None:
+            if len(self.turns) < _MOST_TURNS:
+                self.turns.append((call, len(self.chooser.switches)))
+            self.baton.offer()
 
     def wait(self, call: Call) -> None:
         """Gives way until a call is complete, and writes its results."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "runs": "List the kept runs: date, verdict, command.",
     "open": "Show the page of a kept run, the last by default.",
     "bundle": "Pack a run into a zip that a colleague can replay.",
+    "scale": "Judge in simulated worlds of many ranks: error against world.",
     "explore": "Search for the smallest case in which a strategy fails.",
     "list": "Print strategies, workloads, data sets and checks.",
     "train": "Train with a strategy, without judging it.",

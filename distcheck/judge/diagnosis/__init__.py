@@ -36,7 +36,8 @@ CAUSES = (
     "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
     "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",
     "extra-sum", "extra-division", "wrong-piece", "wrong-output", "broken-backward",
-    "replicas-differ", "micro-batch-scale", "unexplained",
+    "replicas-differ", "micro-batch-scale", "depends-on-schedule", "needs-buffering",
+    "unexplained",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from distcheck.backends.simulated import world as simulated
 from distcheck.backends.simulated.baton import Runner, State
 from distcheck.backends.simulated.calls import Call, is_theirs
 from distcheck.errors import NotSimulatedError
+from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
@@ -44,6 +45,7 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
     payloads: list[bytes]
     environments: list[dict[str, str]]
     order_seeds: list[int | None]
+    schedule: str = ""
 
 
 def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
@@ -95,7 +97,13 @@ class RankStream(io.TextIOBase):
 class Host:
     """The ranks of one world."""
 
-    def __init__(self, asked: HostRequest, fds: Descriptors, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        asked: HostRequest,
+        fds: Descriptors,
+        reporter: Reporter,
+        schedule: Schedule | None = None,
+    ) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
         module, _, name = asked.target.partition(":")
         # Before anything is a rank's own: all ranks run the same job.
@@ -117,9 +125,15 @@ class Host:
             deadline_s=asked.deadline_s,
             switch=self._switch,
             ended=self._ended,
+            schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
         )
-        self._turn = mmap.mmap(fds[TURN_FD], TURN.size)
+        self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()
+
+    @property
+    def world(self) -> simulated.SimulatedWorld:
+        """Its world."""
+        return self._world
 
     def run(self) -> None:
         """Runs every rank to its end."""

@@ -31,6 +31,27 @@ _LOOK_EVERY_S = 0.05
 _NO_WORD = "the process of the simulated world ended while another rank ran"
 
 
+def search_request(
+    *,
+    target: str,
+    order: str,
+    deadline_s: float,
+    payloads: list[bytes],
+    environments: list[dict[str, str]],
+    schedules: int,
+) -> bytes:
+    """What `search.py` is asked: to run so many schedules of a world."""
+    host = {
+        "target": target,
+        "order": order,
+        "deadline_s": deadline_s,
+        "payloads": payloads,
+        "environments": environments,
+        "order_seeds": [None] * len(payloads),
+    }
+    return msgspec.msgpack.encode({"host": host, "schedules": schedules, "deadline_s": deadline_s})
+
+
 class RankOfHost(Child):
     """A rank that is a thread of a process."""
 
@@ -150,6 +171,7 @@ class SimulatedShare(Share):
         target: str,
         starts: Mapping[int, RankStart],
         fds: Descriptors,
+        schedule: str = "",
     ) -> None:
         self._host = HostProcess(len(starts))
         own = {f"{rank}/{name}": fd for rank, s in starts.items() for name, fd in s.fds.items()}
@@ -159,6 +181,7 @@ class SimulatedShare(Share):
             "deadline_s": deadline_s,
             "payloads": [start.payload for start in starts.values()],
             "environments": [dict(start.environment) for start in starts.values()],
+            "schedule": schedule,
             "order_seeds": [start.order_seed for start in starts.values()],
         }
         self._share = LocalShare(

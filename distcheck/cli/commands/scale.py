@@ -1,0 +1,103 @@
+"""`distcheck scale`: does a strategy still hold in large worlds, and in which order of addition?"""
+
+from typing import Any
+
+import click
+
+from distcheck.cli import completion
+from distcheck.cli.group import Command
+from distcheck.cli.options import adapter_options, json_option, with_adaptation
+
+
+@click.command("scale", cls=Command)
+@click.option(
+    "--strategy",
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="The strategy to judge.",
+    **completion.STRATEGIES,
+)
+@click.option(
+    "--worlds",
+    metavar="N,N,...",
+    help="Numbers of ranks. [default: 2,8,64,256]",
+)
+@click.option(
+    "--orders",
+    metavar="NAME,NAME,...",
+    help="How collectives add: gloo, ring, tree, recursive-halving, rank. [default: all]",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    metavar="NAME",
+    help="The workload to train. [default: mlp:small, of 17 thousand parameters]",
+    **completion.WORKLOADS,
+)
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    metavar="NAME",
+    help="float32, float64, bfloat16 or float16.",
+    **completion.DTYPES,
+)
+@click.option("--steps", type=int, metavar="N", help="Steps to record. [default: 2]")
+@click.option(
+    "--batch",
+    type=int,
+    metavar="N",
+    help="Samples per step over all ranks, the same in every world. "
+    "[default: 256, or one a rank of the largest world]",
+)
+@click.option(
+    "--seed", default=0, show_default=True, metavar="N", help="The seed of all random streams."
+)
+@click.option(
+    "--deadline-s",
+    default=120.0,
+    show_default=True,
+    metavar="S",
+    help="Idle seconds without progress after which a world has hung.",
+)
+@json_option("report, with the errors under `scale`,")
+@click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the report as one HTML page, with a picture of error against world.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Also print the whole report of each world.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only what each order comes to.")
+@adapter_options
+def command(**asked: Any) -> int:
+    """Judge a strategy in simulated worlds of several sizes and orders of addition, and print the
+    largest error beside its bound.
+
+    \b
+    distcheck scale --strategy my_sync.py:sync --worlds 2,8,64,256,1024
+    distcheck scale --strategy my_sync.py:sync --orders tree --html scale.html
+
+    All worlds train on the same total batch, as the single-process reference does.
+    """  # fmt: skip
+    from distcheck.cli.show_and_keep import verify_command
+    from distcheck.plan.scale import plan_scale
+    from distcheck.plan.thorough import Beside
+    from distcheck.reports import scale_screen
+
+    files = {
+        name: path for name in ("json", "html") if (path := asked.pop(f"{name}_file")) is not None
+    }
+    verbose, quiet = asked.pop("verbose"), asked.pop("quiet")
+    worlds, orders, strategy = asked.pop("worlds"), asked.pop("orders"), asked.pop("strategy")
+    asked["strategies"] = (strategy,) if strategy else ()
+    cases = plan_scale(with_adaptation(asked), worlds=worlds, orders=orders)
+    return verify_command(
+        cases,
+        beside=Beside(spare=tuple({case.world for case in cases}), required=True),
+        save=None,
+        files=files,
+        verbose=verbose,
+        quiet=quiet,
+        show=scale_screen.render,
+    )

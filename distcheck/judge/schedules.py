@@ -1,0 +1,156 @@
+"""What schedules of a simulated world have shown of a case: a check, and the cause of a failure."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from distcheck.records import CheckResult, Compared, Diagnosis
+from distcheck.records.schedules import BUFFERED, KINDS, ScheduleRun, Searched, Turn, read_schedule
+
+CHECK = "schedules"
+_MOST_LINES = 14  # of one timeline
+_BEFORE = 5  # of them before the two part
+Digests = Callable[[bytes], Sequence[str]]
+
+
+def judged(
+    found: Searched, *, ranks: int, digests: Digests, replay: str
+) -> tuple[CheckResult, list[Diagnosis]]:
+    """The check and its cause, if it failed. `digests` reads a rank's result: one per step; with
+    `replay` and a schedule, the other run can be had again.
+    """
+    steps = len(digests(found.usual.results[0])) if found.usual.results else 0
+    compared = Compared(ranks=ranks, steps=steps)
+    if found.usual.end != "finished":
+        return _not_compared(found), _saved_by_buffering(found)
+    if found.usual.came_to != found.again.came_to:
+        evidence = (
+            f"two runs under the same schedule, with the same inputs, {_part(found.again)}"
+            f"{_where(found.usual, found.again, digests)}: it depends on something that no "
+            "schedule controls, such as the clock, the system's random numbers, or another thread"
+        )
+        result = CheckResult(
+            check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence
+        )
+        suggestion = "draw from seeded generators, and keep clocks out of what is computed"
+        cause = Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
+        return result, [cause]
+    if found.other is None and found.late:
+        reason = (
+            f"{len(found.late)} of {found.ran} schedules did not end in time (first "
+            f"{found.late[0]}); the others left the bits of the usual one; give a longer "
+            "--deadline-s"
+        )
+        return CheckResult(
+            check=CHECK, layer="-", verdict="unknown", compared=compared, reason=reason
+        ), []
+    if found.other is None:
+        return _alike(found, compared), []
+    return _depends(found, compared, digests, replay)
+
+
+def _alike(found: Searched, compared: Compared) -> CheckResult:
+    said = (
+        f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them) left the bits "
+        f"of the usual one; calls came in {found.distinct} different orders"
+    )
+    return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=said)
+
+
+def _not_compared(found: Searched) -> CheckResult:
+    reason = f"not compared: the usual schedule did not finish ({found.usual.what})"
+    return CheckResult(check=CHECK, layer="-", verdict="unknown", reason=reason)
+
+
+def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
+    if found.buffered is None or found.buffered.end != "finished":
+        return []
+    return [
+        Diagnosis(
+            cause="needs-buffering",
+            evidence=(
+                f"{found.usual.what}; where a send is complete as soon as it is posted, the same "
+                "code finishes"
+            ),
+            suggestion=(
+                "a backend may hold a send until it is received: post the receive first on one of "
+                "the two ranks, or use isend and irecv and wait for both (batch_isend_irecv)"
+            ),
+        )
+    ]
+
+
+def _depends(
+    found: Searched, compared: Compared, digests: Digests, replay: str
+) -> tuple[CheckResult, list[Diagnosis]]:
+    other = found.other
+    assert other is not None
+    switches = len(other.switches)
+    told = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
+    told += [f"{switches} switch{'es' * (switches != 1)}"] if switches else []
+    evidence = (
+        f"with {' and '.join(told) or 'the same turns'}, the same inputs "
+        f"{_part(other)}{_where(found.usual, other, digests)}"
+    )
+    if not found.repeats:
+        evidence += "; that schedule came to something else when it was run again"
+    lines = "\n".join(
+        [
+            evidence,
+            f"found by seed {found.drawn}, shrunk in {found.shrinking} runs",
+            *_timelines(found.usual, other),
+        ]
+    )
+    result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
+    cause = Diagnosis(
+        cause="depends-on-schedule",
+        evidence=lines,
+        suggestion=(
+            "name the rank that a message comes from, wait for each work before its tensor is "
+            "used, and let no order of arrival decide an order of addition; run it again: "
+            f"{replay} --schedule {other.schedule}"
+        ),
+    )
+    return result, [cause]
+
+
+def _part(other: ScheduleRun) -> str:
+    return "leave other bits" if other.end == "finished" else f"end in a {other.end}: {other.what}"
+
+
+def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
+    """The first step whose bits differ, and on which ranks."""
+    if other.end != "finished" or usual.end != "finished":
+        return ""
+    pairs = [(digests(a), digests(b)) for a, b in zip(usual.results, other.results, strict=False)]
+    steps = [
+        (step, rank)
+        for rank, (first, second) in enumerate(pairs)
+        for step, (a, b) in enumerate(zip(first, second, strict=False))
+        if a != b
+    ]
+    if not steps:
+        return ""
+    first_step = min(steps)[0]
+    ranks = [str(rank) for step, rank in steps if step == first_step]
+    return f", first after step {first_step} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+
+
+def _timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
+    """Both runs around the first call that they do not share."""
+    apart = next(
+        (
+            place
+            for place, (a, b) in enumerate(zip(usual.turns, other.turns, strict=False))
+            if (a.rank, a.call, a.where) != (b.rank, b.call, b.where)
+        ),
+        min(len(usual.turns), len(other.turns)),
+    )
+    begins = max(0, apart - _BEFORE)
+    for name, run in (("usual schedule", usual), ("this schedule", other)):
+        yield f"{name}, from call {begins + 1}:"
+        for place, turn in enumerate(run.turns[begins : begins + _MOST_LINES], start=begins):
+            yield f"  {'>' if place == apart else ' '} {_line(turn)}"
+
+
+def _line(turn: Turn) -> str:
+    switched = "  (switched to this rank)" if turn.switched else ""
+    return f"rank {turn.rank}: {turn.call}{turn.where}{switched}"

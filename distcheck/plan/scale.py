@@ -1,0 +1,88 @@
+"""What `distcheck scale` runs: one workload in simulated worlds of several sizes and orders.
+
+Every world trains on the same total batch, the single-process reference too: then the worlds differ
+in how a sum is divided and added, and in nothing else. No torch.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from distcheck.backends.simulated import ORDERS
+from distcheck.errors import UsageError
+from distcheck.errors.spelling import did_you_mean
+from distcheck.plan.cases import Request, plan_cases
+from distcheck.records import Case
+from distcheck.records.case_ids import name_apart
+
+WORKLOAD = "mlp:small"  # the trace holds every rank's gradients at every step
+WORLDS = (2, 8, 64, 256)
+STEPS = 2  # the second step starts from what the first update left
+MOST_WORLD = 4096  # chosen: threads of one process
+_BATCH = 256  # as of `verify`
+_LAUNCHED = ("RANK", "WORLD_SIZE")
+
+
+def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
+    """The cases, from the smallest world to the largest, every order at each; `asked` has the other
+    fields of a request. Raises UsageError or CannotRunError.
+    """
+    if any(name in os.environ for name in _LAUNCHED):
+        raise UsageError("scale starts its own ranks; run it without a launcher")
+    if not asked["strategies"]:
+        raise UsageError("no strategy was given; give --strategy NAME or --strategy FILE.py:OBJECT")
+    sizes = WORLDS if worlds is None else _sizes(worlds)
+    names = ORDERS if orders is None else _names(orders)
+    batch = max(_BATCH, *sizes) if asked["batch"] is None else asked["batch"]
+    workload = asked["workloads"] or WORKLOAD
+    rest = {name: value for name, value in asked.items() if name not in ("batch", "workloads")}
+    cases = [
+        _alone(case, order)
+        for world in sizes
+        for order in names
+        for case in plan_cases(
+            Request(
+                **{**rest, "steps": STEPS if rest["steps"] is None else rest["steps"]},
+                worlds=(world,),
+                workloads=(workload,),
+                batch=batch,
+                backend=f"simulated:{order}",
+                separate=False,
+            )
+        )
+    ]
+    return name_apart(cases)
+
+
+def _alone(case: Case, order: str) -> Case:
+    """A case without its rerun, which would double what a large world costs."""
+    return msgspec.structs.replace(case, id=f"{case.id}-{order}", rerun=False)
+
+
+def _sizes(words: str) -> Sequence[int]:
+    found = []
+    for word in words.split(","):
+        if not (word.strip().isascii() and word.strip().isdecimal() and len(word) < 9):
+            raise UsageError(
+                f"--worlds {words!r} is not a list of numbers of ranks; give for example "
+                f"--worlds {','.join(map(str, WORLDS))}"
+            )
+        found.append(int(word))
+        if not 2 <= found[-1] <= MOST_WORLD:
+            raise UsageError(
+                f"--worlds: {found[-1]} is out of range; a world takes 2 to {MOST_WORLD} ranks here"
+            )
+    return sorted(set(found))
+
+
+def _names(words: str) -> Sequence[str]:
+    found = [word.strip() for word in words.split(",")]
+    for word in found:
+        if word not in ORDERS:
+            raise UsageError(
+                f"--orders: unknown order {word!r}{did_you_mean(word, ORDERS)}; known are "
+                f"{', '.join(ORDERS)}"
+            )
+    return list(dict.fromkeys(found))

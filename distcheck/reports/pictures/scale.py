@@ -1,0 +1,100 @@
+"""The error against the world, and its bound: both axes logarithmic."""
+
+import math
+
+from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, figure, line
+from distcheck.reports.scale import Curve, described
+
+_LEFT, _RIGHT, _TOP, _HEIGHT = 58, 14, 10, 170
+_SIDE = 8.0  # of a mark
+_MOST_DECADES = 6  # that are numbered
+
+
+def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
+    """One order; its axes are those of all that stand `beside` it, itself included."""
+    drawing = Drawing(name, 320)
+    right, bottom = drawing.width - _RIGHT, _TOP + _HEIGHT
+    worlds = sorted({point.world for one in beside for point in one.points})
+    low, high = _range(beside)
+
+    def x(world: int) -> float:
+        share = math.log(world / worlds[0]) / math.log(worlds[-1] / worlds[0])
+        return _LEFT + 12 + (right - _LEFT - 24) * share
+
+    def y(value: float | None) -> float | None:
+        if value is None or not math.isfinite(value) or value <= 0:
+            return None
+        return bottom - _HEIGHT * (math.log10(value) - low) / (high - low)
+
+    stride = -(-(high - low) // _MOST_DECADES)
+    for decade in range(low, high + 1, stride):
+        level = bottom - _HEIGHT * (decade - low) / (high - low)
+        drawing.path("axis", f"M{_LEFT} {level:.1f}H{right}")
+        drawing.text(_LEFT - 6, level + 4, f"1e{decade:+d}", kind="faint", end="end")
+    placed = -1e9
+    for world in worlds:
+        if x(world) - placed >= 26:
+            drawing.text(x(world), bottom + 16, str(world), kind="faint", end="middle")
+            placed = x(world)
+    drawing.text(_LEFT - 6, bottom + 16, "world", kind="faint", end="end")
+    bounds = [_place(x(p.world), y(p.bound)) for p in curve.points]
+    errors = [_place(x(p.world), y(p.error)) for p in curve.points]
+    drawing.path("required", line(bounds))
+    drawing.path("within" if curve.first_failure is None else "off", line(errors))
+    for point, place in zip(curve.points, errors, strict=True):
+        failed = point.verdict == "fail"
+        if place is None and not failed:
+            continue
+        at_x, at_y = place or (x(point.world), float(_TOP))
+        box = (at_x - _SIDE / 2, at_y - _SIDE / 2, _SIDE, _SIDE)
+        drawing.path("over" if failed else "bar", cell(*box), title=_in_words(curve, point.world))
+        if failed:
+            drawing.path("cross", cross(*box))
+    title = f"Error against world: order {curve.order}"
+    says = (
+        f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
+        f"{described(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"
+        f"{'; at the upper edge, one without an error to draw' if _edge(curve) else ''}."
+    )
+    table = Table(
+        ["world", "verdict", "error", "bound", "error / bound", "where"],
+        [
+            [
+                str(p.world),
+                p.verdict,
+                "-" if p.error is None else figure(p.error),
+                "-" if p.bound is None else figure(p.bound),
+                "-" if p.share is None else figure(p.share),
+                p.where or p.cause,
+            ]
+            for p in curve.points
+        ],
+    )
+    return Picture(title, says, drawing.markup(bottom + 22, title=title, says=says), table)
+
+
+def _place(x: float, y: float | None) -> tuple[float, float] | None:
+    return None if y is None else (x, y)
+
+
+def _edge(curve: Curve) -> bool:
+    return any(p.verdict == "fail" and not _drawn(p.error) for p in curve.points)
+
+
+def _drawn(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _range(curves: list[Curve]) -> tuple[int, int]:
+    """The decades that hold every error and bound; two at the least."""
+    values = [v for c in curves for p in c.points for v in (p.error, p.bound)]
+    logs = [math.log10(v) for v in values if v is not None and _drawn(v)] or [0.0]
+    low, high = math.floor(min(logs)), math.ceil(max(logs))
+    return (low, high) if high - low >= 2 else (low - 1, low + 1)
+
+
+def _in_words(curve: Curve, world: int) -> str:
+    point = next(p for p in curve.points if p.world == world)
+    error = "no error" if point.error is None else f"error {figure(point.error)}"
+    bound = "" if point.bound is None else f", bound {figure(point.bound)}"
+    return f"world {world}: {point.verdict}, {error}{bound}"

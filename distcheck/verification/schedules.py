@@ -1,0 +1,104 @@
+"""The schedules of a case in simulation: runs them, and adds to its report what they show."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from distcheck import backends
+from distcheck.judge import schedules
+from distcheck.records import Case, CaseReport, merge_verdicts
+from distcheck.records.schedules import Searched
+from distcheck.training.jobs import DIGEST, DigestRequest
+from distcheck.worlds.jobs import Job
+from distcheck.worlds.launch import job_result, run_until_over, start_job
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous, environment_of
+from distcheck.worlds.simulated.share import search_request
+
+_SEARCH: Job[bytes, bytes] = Job(
+    "distcheck.worlds.simulated.search:run", bytes, bytes, ("data", "turn")
+)
+
+
+def is_due(report: CaseReport) -> bool:
+    """Whether schedules of a case are to be searched: where it passed, a failure is theirs; where
+    its ranks did not finish, it may be that only buffers would save it.
+    """
+    passed = report.verdict != "fail"
+    return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)
+
+
+def searched(
+    pool: Pool,
+    report: CaseReport,
+    *,
+    description: bytes,
+    data_fd: int | None,
+    show: Callable[[str], None],
+) -> CaseReport:
+    """The report with the check `schedules`. Raises CannotRunError where they cannot be run."""
+    case = report.case
+    found = _search(pool, case, description, data_fd, show)
+    result, causes = schedules.judged(
+        found, ranks=case.world, digests=_digests, replay=_replay(case)
+    )
+    checks = (*report.checks, result)
+    if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
+        named = [c for c in report.diagnosis if not causes or c.cause != "hang"]
+        return msgspec.structs.replace(report, checks=checks, diagnosis=(*causes, *named))
+    return msgspec.structs.replace(
+        report,
+        checks=checks,
+        verdict=merge_verdicts([report.verdict, result.verdict]),
+        diagnosis=(*report.diagnosis, *causes),
+    )
+
+
+def _digests(result: bytes) -> tuple[str, ...]:
+    found: tuple[str, ...] = DIGEST.decode(result)
+    return found
+
+
+def _replay(case: Case) -> str:
+    return msgspec.structs.replace(case, schedules=0).command_line
+
+
+def _search(
+    pool: Pool,
+    case: Case,
+    description: bytes,
+    data_fd: int | None,
+    show: Callable[[str], None],
+) -> Searched:
+    meetings = [
+        Rendezvous(
+            backend=case.backend,
+            rank=rank,
+            world=case.world,
+            host="127.0.0.1",
+            port=1,  # a simulated world has no store on a port
+            deadline_s=case.deadline_s,
+        )
+        for rank in range(case.world)
+    ]
+    request = search_request(
+        target=DIGEST.target,
+        order=backends.order_of(case.backend),
+        deadline_s=case.deadline_s,
+        payloads=[
+            DIGEST.encode(DigestRequest(case=case, rendezvous=one, description=description))
+            for one in meetings
+        ],
+        environments=[environment_of(one) for one in meetings],
+        schedules=case.schedules,
+    )
+    fds = {} if data_fd is None else {"data": data_fd}
+    world = start_job(pool, _SEARCH, request, fds, deadline_s=4 * case.deadline_s)
+    world.children[0].on_progress = lambda progress: show(
+        f"{case.strategy}, world {case.world}: schedule {progress.step} of {case.schedules}"
+    )
+    run_until_over(pool, world)
+    try:
+        return msgspec.msgpack.decode(job_result(world), type=Searched)
+    finally:
+        world.close()

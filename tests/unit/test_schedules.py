@@ -1,0 +1,161 @@
+"""Schedules of a simulated world: their text, their choices, the search, and what it is judged."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from distcheck.backends.simulated.baton import Baton
+from distcheck.backends.simulated.schedules import Chooser
+from distcheck.errors import UsageError
+from distcheck.judge import schedules as judging
+from distcheck.plan.cases import Request, plan_cases
+from distcheck.records.schedules import Schedule, ScheduleRun, Turn, read_schedule
+from distcheck.worlds.simulated.search import RunAll, search
+
+
+@pytest.mark.parametrize("text", ["17", "3:1,7:0", "buffered", "buffered,3:1", ""])
+def test_a_schedule_is_its_text(text: str) -> None:
+    assert str(read_schedule(text)) == text
+
+
+@pytest.mark.parametrize("text", ["0", "x", "3:", "3:1,", "1:2:3", "9" * 14, "-1", "²", "buffer"])
+def test_a_wrong_schedule_is_one_sentence(text: str) -> None:
+    with pytest.raises(UsageError, match="--schedule "):
+        read_schedule(text)
+
+
+def test_schedules_need_the_simulated_backend_and_come_first() -> None:
+    with pytest.raises(UsageError, match=r"--schedules needs .* add --backend simulated"):
+        plan_cases(Request(strategies=("allreduce",), schedules=3))
+    with pytest.raises(UsageError, match="out of range"):
+        plan_cases(Request(strategies=("allreduce",), schedules=-1, backend="simulated"))
+    first, *rest = plan_cases(
+        Request(strategies=("allreduce",), schedules=3, schedule="4:1", backend="simulated")
+    )
+    assert (first.workload, first.schedules, first.rerun) == ("mlp:small", 3, False)
+    assert {case.schedules for case in rest} == {0}
+    assert {case.schedule for case in rest} == {"4:1"}
+    assert first.command_line.endswith("--schedules 3 --schedule 4:1")
+
+
+def order_under(text: str, turns: int = 6, *, asks: int | None = None) -> list[int]:
+    """Who ran: three ranks that offer their turn after each of their calls."""
+    chooser, seen = Chooser(read_schedule(text), 3), []
+
+    def stop(*_: object) -> None:
+        raise AssertionError
+
+    baton = Baton(
+        3, switch=lambda before, after: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
+        choose=chooser.choose,
+    )  # fmt: skip
+    over: set[int] = set()
+
+    def live(rank: int) -> None:
+        if rank == asks:
+            while len(over) < 2:
+                baton.give_way()
+        for _ in range(turns):
+            seen.append(rank)
+            baton.offer()
+        over.add(rank)
+
+    baton.run(live)
+    return seen
+
+
+def test_the_same_text_gives_the_same_turns_and_seeds_differ() -> None:
+    orders = {str(seed): order_under(str(seed)) for seed in range(1, 13)}
+    assert all(order_under(text) == order for text, order in orders.items())
+    assert len({tuple(order) for order in orders.values()}) > 6
+    assert all(sorted(order) == [0] * 6 + [1] * 6 + [2] * 6 for order in orders.values())
+    assert order_under("") == [0] * 6 + [1] * 6 + [2] * 6
+    assert order_under("3:2")[:4] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("seed", range(1, 19))
+def test_a_rank_that_asks_again_and_again_lets_the_others_run(seed: int) -> None:
+    assert order_under(str(seed), asks=0)[-6:] == [0] * 6
+
+
+def ran(schedule: Schedule, *, end: str = "finished", bits: bytes = b"a") -> ScheduleRun:
+    switches = schedule.switches
+    if schedule.seed:
+        switches = tuple((choice, 1) for choice in range(1, 9))
+    turns = (Turn(0, "send", " at f.py:3"), Turn(1, "recv", switched=bool(switches)))
+    return ScheduleRun(str(schedule), end, "what", (bits, bits), switches, turns)
+
+
+def all_of(one: Callable[[Schedule], ScheduleRun]) -> RunAll:
+    def run_all(schedules: Sequence[Schedule]) -> list[ScheduleRun]:
+        return [one(schedule) for schedule in schedules]
+
+    return run_all
+
+
+def judged(found: object, **more: object) -> tuple[str, str, list[str]]:
+    result, causes = judging.judged(
+        found,
+        ranks=2,
+        digests=lambda bits: [bits.decode()],
+        replay="distcheck verify",
+    )
+    return (
+        result.verdict,
+        result.reason,
+        [f"{c.cause}: {c.evidence} {c.suggestion}" for c in causes],
+    )
+
+
+def test_schedules_that_all_come_to_the_same_pass_and_say_how_many() -> None:
+    verdict, reason, causes = judged(search(all_of(ran), 30))
+    assert (verdict, causes) == ("pass", [])
+    assert reason.startswith("30 schedules (round-robin, random, PCT")
+
+
+def test_a_failing_schedule_is_shrunk_to_its_one_switch_and_replayed() -> None:
+    found = search(all_of(lambda s: ran(s, bits=b"b" if needs(s) else b"a")), 30)
+    assert found.other is not None
+    assert found.other.switches == ((5, 1),)
+    verdict, reason, (cause,) = judged(found)
+    assert verdict == "fail"
+    assert (
+        "with 1 switch, the same inputs leave other bits, first after step 0 on ranks 0, 1"
+        in reason
+    )
+    assert cause.startswith("depends-on-schedule: with 1 switch")
+    assert "rank 0: send at f.py:3" in cause
+    assert "rank 1: recv  (switched to this rank)" in cause
+    assert cause.endswith("distcheck verify --schedule 5:1")
+
+
+def needs(schedule: Schedule) -> bool:
+    return schedule.seed % 3 == 1 or (5, 1) in schedule.switches
+
+
+def test_a_schedule_that_deadlocks_is_named() -> None:
+    found = search(all_of(lambda s: ran(s, end="deadlock" if needs(s) else "finished")), 5)
+    verdict, reason, _ = judged(found)
+    assert (verdict, "end in a deadlock: what" in reason) == ("fail", True)
+
+
+def test_a_clock_accuses_no_schedule() -> None:
+    found = search(all_of(lambda s: ran(s, end="hung" if s.seed else "finished")), 5)
+    verdict, reason, causes = judged(found)
+    assert (verdict, causes) == ("unknown", [])
+    assert "5 of 5 schedules did not end in time (first 1)" in reason
+
+
+def test_two_runs_of_one_schedule_that_differ_are_not_the_schedules_doing() -> None:
+    bits = iter((b"a", b"b"))
+    verdict, _, (cause,) = judged(search(all_of(lambda s: ran(s, bits=next(bits))), 5))
+    assert verdict == "fail"
+    assert cause.startswith("nondeterministic: two runs under the same schedule")
+
+
+def test_a_deadlock_that_buffers_hide_is_named_and_another_is_not() -> None:
+    found = search(all_of(lambda s: ran(s, end="finished" if s.buffered else "deadlock")), 5)
+    verdict, _, (cause,) = judged(found)
+    assert verdict == "unknown"
+    assert cause.startswith("needs-buffering: what; where a send is complete")
+    assert judged(search(all_of(lambda s: ran(s, end="deadlock")), 5))[2] == []
