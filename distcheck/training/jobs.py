@@ -46,6 +46,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     own_backward: bool = False
     own_update: bool = False
+    own_clip: bool = False
     training: Training = Training()  # what the workload wants of the loop
     must_happen: tuple[Happening, ...] = ()  # in a run that shows what the workload is for
     kinds: tuple[str, ...] = ()  # classes of the modules that hold parameters or buffers

@@ -278,4 +278,12 @@ CAUSES: dict[str, set[str]] = {
     "GateIsNotSummed": {"missing-sum"},
     "ExpertsAreAveraged": {"extra-division"},
     "DropsRows": {"wrong-output"},
+    # divided
+    "NormalisesOverItsOwnClasses": {"wrong-output"},
+    "MeanOfTheRanksMeans": {"wrong-output"},
+    "AveragesOverContext": {"extra-division"},
+    "ContextCountsFully": {"extra-sum"},
+    "MasksAlike": {"wrong-output"},
+    "MasksOfItsOwn": {"wrong-output"},
+    "CountsEveryReplica": {"replicas-in-norm"},
 }

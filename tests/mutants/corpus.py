@@ -225,6 +225,8 @@ EXTRAS = frozenset(
         # layouts
         "NormsAreNotSummed", "SumsTheHeadAsWell", "CutsWhereItMustSum", "GateIsNotSummed",
         "ExpertsAreAveraged", "DropsRows",
+        "NormalisesOverItsOwnClasses", "MeanOfTheRanksMeans", "AveragesOverContext",
+        "ContextCountsFully", "MasksAlike", "MasksOfItsOwn", "CountsEveryReplica",
         "NoSumInBackward", "SharesOfAWholeLayer", "SumInBFloat16", "PartsTheOtherWayRound",
         "BiasOnEveryRank", "AveragesTerms", "SumsBothWays", "SumsAWholeLayer", "DividesAWholeLayer",
         "HalvesOnePiece", "AveragesPieces", "LastBitsOfOneReplica", "ReturnsTwiceTheLoss",

@@ -30,7 +30,7 @@ CAUSES = (
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
     "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "accumulation-scale",
-    "lost-broadcast", "local-norm-clip",
+    "lost-broadcast", "local-norm-clip", "replicas-in-norm",
     "model-averaging",
     "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
     "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",

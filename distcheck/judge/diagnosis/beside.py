@@ -199,6 +199,18 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
                 "rank to rank",
             )
         ]
+    if seen.counted:
+        return [
+            Diagnosis(
+                cause="replicas-in-norm",
+                evidence=f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
+                "far as they should, as if they had been clipped by a norm in which "
+                f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) count "
+                f"{seen.times} times",
+                suggestion="count what several ranks hold once in the norm: add up the squares of "
+                "pieces over the ranks, and those of whole parameters on one rank alone",
+            )
+        ]
     if seen.norms:
         norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
         return [

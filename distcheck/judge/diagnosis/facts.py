@@ -187,7 +187,9 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     of it); `unchanged`, where those parameters stayed as they were. `owners`: each of those
     parameters is right on one rank alone, and ranks divide the optimizer's state. `norms`: where
     the loop clips and ranks hold pieces of parameters, the norms of the pieces by whose own norm
-    the update was clipped, where that explains it.
+    the update was clipped, where that explains it. `counted`: where the loop clips in a layout, the
+    parameters that count `times` in the norm by which the update was clipped, where that explains
+    it.
     """
 
     step: int
@@ -200,6 +202,8 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     unchanged: bool
     owners: bool = False
     norms: Vector = ()
+    counted: tuple[str, ...] = ()
+    times: int = 1
 
 
 class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
