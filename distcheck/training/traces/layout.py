@@ -44,6 +44,8 @@ HEADER = struct.Struct("<BBHIddqI16sI")
 # The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]
 _MOST_ORDERED = 8  # dimensions: four bits each
+# In place of a memory order: all ranks put the tensor together, so that all must hold one result.
+TOGETHER = 0xFFFFFFFF
 
 
 class Kind(IntEnum):

@@ -14,6 +14,7 @@ from distcheck.training.traces.layout import (
     ENTRY,
     HEADER,
     RNG_STATE_BYTES,
+    TOGETHER,
     Kind,
     Source,
     State,
@@ -51,7 +52,8 @@ class StepHeader:
 @dataclass(frozen=True)
 class Entry:
     """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
-    of a parameter or buffer (0: not known).
+    of a parameter or buffer (0: not known). `together`: it was put together from what all ranks
+    hold, so that its bits say nothing of one rank's.
     """
 
     state: State
@@ -59,6 +61,7 @@ class Entry:
     source: Source
     holder: int
     order: int = 0
+    together: bool = False
 
 
 class TraceReader:
@@ -129,7 +132,9 @@ class TraceReader:
         """The table entry of one tensor."""
         at = self.layout.entry_offset(rank, kind, slot, index)
         digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
-        return Entry(State(state), digest, Source(source), holder, order)
+        together = order == TOGETHER
+        known = 0 if together else order
+        return Entry(State(state), digest, Source(source), holder, known, together)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
