@@ -13,7 +13,13 @@ from distcheck.training.building import can_train, is_distributed, state_tensors
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
-from distcheck.training.traces.layout import TOGETHER, Kind, TraceLayout, memory_order
+from distcheck.training.traces.layout import (
+    OWNED_BY,
+    TOGETHER,
+    Kind,
+    TraceLayout,
+    memory_order,
+)
 from distcheck.training.traces.writer import TraceWriter
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
@@ -72,8 +78,8 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
-    What is held elsewhere is asked for by `full`. With `by_owners`, gradients are taken from the
-    rank whose optimizer updates them.
+    What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
+    rank whose optimizer updates the parameter.
     """
 
     def __init__(
@@ -155,7 +161,9 @@ class TraceRecorder:
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             if held is None or spec.name in held:
-                order = TOGETHER if self._owners or _is_together(gradient, held) else 0
+                order = TOGETHER if _is_together(gradient, held) else 0
+                if self._owners is not None:
+                    order = OWNED_BY + self._owners.of.get(spec.name, dist.get_rank())
                 self._writer.put(Kind.GRADIENT, step, index, whole(gradient), order=order)
 
     def updated(

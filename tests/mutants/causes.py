@@ -96,6 +96,7 @@ CAUSES: dict[str, set[str]] = {
     "FSDPWithoutWeights": {"unweighted-mean"},
     "FSDPThatDecays": {"wrong-update"},
     "OwnersDoNotDivide": {"missing-division"},
+    "ReducesToTheNextRank": {"wrong-owner"},
     "LastParameterNotSentOn": {"lost-broadcast"},
     "ClipsByTheLocalNorm": {"local-norm-clip"},
     # updates: which settings an optimizer stepped with is not recorded

@@ -267,7 +267,7 @@ EXTRAS = frozenset(
         "two_mistakes_in_two_parameters",
         # micro-batches, owners, pieces
         "AddsUpMeanLosses", "UnpromisedAndALittleOff", "OwnersDoNotDivide",
-        "LastParameterNotSentOn", "ClipsByTheLocalNorm",
+        "LastParameterNotSentOn", "ClipsByTheLocalNorm", "ReducesToTheNextRank",
         # ends
         "dies_after_the_last_collective", "leaves_quietly", "raises_on_one_rank",
     }

@@ -248,6 +248,27 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
     return text
 
 
+def of_owners(facts: Facts) -> list[Diagnosis]:
+    """The cause `wrong-owner`."""
+    if not facts.elsewhere:
+        return []
+    shown = ", ".join(
+        f"{one.name} on rank {one.holder} and not on rank {one.owner}"
+        for one in facts.elsewhere[:_SHOWN]
+    )
+    more = len(facts.elsewhere) - _SHOWN
+    return [
+        Diagnosis(
+            cause="wrong-owner",
+            evidence=f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
+            f"the one whose optimizer updates the parameter: {shown}"
+            f"{f', and {more} more' if more > 0 else ''}",
+            suggestion="reduce each gradient to the rank that has its parameter in the groups of "
+            "its optimizer: look for two lists of owners, or one that is in another order",
+        )
+    ]
+
+
 def of_loss(failed: Failures) -> list[Diagnosis]:
     """A loss that is wrong where all else is right."""
     results = [result for (check, _), result in failed.items() if check == "loss"]

@@ -216,6 +216,17 @@ class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[tuple[Vector, ...], ...]
 
 
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """A gradient that is right on rank `holder`, and wrong or absent on `owner`, whose optimizer
+    updates the parameter.
+    """
+
+    step: int
+    name: str
+    owner: int
+    holder: int
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All that was measured. `steps` has at most three, the first failing one of the gradients
     first. `other_order` names the order whose bits the gradients have where the promised one's they
@@ -228,7 +239,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     averaged after every so many steps, and rightly. `average`: of a wrong average of parameters,
     where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
     low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
-    ones. `layout`: of a model-parallel layout, what is measured in place of `steps`. Outside of
+    ones. `elsewhere`: of gradients that owners do not have and other ranks do. `layout`: of a
+    model-parallel layout, what is measured in place of `steps`. Outside of
     `steps`, ranks have the numbers of the world that
     was run.
     """
@@ -247,5 +259,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     average: StepFacts | None = None
     passes: PassFacts | None = None
     scaled_projection: float | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
     layout: LayoutFacts | None = None
     trouble: str = ""
