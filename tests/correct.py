@@ -13,9 +13,9 @@ from distcheck.contract import strategy
 # Built-in strategies that divide the layers of a model; each runs in its own worlds, on models
 # that it can divide.
 LAYOUTS = (
-    "column_parallel", "data_pipeline", "data_tensor", "expert_parallel", "pipeline",
-    "pipeline_1f1b", "pipeline_by_hand", "row_parallel", "sequence_parallel", "tensor_parallel",
-    "transformer_tensor",
+    "column_parallel", "context_parallel", "data_pipeline", "data_tensor", "expert_parallel",
+    "pipeline", "pipeline_1f1b", "pipeline_by_hand", "row_parallel", "sequence_parallel",
+    "tensor_parallel", "transformer_tensor",
 )  # fmt: skip
 
 

@@ -6,11 +6,14 @@ process too, so that times compare like with like.
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from distcheck import __version__
 from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import say
@@ -18,7 +21,8 @@ from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
 from distcheck.records import Case
 from distcheck.records.ends import RankEnd
-from distcheck.reports.files import check_writable, write_text
+from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
+from distcheck.reports.files import check_outputs, write_text
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_defects, preparation
 from distcheck.worlds import blame
@@ -27,8 +31,6 @@ from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
-
-SCHEMA = "distcheck.training/1"
 
 
 def train_command(
@@ -41,16 +43,23 @@ def train_command(
     dtype: str,
     log_every: int,
     json_file: str | None,
+    html_file: str | None,
+    beside: Sequence[str],
     download: bool,
     launch: Launch | None = None,
     **options: Any,
 ) -> int:
     """Trains and prints a line per epoch; returns the exit code."""
+    from distcheck.reports import training_report
+
     case = plan_training(
         strategy=strategy, world=world, workload=workload, epochs=epochs, steps=steps,
         dtype=dtype, log_every=log_every, **options,
     )  # fmt: skip
-    check_writable(json_file)
+    earlier = [read_training(Path(path)) for path in beside]
+    if beside and html_file is None:
+        raise UsageError("--beside draws earlier runs into the page of --html; give --html FILE")
+    check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
     pool = front_pool(launch, [case])
     try:
         table, failure = _train(
@@ -65,9 +74,12 @@ def train_command(
     if failure:
         say(f"distcheck: {failure}", err=True)
         return int(ExitCode.RANK_FAILED)
+    document = msgspec.json.encode({"schema": SCHEMA, "case": case, "epochs": table})
     if json_file is not None:
-        document = {"schema": SCHEMA, "case": case, "epochs": table}
-        write_text(json_file, msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+        write_text(json_file, msgspec.json.format(document).decode() + "\n")
+    if html_file is not None:
+        runs = [*earlier, msgspec.json.decode(document, type=TrainedRun)]
+        write_text(html_file, training_report.render(runs, version=__version__), option="--html")
     return int(ExitCode.PASS)
 
 
@@ -199,7 +211,7 @@ class _Table:
         first = min(figures, key=lambda f: f.rank)
         loss = sum(f.loss_sum for f in figures) / sum(f.samples for f in figures)
         timed = list(first.step_s[1:]) or list(first.step_s)
-        row = {
+        row: dict[str, Any] = {
             "epoch": first.epoch + 1,
             "loss": loss,
             "accuracy": first.correct / first.tested,
@@ -209,6 +221,8 @@ class _Table:
             "median_step_s": statistics.median(timed),
             "mean_step_s": statistics.fmean(timed),
             "max_step_s": max(timed),
+            "step_losses": _step_losses(figures),
+            "step_s": list(first.step_s),
         }
         self.rows.append(row)
         click.echo(
@@ -217,3 +231,14 @@ class _Table:
             f"{row['mean_step_s']:.3f} s per step (mean of {len(timed)}, first left out; "
             f"median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
         )
+
+
+def _step_losses(figures: Sequence[EpochFigures]) -> list[float | None]:
+    """The batch's mean loss of every step; None where no rank has a loss."""
+    found: list[float | None] = []
+    for step in range(min(len(one.losses) for one in figures)):
+        having = [one for one in figures if one.sizes[step]]
+        samples = sum(one.sizes[step] for one in having)
+        total = sum(one.losses[step] * one.sizes[step] for one in having)
+        found.append(total / samples if samples else None)
+    return found

@@ -48,9 +48,15 @@ def why_left_out(case: Case, facts: CaseFacts) -> str:
             "the forward pass draws random numbers, and no reference can repeat those of ranks "
             "that compute one sample together"
         )
-    if facts.training != Training():
+    clips = facts.training.clip_norm is not None
+    if clips and not facts.own_clip:
         return (
-            "in a layout the loop does not accumulate, clip, scale the loss or resume, as this "
+            "the loop would clip by the norm of what a rank holds; give the strategy "
+            "clip(model, max_norm), which takes the norm of the whole model"
+        )
+    if facts.training != Training(clip_norm=facts.training.clip_norm):
+        return (
+            "in a layout the loop does not accumulate, scale the loss or resume, as this "
             "workload asks; a strategy's own backward and step may"
         )
     return ""

@@ -68,3 +68,11 @@ def named(check: str, alias: str) -> str:
 def oracle_of(alias: str) -> str:
     """The file in `judge/oracles/` that says what a check expects by a layer, or without one."""
     return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle
+
+
+# Begins what the check `agreement` says of tensors that all ranks hold because they put them
+# together.
+TOGETHER = (
+    "agreement shows nothing of tensors that ranks put together: an accessor, a broadcast or "
+    "full_tensor() gives all of them one result, whatever each holds"
+)

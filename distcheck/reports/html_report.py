@@ -42,8 +42,6 @@ _BAR = 56
 def render(document: Document) -> str:
     """A document as HTML. Raises KeyError, TypeError or ValueError for one with parts missing."""
     document = shown(document)
-    style = _style()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     cases = document["cases"]
     few = len(cases) <= _OPEN_CASES
     views = [
@@ -57,7 +55,8 @@ def render(document: Document) -> str:
     ]
     worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"]["verdict"]))
     causes = _causes(worst_first)
-    return _template().render(
+    return page(
+        "report.html.jinja",
         document=document,
         verdict=document["verdict"],
         headline=_headline(cases),
@@ -70,9 +69,15 @@ def render(document: Document) -> str:
         origin=describe_origin(document),
         searches=searches_of(document),
         scaled=_scaled(cases),
-        style=Markup(style),
-        style_digest=digest,
     )
+
+
+def page(template: str, **values: object) -> str:
+    """A template with the style sheet, and the digest that the page's policy allows it by."""
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    given = {**values, "style": Markup(style), "style_digest": digest}
+    return _environment().get_template(template).render(**given)
 
 
 @cache
@@ -88,10 +93,6 @@ def _environment() -> jinja2.Environment:
     environment.filters["count"] = count
     environment.globals["mark"] = _MARKS
     return environment
-
-
-def _template() -> jinja2.Template:
-    return _environment().get_template("report.html.jinja")
 
 
 @cache

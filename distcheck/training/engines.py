@@ -16,6 +16,7 @@ from torch import nn
 
 from distcheck.errors import UsageError
 from distcheck.training.optimizers import innermost
+from distcheck.training.recorder import OfItsOwn
 
 _NEEDED = ("backward", "step")
 Tensors = Mapping[str, torch.Tensor | None]
@@ -79,7 +80,8 @@ class Engine:
                 f"{self._what}: {accessor}() of its engine returned a {type(found).__name__}; "
                 "expected is a mapping of the model's names to tensors"
             )
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        given = {name: tensor for name, tensor in found.items() if tensor is not None}
+        return OfItsOwn(given) if isinstance(found, OfItsOwn) else given
 
 
 class EngineModule(nn.Module):
@@ -138,16 +140,16 @@ def _of_deepspeed(
     )
 
     named = dict(model.named_parameters())
-    in_pieces = engine.zero_optimization_stage() > 0
+    in_pieces = engine.zero_optimization_stage() > 0  # else each rank has all by itself
 
     def parameters() -> Tensors:
         if not in_pieces:
-            return {name: p.detach() for name, p in named.items()}
+            return OfItsOwn({name: p.detach() for name, p in named.items()})
         return {name: _shaped(safe_get_full_fp32_param(p), p) for name, p in named.items()}
 
     def gradients() -> Tensors:
         if not in_pieces:
-            return {name: p.grad for name, p in named.items()}
+            return OfItsOwn({name: p.grad for name, p in named.items()})
         return {name: _shaped(safe_get_full_grad(p), p) for name, p in named.items()}
 
     def state() -> Tensors:
@@ -159,7 +161,7 @@ def _of_deepspeed(
                 continue
             for key in keys:
                 found[f"{name}/{key}"] = _shaped(safe_get_full_optimizer_state(p, key), p)
-        return found
+        return found if in_pieces else OfItsOwn(found)
 
     return {"full_parameters": parameters, "full_gradients": gradients, "full_state": state}[
         accessor

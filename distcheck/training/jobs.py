@@ -46,6 +46,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     own_backward: bool = False
     own_update: bool = False
+    own_clip: bool = False
     training: Training = Training()  # what the workload wants of the loop
     must_happen: tuple[Happening, ...] = ()  # in a run that shows what the workload is for
     by_tokens: bool = False  # whether the workload counts tokens
@@ -129,7 +130,8 @@ class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One rank's epoch: summed loss over its samples, and seconds of every step.
+    """One rank's epoch: summed loss over its samples, and seconds of every step. `losses` are the
+    steps' mean losses over `sizes` samples; 0 samples where the rank has no loss.
 
     `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0.
     """
@@ -139,6 +141,8 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss_sum: float
     samples: int
     step_s: tuple[float, ...]
+    losses: tuple[float, ...]
+    sizes: tuple[int, ...]
     correct: int
     tested: int
 

@@ -1,7 +1,8 @@
 """Gradients that are complete on one rank only: the one whose optimizer updates the parameter.
 
 ZeRO-2 reduces a gradient to its owner. What the other ranks hold is their own gradient or none, and
-no step reads it. So the owner's gradient counts, and every rank records that one.
+no step reads it. So the owner's gradient counts; what the others hold is recorded beside it, to say
+where a gradient is that its owner has not.
 """
 
 import torch
@@ -31,7 +32,7 @@ class Owners:
         counts = dict(zip((name for name, _ in named), holders.tolist(), strict=True))
         self._check({name: counts[name] for name, p in named if p.requires_grad})
         pairs = zip(named, owner.tolist(), strict=True)
-        self._owner = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
+        self.of = {name: int(o) for (name, _), o in pairs if counts[name] == 1}
 
     @staticmethod
     def _check(holders: dict[str, int]) -> None:
@@ -45,26 +46,13 @@ class Owners:
             )
 
     def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
-        """The owners' gradients, by name, on every rank: a collective."""
-        named = [(name, p) for name, p in model.named_parameters() if name in self._owner]
-        rank = dist.get_rank()
-        there = torch.tensor(
-            [self._owner[name] == rank and p.grad is not None for name, p in named],
-            dtype=torch.long,
-            device=self._device,
-        )
-        dist.all_reduce(there)
-        found: dict[str, torch.Tensor | None] = {}
-        for (name, parameter), is_there in zip(named, there.tolist(), strict=True):
-            found[name] = self._sent(name, parameter) if is_there else None
-        return found
+        """What this rank holds, by name, in the form that the parameters have."""
+        named = [(name, p) for name, p in model.named_parameters() if name in self.of]
+        return {name: _as_it_is(dense(p.grad), p) for name, p in named}
 
-    def _sent(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        """One gradient, from its owner."""
-        owner = self._owner[name]
-        own = dense(parameter.grad) if dist.get_rank() == owner else None
-        sent = torch.empty_like(parameter, memory_format=torch.contiguous_format).detach()
-        if own is not None:
-            sent.copy_(own)
-        dist.broadcast(sent, owner)
-        return sent
+
+def _as_it_is(gradient: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
+    """In the parameter's dtype; None where a part of the gradient is left, or nothing."""
+    if gradient is None or gradient.shape != parameter.shape:
+        return None
+    return gradient.to(parameter.dtype)

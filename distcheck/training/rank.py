@@ -131,12 +131,15 @@ def _train_epoch(
     rank = job.rendezvous.rank
     steps = per_epoch if job.steps is None else min(job.steps, per_epoch)
     loss_sum, samples, spent, recent = 0.0, 0, [], []
+    losses, sizes = list[float](), list[int]()
     for number in range(steps):
         loss, size, seconds = loop.step(epoch * per_epoch + number)
         spent.append(seconds)
         if has_loss(loss):  # which only the last stage of a pipeline has
             loss_sum, samples = loss_sum + loss * size, samples + size
             recent.append(loss)
+        losses.append(loss)
+        sizes.append(size if has_loss(loss) else 0)
         if rank == 0 and recent and job.log_every and (number + 1) % job.log_every == 0:
             mean = sum(recent) / len(recent)
             running = RunningLoss(epoch=epoch, step=number + 1, steps=steps, loss=mean)
@@ -148,6 +151,8 @@ def _train_epoch(
         loss_sum=loss_sum,
         samples=samples,
         step_s=tuple(spent),
+        losses=tuple(losses),
+        sizes=tuple(sizes),
         correct=0,
         tested=0,
     )

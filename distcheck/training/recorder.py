@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Batch
@@ -13,13 +14,23 @@ from distcheck.training.building import can_train, is_distributed, state_tensors
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
-from distcheck.training.traces.layout import Kind, TraceLayout, memory_order
+from distcheck.training.traces.layout import (
+    OWNED_BY,
+    TOGETHER,
+    Kind,
+    TraceLayout,
+    memory_order,
+)
 from distcheck.training.traces.writer import TraceWriter
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
 # holds them elsewhere than in the model and the optimizer; None where these hold what there is. A
 # name that is left out is not recorded, and so not compared; None stands for a gradient of None.
 Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
+
+
+class OfItsOwn(dict[str, torch.Tensor | None]):
+    """What an accessor gives where each rank has the tensors by itself, and puts none together."""
 
 
 class Observer(Protocol):
@@ -72,8 +83,8 @@ class TraceRecorder:
     which gradients became ready, which is what DDP forms its buckets from.
 
     Tensors of which each rank holds a part (DTensors) are put together before they are recorded.
-    What is held elsewhere is asked for by `full`. With `by_owners`, gradients are taken from the
-    rank whose optimizer updates them.
+    What is held elsewhere is asked for by `full`. With `by_owners`, a gradient is recorded with the
+    rank whose optimizer updates the parameter.
     """
 
     def __init__(
@@ -162,7 +173,10 @@ class TraceRecorder:
             if index not in self._ready and index not in self._unseen:
                 self._writer.put(Kind.LOCAL_GRADIENT, step, index, None)
             if held is None or spec.name in held:
-                self._writer.put(Kind.GRADIENT, step, index, whole(gradient))
+                order = TOGETHER if _is_together(gradient, held) else 0
+                if self._owners is not None:
+                    order = OWNED_BY + self._owners.of.get(spec.name, dist.get_rank())
+                self._writer.put(Kind.GRADIENT, step, index, whole(gradient), order=order)
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
@@ -208,7 +222,7 @@ class TraceRecorder:
         for index, spec in enumerate(model_layout.parameters):
             parameter = found.get(spec.name)
             if held is None or parameter is not None:
-                order = _order_of(parameter)
+                order = TOGETHER if _is_together(parameter, held) else _order_of(parameter)
                 self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
         found = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
@@ -218,10 +232,27 @@ class TraceRecorder:
         found = dict(state_tensors(model, optimizer, model_layout) if held is None else held)
         for index, spec in enumerate(model_layout.optimizer):
             if held is None or slot == 0 or found.get(spec.name) is not None:
-                self._writer.put(Kind.OPTIMIZER, slot, index, whole(found.get(spec.name)))
+                state = found.get(spec.name)
+                order = TOGETHER if _is_together(state, held) else 0
+                self._writer.put(Kind.OPTIMIZER, slot, index, whole(state), order=order)
 
     def _held(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
         return None if self._full is None else self._full(accessor)
+
+
+def _is_together(
+    tensor: torch.Tensor | None, held: Mapping[str, torch.Tensor | None] | None
+) -> bool:
+    """Whether ranks put the tensor together: an accessor did, or it is a DTensor of which every
+    rank of the world has a part, and no other rank the same.
+    """
+    if held is not None:
+        return not isinstance(held, OfItsOwn)
+    if tensor is None or not is_distributed(tensor):
+        return False
+    of_it: Any = tensor
+    alone = all(not placement.is_replicate() for placement in of_it.placements)
+    return alone and of_it.device_mesh.size() == dist.get_world_size()
 
 
 def _order_of(tensor: torch.Tensor | None) -> int:

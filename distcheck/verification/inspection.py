@@ -80,6 +80,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 note=strategy.note,
                 own_backward=strategy.backward is not None,
                 own_update=strategy.update != "loop",
+                own_clip=strategy.clip is not None,
             )
         )
     first = job.cases[0]

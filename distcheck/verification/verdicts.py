@@ -39,6 +39,7 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
     run, plan = judged.recorded, judged.recorded.plan
     outcomes = _decisive(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(judged, outcomes)))
+    results, together = _without_empty_agreement(results)
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
@@ -66,10 +67,21 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
         contents=contents.contents_of(run.case, plan.facts, results, surroundings=run.surroundings),
         notes=(
             *plan.notes,
-            *filter(None, [elsewhere]),
+            *filter(None, [elsewhere, together]),
             *_about_cell(run.case, results),
         ),
     )
+
+
+def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
+    """The results without an `agreement` that could not have failed, and what is said in its place:
+    where ranks put everything together, there are no replicas to compare.
+    """
+    for result in results:
+        empty = not result.compared.elements and result.insensitive.elements
+        if result.check == "agreement" and result.verdict == "pass" and empty:
+            return [other for other in results if other is not result], result.reason
+    return list(results), ""
 
 
 def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:

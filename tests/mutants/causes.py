@@ -104,6 +104,7 @@ CAUSES: dict[str, set[str]] = {
     "FSDPWithoutWeights": {"unweighted-mean"},
     "FSDPThatDecays": {"wrong-update"},
     "OwnersDoNotDivide": {"missing-division"},
+    "ReducesToTheNextRank": {"wrong-owner"},
     "LastParameterNotSentOn": {"lost-broadcast"},
     "ClipsByTheLocalNorm": {"local-norm-clip"},
     # updates: which settings an optimizer stepped with is not recorded
@@ -286,4 +287,12 @@ CAUSES: dict[str, set[str]] = {
     "GateIsNotSummed": {"missing-sum"},
     "ExpertsAreAveraged": {"extra-division"},
     "DropsRows": {"wrong-output"},
+    # divided
+    "NormalisesOverItsOwnClasses": {"wrong-output"},
+    "MeanOfTheRanksMeans": {"wrong-output"},
+    "AveragesOverContext": {"extra-division"},
+    "ContextCountsFully": {"extra-sum"},
+    "MasksAlike": {"wrong-output"},
+    "MasksOfItsOwn": {"wrong-output"},
+    "CountsEveryReplica": {"replicas-in-norm"},
 }

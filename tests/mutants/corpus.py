@@ -228,6 +228,8 @@ EXTRAS = frozenset(
         # layouts
         "NormsAreNotSummed", "SumsTheHeadAsWell", "CutsWhereItMustSum", "GateIsNotSummed",
         "ExpertsAreAveraged", "DropsRows",
+        "NormalisesOverItsOwnClasses", "MeanOfTheRanksMeans", "AveragesOverContext",
+        "ContextCountsFully", "MasksAlike", "MasksOfItsOwn", "CountsEveryReplica",
         "NoSumInBackward", "SharesOfAWholeLayer", "SumInBFloat16", "PartsTheOtherWayRound",
         "BiasOnEveryRank", "AveragesTerms", "SumsBothWays", "SumsAWholeLayer", "DividesAWholeLayer",
         "HalvesOnePiece", "AveragesPieces", "LastBitsOfOneReplica", "ReturnsTwiceTheLoss",
@@ -268,7 +270,7 @@ EXTRAS = frozenset(
         "two_mistakes_in_two_parameters",
         # micro-batches, owners, pieces
         "AddsUpMeanLosses", "UnpromisedAndALittleOff", "OwnersDoNotDivide",
-        "LastParameterNotSentOn", "ClipsByTheLocalNorm",
+        "LastParameterNotSentOn", "ClipsByTheLocalNorm", "ReducesToTheNextRank",
         # ends
         "dies_after_the_last_collective", "leaves_quietly", "raises_on_one_rank",
     }

@@ -34,7 +34,7 @@ class _Owning(Optimizer):
 class _ToOwners:
     """Right so far: ZeRO-2, a gradient reduced to its owner and dropped elsewhere."""
 
-    divides, kept = True, ()
+    divides, kept, off = True, (), 0
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Optimizer:
         self.parameters = list(parameters)
@@ -43,7 +43,7 @@ class _ToOwners:
 
     def sync(self, model: nn.Module, step: Step) -> None:
         for index, parameter in enumerate(self.parameters):
-            owner = index % step.world_size
+            owner = (index + self.off) % step.world_size
             dist.reduce(parameter.grad, owner)
             if step.rank != owner:
                 parameter.grad = None
@@ -57,6 +57,14 @@ class OwnersDoNotDivide(_ToOwners):
     """Owners hold sums; every rank's parameters agree."""
 
     divides = False
+
+
+@mutant(caught="gradients R, gradients S32")
+@strategy(optimizer_state="sharded", gradients="owner", one_group=True)
+class ReducesToTheNextRank(_ToOwners):
+    """The sum is on the rank after the one whose optimizer updates the parameter."""
+
+    off = 1
 
 
 @mutant(caught="parameters X, agreement", steps=1)

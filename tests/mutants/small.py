@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from distcheck.contract import Batch, Step
+from distcheck.contract import Batch, Step, Training
 from distcheck.workloads.datasets.synthetic import hash24
 
 _FEATURES, _CLASSES = 12, 4
@@ -70,6 +70,66 @@ class Three(Small):
         return nn.Sequential(
             nn.Linear(_FEATURES, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, classes)
         )
+
+
+class ClippedByTheLoop(Three):
+    """The loop clips, and every step is above the limit."""
+
+    training = Training(clip_norm=0.05)
+
+
+POSITIONS = 6  # tokens of a sample, of two numbers each
+
+
+def token_rows(batch: Batch) -> torch.Tensor:
+    """[n, positions, 2]."""
+    return batch.inputs.unflatten(1, (POSITIONS, 2))
+
+
+def targets(batch: Batch) -> torch.Tensor:
+    """A class for each token: [n, positions]."""
+    return (batch.labels.unsqueeze(1) + torch.arange(POSITIONS)) % _CLASSES
+
+
+def counted(batch: Batch) -> torch.Tensor:
+    """Which tokens are not padding; a sample has two to five: [n, positions]."""
+    return torch.arange(POSITIONS) < 2 + batch.labels.unsqueeze(1)
+
+
+class ManyLengths(Small):
+    """Samples of several tokens; the loss is the mean over those that are not padding."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, classes))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        counts = counted(batch)
+        return F.cross_entropy(model(token_rows(batch))[counts], targets(batch)[counts])
+
+
+class Drop(nn.Module):
+    """Drops half of [n, units], by a hash of row and unit in place of random numbers.
+
+    A rank that has the units from `first_unit` on drops what one process drops of them. Libraries
+    that draw by a counter for each element do the same.
+    """
+
+    first_unit = 0
+
+    def forward(self, units: torch.Tensor) -> torch.Tensor:
+        rows, columns = (torch.arange(size) for size in units.shape)
+        kept = hash24(1024 * rows.unsqueeze(1) + self.first_unit + columns) >= 2**23
+        return units * kept * 2
+
+
+class Dropping(Small):
+    """Two masks, each after a layer that a pair of divided layers may have it after."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(_FEATURES, 16), nn.GELU(), Drop(),
+            nn.Linear(16, 8), nn.GELU(), Drop(), nn.Linear(8, classes),
+        )  # fmt: skip
 
 
 class TiedChain(Small):

@@ -14,6 +14,8 @@ from distcheck.records import ModelLayout, TensorSpec
 from distcheck.training.traces import files
 from distcheck.training.traces.layout import (
     BYTES,
+    OWNED_BY,
+    TOGETHER,
     Kind,
     Source,
     State,
@@ -66,6 +68,33 @@ def places() -> list[tuple[int, Kind, int, int]]:
         for slot in range(LAYOUT.slots(kind))
         for index in range(len(LAYOUT.specs(kind)))
     ]
+
+
+def test_a_gradient_that_one_rank_owns_is_the_owners_on_every_rank(fd: int, tmp_path: Path) -> None:
+    spec = MODEL.parameters[0]
+    for rank in range(2):
+        writer = TraceWriter(fd, LAYOUT, rank)
+        writer.put(Kind.GRADIENT, 0, 0, tensor_of(spec, rank), order=OWNED_BY + 1)
+        writer.put(Kind.GRADIENT, 0, 1, None, order=OWNED_BY + 7)  # of a damaged file
+        writer.put(Kind.GRADIENT, 0, 2, tensor_of(MODEL.parameters[2], rank), order=TOGETHER)
+    tmp_path.joinpath("run-1").mkdir()
+    digest = files._save(tmp_path / "run-1", LAYOUT, fd)
+    files._load(tmp_path / "run-1", LAYOUT, again := new_file(), digest)
+    for reader in (TraceReader(fd, LAYOUT), TraceReader(again, LAYOUT)):
+        for rank in range(2):
+            found, own = (
+                take(rank, Kind.GRADIENT, 0, 0) for take in (reader.tensor, reader.own_tensor)
+            )
+            assert found is not None
+            assert own is not None
+            assert torch.equal(found, tensor_of(spec, 1))
+            assert torch.equal(own, tensor_of(spec, rank))
+            assert reader.entry(rank, Kind.GRADIENT, 0, 0).together
+            owners = [reader.owner(rank, Kind.GRADIENT, 0, index) for index in range(3)]
+            assert owners == [1, None, None]
+            assert reader.entry(rank, Kind.GRADIENT, 0, 1).state is State.ABSENT
+            assert reader.entry(rank, Kind.GRADIENT, 0, 2).together
+    os.close(again)
 
 
 def test_everything_comes_back(fd: int) -> None:

@@ -364,7 +364,7 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
     for words in ([], [*three, "gather_scatter"], [*three, "fsdp"]):
         ran = distcheck(
             "train", "--workload", "mlp", "--steps", "15", "--epochs", "2", "--log-every", "10",
-            "--json", "table.json", *words,
+            "--json", "table.json", "--html", "page.html", *words,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         assert "step 10/15: loss" in ran.stdout
@@ -372,6 +372,8 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
         assert "s per step (mean of 14, first left out" in ran.stdout
         rows = json.loads((tmp_path / "table.json").read_text())["epochs"]
         losses.append([row["loss"] for row in rows])
+        assert [sum(row["step_losses"]) / 15 for row in rows] == pytest.approx(losses[-1])
+        assert "Loss by step" in (tmp_path / "page.html").read_text()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0] == pytest.approx(losses[2], rel=1e-4)
     assert losses[0][1] < losses[0][0]

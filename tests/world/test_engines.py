@@ -53,6 +53,24 @@ class SaysNothing(Engine):
         return None
 
 
+class PutsTogether(Engine):
+    """All that is recorded comes from accessors."""
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(self.inner.module.named_parameters())
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self._named().items()}
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: p.grad for name, p in self._named().items()}
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state
+        key = "momentum_buffer"
+        return {f"{name}/{key}": state[p][key] for name, p in self._named().items() if state[p]}
+
+
 class StepsTwice(Engine):
     def step(self) -> None:
         super().step()
@@ -79,6 +97,17 @@ def test_an_accessor_that_returns_nothing_makes_no_pass(name: str, check: str) -
     (case,) = verify(name).cases
     assert case.verdict == "unknown", case.diagnosis
     assert check in {result.check for result in case.checks if result.verdict == "unknown"}
+
+
+def test_agreement_is_no_pass_of_what_an_engine_puts_together() -> None:
+    (case,) = verify("PutsTogether").cases
+    assert case.verdict == "pass"
+    assert "agreement" not in {result.check for result in case.checks}
+    assert any(note.startswith("agreement shows nothing of tensors") for note in case.notes)
+    (part,) = [r for r in verify("Silent").cases[0].checks if r.check == "agreement"]
+    assert "of kind gradient)" in part.reason
+    assert part.compared.elements > 0
+    assert part.insensitive.elements > 0
 
 
 def test_an_engine_that_steps_twice_is_named() -> None:

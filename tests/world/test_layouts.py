@@ -10,12 +10,14 @@ import distcheck
 from distcheck.errors import UsageError
 from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
+from tests.mutants.divided import RIGHT
 from tests.mutants.small import Small
 
 SMALL = "tests.mutants.small:Small"
 sweep = partial(pytest.param, marks=pytest.mark.sweep)
 WORKLOADS = {
     "expert_parallel": "experts", "sequence_parallel": "transformer",
+    "context_parallel": "transformer",
     "transformer_tensor": "transformer",
 }  # fmt: skip
 WORLDS = {"data_tensor": 4, "data_pipeline": 4}
@@ -37,6 +39,25 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     layers = {check.check: check.layer for check in case.checks}
     assert layers["gradients"] == layers["loss"] == layer
     assert any("not by the bitwise and rounding-bound layers" in note for note in case.notes)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_twins_of_what_is_divided_pass(name: str, world: int, dtype: str) -> None:
+    if name == "RightTokens" and world == 4:
+        world = 3  # of six positions
+    distcheck.verify(
+        f"tests.mutants.divided:{name}", workload=f"tests.mutants.small:{RIGHT[name]}",
+        world=world, dtype=dtype, batch=32, separate=False,
+    ).raise_for_verdict()  # fmt: skip
+
+
+def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
+    workload = "tests.mutants.small:ClippedByTheLoop"
+    with pytest.raises(UsageError, match=r"give the strategy clip\(model, max_norm\)"):
+        distcheck.verify("tensor_parallel", workload=workload, world=2, dtype="float32")
 
 
 @pytest.mark.parametrize(

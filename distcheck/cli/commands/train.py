@@ -45,6 +45,20 @@ from distcheck.cli.options import adapter_options, case_options, json_option, wi
     help="Print the running loss every N steps; 0: never.",
 )
 @json_option("figures")
+@click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the curves of loss, accuracy and seconds per step as one HTML page.",
+)
+@click.option(
+    "--beside",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(dir_okay=False),
+    help="Draw the figures of an earlier --json FILE into the page as well; may be repeated.",
+)
 @case_options
 @adapter_options
 def command(**asked: Any) -> int:
@@ -64,6 +78,7 @@ def command(**asked: Any) -> int:
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
-        own = {name: asked[name] for name in asked if name != "json_file"}
+        not_its = ("json_file", "html_file", "beside")
+        own = {name: asked[name] for name in asked if name not in not_its}
         return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
     return train_command(**asked, launch=launch)

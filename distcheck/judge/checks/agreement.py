@@ -2,7 +2,8 @@
 
 Agreement alone proves little (all may agree on the wrong answer), but replicas that disagree by
 one bit drift apart, whatever any bound says. Ranks that may train by themselves agree in their
-parameters after every average.
+parameters after every average. What ranks put together is the same on all of them whatever each
+holds: it does not count as compared.
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ from distcheck.judge.checks.comparison import bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
+from distcheck.records.layers import TOGETHER
 from distcheck.training.traces.layout import Kind, State
 
 
@@ -25,6 +27,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     kinds = [Kind.GRADIENT, Kind.PARAMETER]
     if evidence.contract.optimizer_state != "sharded":
         kinds.append(Kind.OPTIMIZER)
+    found = set[Kind]()
     for expectation in evidence.expectations:
         averages = evidence.averages
         if averages is not None and not averages.at(expectation.step):
@@ -45,6 +48,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 state = trace.entry(compared_with, kind, slot, index).state
                 if state not in (State.STORED, State.ABSENT):
                     continue  # nothing to agree with: counted as not compared
+                together = trace.entry(compared_with, kind, slot, index).together
+                name = layout.specs(kind)[index].name
+                tally.can_differ(name, expectation.step, can=not together)
+                if together:
+                    found.add(kind)
                 first = trace.tensor(compared_with, kind, slot, index)
                 match_ranks(
                     tally,
@@ -56,6 +64,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     ranks=evidence.holding,
                     compare=None if first is None else partial(bitwise, expected=first),
                 )
+    if found:
+        names = [kind.name.lower() for kind in Kind if kind in found]
+        tally.remark(f"{TOGETHER} (of kind {', '.join(names)})")
 
 
 def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:

@@ -58,6 +58,10 @@ class Tally:
         if not found.counts:
             self._insensitive.add((parameter, step))
 
+    def can_differ(self, parameter: str, step: int, *, can: bool) -> None:
+        """Notes, before a tensor is compared at a step, whether its ranks can differ."""
+        (self._insensitive.discard if can else self._insensitive.add)((parameter, step))
+
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
         """Takes in the comparison of one tensor of one rank at one step."""
         if not comparison.ok:

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis import beside, gradients, layouts, loss_contract, outcomes, state
+from distcheck.judge.diagnosis import (
+    beside,
+    gradients,
+    layouts,
+    loss_contract,
+    outcomes,
+    state,
+)
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.judge.rerun_bisection import Separation
@@ -31,9 +38,10 @@ CAUSES = (
     "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
     "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
     "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "accumulation-scale",
-    "lost-broadcast", "local-norm-clip",
+    "lost-broadcast", "local-norm-clip", "replicas-in-norm",
     "model-averaging",
     "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
+    "wrong-owner",
     "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",
     "extra-sum", "extra-division", "wrong-piece", "wrong-output", "broken-backward",
     "replicas-differ", "micro-batch-scale", "depends-on-schedule", "needs-buffering",
@@ -87,7 +95,7 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
         moved_at = moved.first.step if moved is not None and moved.first is not None else None
         follows = moved_at is not None and moved_at < facts.layout.step
         return [] if follows else layouts.explain(failed, facts.layout)
-    found = beside.lost(facts)
+    found = beside.lost(facts) or beside.of_owners(facts)
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)
         found = _averaged(found, facts) + _of_batch(failed, facts)

@@ -199,6 +199,18 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
                 "rank to rank",
             )
         ]
+    if seen.counted:
+        return [
+            Diagnosis(
+                cause="replicas-in-norm",
+                evidence=f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
+                "far as they should, as if they had been clipped by a norm in which "
+                f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) count "
+                f"{seen.times} times",
+                suggestion="count what several ranks hold once in the norm: add up the squares of "
+                "pieces over the ranks, and those of whole parameters on one rank alone",
+            )
+        ]
     if seen.norms:
         norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
         return [
@@ -234,6 +246,27 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
         what = "taken from" if seen.decay < 0 else "added to"
         text += f"; {abs(seen.decay):.3g} of each was {what} it"
     return text
+
+
+def of_owners(facts: Facts) -> list[Diagnosis]:
+    """The cause `wrong-owner`."""
+    if not facts.elsewhere:
+        return []
+    shown = ", ".join(
+        f"{one.name} on rank {one.holder} and not on rank {one.owner}"
+        for one in facts.elsewhere[:_SHOWN]
+    )
+    more = len(facts.elsewhere) - _SHOWN
+    return [
+        Diagnosis(
+            cause="wrong-owner",
+            evidence=f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
+            f"the one whose optimizer updates the parameter: {shown}"
+            f"{f', and {more} more' if more > 0 else ''}",
+            suggestion="reduce each gradient to the rank that has its parameter in the groups of "
+            "its optimizer: look for two lists of owners, or one that is in another order",
+        )
+    ]
 
 
 def of_loss(failed: Failures) -> list[Diagnosis]:

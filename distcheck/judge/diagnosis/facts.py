@@ -194,7 +194,9 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     of it); `unchanged`, where those parameters stayed as they were. `owners`: each of those
     parameters is right on one rank alone, and ranks divide the optimizer's state. `norms`: where
     the loop clips and ranks hold pieces of parameters, the norms of the pieces by whose own norm
-    the update was clipped, where that explains it.
+    the update was clipped, where that explains it. `counted`: where the loop clips in a layout, the
+    parameters that count `times` in the norm by which the update was clipped, where that explains
+    it.
     """
 
     step: int
@@ -207,6 +209,8 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     unchanged: bool
     owners: bool = False
     norms: Vector = ()
+    counted: tuple[str, ...] = ()
+    times: int = 1
 
 
 class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +221,17 @@ class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     passes: int
     weights: tuple[tuple[Vector, ...], ...]
+
+
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """A gradient that is right on rank `holder`, and wrong or absent on `owner`, whose optimizer
+    updates the parameter.
+    """
+
+    step: int
+    name: str
+    owner: int
+    holder: int
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +246,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     averaged after every so many steps, and rightly. `average`: of a wrong average of parameters,
     where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
     low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
-    ones. `layout`: of a model-parallel layout, what is measured in place of `steps`. Outside of
+    ones. `elsewhere`: of gradients that owners do not have and other ranks do. `layout`: of a
+    model-parallel layout, what is measured in place of `steps`. Outside of
     `steps`, ranks have the numbers of the world that
     was run.
     """
@@ -250,5 +266,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     average: StepFacts | None = None
     passes: PassFacts | None = None
     scaled_projection: float | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
     layout: LayoutFacts | None = None
     trouble: str = ""

@@ -44,7 +44,8 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
     wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
     right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
-    that have one.
+    that have one; `apart`: ranks that read the same samples had losses further from each other than
+    rounding explains.
     """
 
     step: int
@@ -57,3 +58,4 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     loss_is_wrong: bool = False
     loss: float = 0.0
     expected_loss: float = 0.0
+    apart: bool = False

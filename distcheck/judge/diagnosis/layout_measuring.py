@@ -41,8 +41,9 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         parameters=tuple(found),
         right=tuple(later),
         loss_is_wrong=any(not abs(loss - expected.expected) <= expected.bound for loss in losses),
-        loss=next(iter(losses), 0.0),
+        loss=max(losses, key=lambda loss: abs(loss - expected.expected), default=0.0),
         expected_loss=expected.expected,
+        apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * expected.bound,
     )
 
 

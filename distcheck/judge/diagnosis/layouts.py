@@ -16,6 +16,17 @@ from distcheck.records import Diagnosis
 # Chosen: a share of its norm by which sums in bfloat16 are off at most, and mistakes seldom.
 _OF_PRECISION = 2.0**-6
 _SAME_FACTOR = 1e-4  # Chosen, relative: two factors that are one
+_APART = "; ranks that read the same samples have different losses"
+_OF_FORWARD = (
+    "look at what is added up or put together in the forward pass: a bias that is added on every "
+    "rank, a part that is counted twice or left out, the order of the parts, a mean over a part of "
+    "the batch or of its tokens, a mask that is the same on ranks that hold different units"
+)
+_OF_RANKS_APART = (
+    "look for what each rank computes by itself where all must have one result: a sum, a maximum "
+    "or a mean that is not taken over all ranks, such as that of a softmax over divided classes, "
+    "or a random mask that differs between ranks that hold the same units"
+)
 
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
@@ -39,10 +50,8 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
         cause="wrong-output",
         evidence=f"step {facts.step}: the loss is {number_text(facts.loss)}, and the whole batch's "
         f"is {number_text(facts.expected_loss)}{same}: the forward pass is wrong, and gradients "
-        "follow from it",
-        suggestion="look at what is added up or put together in the forward pass: a bias that is "
-        "added on every rank, a part that is counted twice or left out, the order of the parts, a "
-        "mean over a part of the batch",
+        f"follow from it{_APART if facts.apart else ''}",
+        suggestion=_OF_RANKS_APART if facts.apart else _OF_FORWARD,
     )
 
 

@@ -26,6 +26,7 @@ from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.micro_batches import measured_passes
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.diagnosis.owned import owned_elsewhere
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
     measured_average,
@@ -154,6 +155,9 @@ class _Look:
         facts = msgspec.structs.replace(facts, steps=tuple(measured))
         if measured and measured[0].parameters:
             facts = self._beside(facts, self._expect(steps[0]), written)
+        if steps and self._references.contract.gradients == "owner":
+            found = owned_elsewhere(self._expect(steps[0]))
+            facts = msgspec.structs.replace(facts, elsewhere=found)
         if measured and measured[0].parameters and self._job.takes_loss:
             under = tuple(self._right_under(steps[0], written))
             facts = msgspec.structs.replace(facts, right_under=under)

@@ -20,6 +20,7 @@ from distcheck.judge.oracles.shards import ShardResult
 from distcheck.judge.oracles.update import UpdateReference
 from distcheck.machine.numerics import unit_roundoff
 from distcheck.records import LossName
+from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients
 from distcheck.training.traces.reader import StepHeader, TraceReader
 
@@ -40,6 +41,11 @@ class StepExpectation:
     def contract(self) -> Contract:
         """What the strategy promises."""
         return self._references.contract
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """That of a model-parallel layout."""
+        return self._references.mesh
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What a wrong update of the optimizer is made of, and averages of parameters. Runs in a judge."""
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import isclose, sqrt
 from typing import Any
 
@@ -18,6 +19,10 @@ from distcheck.training.traces.reader import TraceReader
 
 # Chosen, of an update: with no more left over, it is a multiple of the right one.
 _SAME = 1e-5
+# Chosen, of the square of a norm: above what rounding leaves of it in float32, far below what a
+# parameter's gradient is of it.
+_CLOSE = 1e-4
+_MOST_SUBSETS = 12  # Chosen: parameters of which all sets are tried; of more, several would fit
 
 
 def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
@@ -61,6 +66,9 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
     if not ranks:
         return None
     factor, decay, rest = _made_of(rows)
+    times, counted = 1, tuple[str, ...]()
+    if not decay and rest < _CLOSE:
+        times, counted = counted_replicas(expectation, factor)
     return UpdateFacts(
         step=step,
         ranks=tuple(trace.ranks[rank] for rank in ranks),
@@ -74,7 +82,37 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
         and not state
         and set(parameters.values()) == {trace.layout.world - 1},
         norms=clipped_by_pieces(expectation),
+        counted=counted,
+        times=times,
     )
+
+
+def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, tuple[str, ...]]:
+    """(how often, which parameters) count in the norm that clipped an update, in a layout; nothing
+    where not exactly one set of parameters explains by what factor it is too short.
+
+    With |g| the norm of all gradients, the update of clipped gradients is |g| / n of the right one
+    for a norm n. Where every one of k ranks adds the squares of what it holds whole, n^2 is |g|^2
+    plus k - 1 times the squares of these.
+    """
+    mesh = expectation.mesh
+    training, step = expectation.ingredients.training, expectation.step
+    names = [spec.name for spec in expectation.trace.layout.model.parameters]
+    if mesh is None or training.clip_norm is None or not 0 < factor < 1 - _SAME:
+        return 1, ()
+    held = [expectation.trace.tensor(0, Kind.GRADIENT, step, i) for i in range(len(names))]
+    squares = [0.0 if g is None else float(real_parts(g).double().square().sum()) for g in held]
+    total, share = sum(squares), mesh.world // mesh.data
+    if len(names) > _MOST_SUBSETS or share < 2 or sqrt(total) <= training.clip_norm:
+        return 1, ()
+    excess = total * (factor**-2 - 1) / (share - 1)
+    fits = [
+        chosen
+        for size in range(1, len(names) + 1)
+        for chosen in combinations(range(len(names)), size)
+        if isclose(sum(squares[i] for i in chosen), excess, abs_tol=_CLOSE * total)
+    ]
+    return (share, tuple(names[i] for i in fits[0])) if len(fits) == 1 else (1, ())
 
 
 def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:

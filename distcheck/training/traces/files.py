@@ -83,7 +83,7 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
     for slot in range(layout.steps + 1 if tensors else 0):
         held: dict[str, torch.Tensor] = {}
         for rank, kind, number, spec in _held(layout, index, slot):
-            tensor = trace.tensor(rank, kind, slot, number)
+            tensor = trace.own_tensor(rank, kind, slot, number)
             assert tensor is not None, "the table says that it is stored"
             in_pairs = tensor.dtype in _IN_PAIRS
             held[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor

@@ -45,6 +45,11 @@ NOT_COUNTED = (-1, -1)  # tokens and positions of a workload that does not count
 # The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]
 _MOST_ORDERED = 8  # dimensions: four bits each
+# In place of a memory order: all ranks put the tensor together, so that all must hold one result.
+TOGETHER = 0xFFFFFFFF
+# The same of a gradient that is complete on one rank only, which is in the lower half: what other
+# ranks hold is kept, and is not what is compared.
+OWNED_BY = 0xFFFF0000
 
 
 class Kind(IntEnum):

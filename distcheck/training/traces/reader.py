@@ -13,7 +13,9 @@ from distcheck.machine.shared_tensors import mapped_tensor
 from distcheck.training.traces.layout import (
     ENTRY,
     HEADER,
+    OWNED_BY,
     RNG_STATE_BYTES,
+    TOGETHER,
     Kind,
     Source,
     State,
@@ -59,7 +61,8 @@ class StepHeader:
 @dataclass(frozen=True)
 class Entry:
     """A table entry: what a rank recorded in one slot, its 128-bit digest, and the `memory_order`
-    of a parameter or buffer (0: not known).
+    of a parameter or buffer (0: not known). `together`: it was put together from what all ranks
+    hold, so that its bits say nothing of one rank's.
     """
 
     state: State
@@ -67,6 +70,7 @@ class Entry:
     source: Source
     holder: int
     order: int = 0
+    together: bool = False
 
 
 class TraceReader:
@@ -136,14 +140,39 @@ class TraceReader:
         return steps_written(self._map, self.layout)
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """The table entry of one tensor."""
+        """The table entry of one tensor. Of a gradient that one rank owns, every rank has the
+        owner's.
+        """
+        owner = self.owner(rank, kind, slot, index)
+        return self.own_entry(rank if owner is None else owner, kind, slot, index)
+
+    def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
+        """The rank that owns what a rank recorded, by what that says; None where each has its
+        own.
+        """
+        if kind is not Kind.GRADIENT:
+            return None
+        *_, order = ENTRY.unpack_from(self._map, self.layout.entry_offset(rank, kind, slot, index))
+        owner = order - OWNED_BY
+        return owner if 0 <= owner < self.layout.world and order != TOGETHER else None
+
+    def own_entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        """What the rank itself recorded."""
         at = self.layout.entry_offset(rank, kind, slot, index)
         digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
-        return Entry(State(state), digest, Source(source), holder, order)
+        together = order >= OWNED_BY
+        known = 0 if together else order
+        return Entry(State(state), digest, Source(source), holder, known, together)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
-        entry = self.entry(rank, kind, slot, index)
+        return self._tensor_of(self.entry(rank, kind, slot, index), kind, slot, index)
+
+    def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        """What the rank itself recorded, also where another rank owns it."""
+        return self._tensor_of(self.own_entry(rank, kind, slot, index), kind, slot, index)
+
+    def _tensor_of(self, entry: Entry, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         if entry.state is not State.STORED:
             return None
         if not self._has_tensors:
@@ -190,6 +219,15 @@ class _OfRanks(TraceReader):
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
         return self._whole.entry(self._chosen[rank], kind, slot, index)
+
+    def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
+        return self._whole.owner(self._chosen[rank], kind, slot, index)
+
+    def own_entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
+        return self._whole.own_entry(self._chosen[rank], kind, slot, index)
+
+    def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
+        return self._whole.own_tensor(self._chosen[rank], kind, slot, index)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         return self._whole.tensor(self._chosen[rank], kind, slot, index)

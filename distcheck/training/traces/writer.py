@@ -53,11 +53,11 @@ class TraceWriter:
         """
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:
-            self._publish(at, NO_DIGEST, State.ABSENT, Source.OWN, self._rank)
+            self._publish(at, NO_DIGEST, State.ABSENT, Source.OWN, self._rank, order)
             return
         spec = self._layout.specs(kind)[index]
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
-            self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank)
+            self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank, order)
             return
         # A conjugate's or a negative's memory holds the other sign, which a bit takes back.
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
