@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from distcheck.job.checks.exchange import divisors
+from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
@@ -38,8 +39,14 @@ def explain(
             "and those after it are not",
             suggestion="clip by the norm of the exchanged gradients, once, after the exchange",
         )
+    folded = failed.get((CHECK, IN_FLOAT32))
+    if folded is not None and exchanged:
+        yield _of_accumulation(job, [*folded_steps(job, reference)], _step(folded))
     updated = failed.get(("parameters", "-"))
-    if updated is not None:
+    # What ranks step to, each for itself or one for all, follows from what they were given.
+    own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
+    parted = [failed[one] for one in (*own, ("agreement", "-")) if one in failed]
+    if updated is not None and all(_step(updated) < _step(one) for one in parted):
         yield Diagnosis(
             cause="wrong-update",
             evidence=f"step {_step(updated)}: from the same gradients, settings and parameters the "
@@ -50,6 +57,52 @@ def explain(
 
 def _step(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
+
+
+def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
+    """Why accumulated gradients are not those of one batch, on one process as well."""
+    common = usual(steps)
+    one = next(step for step in steps if step.step == at)
+    said = (
+        f"step {at}: as one process, over {one.passes} backward passes, gradients are "
+        f"{one.factor:.6g} times those of one batch with the same samples"
+    )
+    if expected_factor(one, common) is not None and one.passes != common.passes:
+        return Diagnosis(
+            cause="uneven-accumulation",
+            evidence=f"{said}, and {common.factor:.6g} times at step {common.step}, which has "
+            f"{common.passes} passes",
+            suggestion="step after the last of the accumulated passes, (i + 1) % accumulate == 0, "
+            "and divide what an epoch has left by its own number of passes",
+        )
+    if expected_factor(one, common) is not None:
+        twice = one.factor < 1
+        return Diagnosis(
+            cause="scaled-twice" if twice else "accumulation-not-scaled",
+            evidence=said,
+            suggestion=f"divide the loss of every pass by {one.passes}, once",
+        )
+    counts = [
+        loss.counted for record in job.at(at) for each in record.passes for loss in each.losses
+    ]
+    if len(set(counts)) > 1:
+        return Diagnosis(
+            cause="unweighted-tokens",
+            evidence=f"step {at}: the mean losses of the backward passes count alike, over "
+            f"{_listed(counts)} targets; {one.left:.2g} of the gradients' norm is not that of one "
+            "batch",
+            suggestion="divide each pass's summed loss by the number of targets of the whole step",
+        )
+    return Diagnosis(
+        cause="unexplained",
+        evidence=f"step {at}: as one process, over {one.passes} backward passes, gradients differ "
+        f"from those of one batch by more than a factor ({one.left:.2g} of their norm is left)",
+        suggestion="look for what makes one backward pass count more than another",
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:

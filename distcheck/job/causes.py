@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from distcheck.job import against_reference
+from distcheck.job.between_passes import between_passes
 from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
@@ -25,9 +26,13 @@ def diagnose(
     if not checks:
         return []
     found = [*_of_data(failed), *_of_state(failed)]
+    later = failed.get(("agreement", NO_LAYER))
+    if later is not None and not checks & {"initial state", "loss scaler"}:
+        found += _of_shards(job, _step_of(later))
     step = _first_step(failed)
     if ("gradients", ROUNDING) in failed:
-        found += _of_exchange(job, _step_of(failed["gradients", ROUNDING]))
+        step_at = _step_of(failed["gradients", ROUNDING])
+        found += [*between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
     elif "clipping" in checks:
         found += _of_clipping(job, step)
     if "loss scale" in checks:
@@ -95,6 +100,28 @@ def _of_state(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]
             f"{result.first.rank} differs from rank 0's",
             suggestion="build the model from one seed on all ranks, or broadcast rank 0's "
             "parameters before training",
+        )
+
+
+def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
+    """Parameters that moved on one rank alone, each on some rank, as where an optimizer's shards
+    step and nothing hands the results on.
+    """
+    owners: dict[int, int] = {}
+    for name in job.parameters(step):
+        digests = [record.digests for record in job.at(step)]
+        moved = [r for r, d in enumerate(digests) if d[f"after/{name}"] != d[f"before/{name}"]]
+        if len(moved) > 1:
+            return
+        for rank in moved:
+            owners[rank] = owners.get(rank, 0) + 1
+    if len(owners) > 1:
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
+        yield Diagnosis(
+            cause="missing-broadcast",
+            evidence=f"step {step}: every parameter moved on one rank alone ({counts})",
+            suggestion="call step() of the optimizer that divides its states, which broadcasts "
+            "what its shards have stepped to, or broadcast from the owner of each parameter",
         )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from distcheck.errors import UsageError
 from distcheck.job import causes, checks, reading, replaying, running, settings
 from distcheck.job.checks.exchange import NOT_SEEN, needless
+from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -124,6 +125,10 @@ def _judge(
     if reference is not None:
         results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
         results += with_reference(job, reference)
+        folded = [*accumulation(job, reference)]
+        if folded:  # it has judged the scale of losses that are not torch's, too
+            results = [r for r in results if r.check != "loss scale" or r.compared.elements]
+        results += folded
     elif asked.reference and not asked.from_step and job.world > 1:
         results.append(_no_reference(missing))
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
@@ -252,7 +257,10 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     text += f" ({replayed.why})" if replayed.why else ""
     text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
     text += f", since {replayed.failure}" if replayed.failure else ""
-    return f"{text}; its tolerances are measured by moving every parameter by one ULP"
+    text += "; its tolerances are measured by moving every parameter by one ULP"
+    if replayed.unfolded:
+        text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
+    return text
 
 
 def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: str) -> list[str]:

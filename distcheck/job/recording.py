@@ -66,6 +66,8 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
                  own measurement; None where it has none
     random       digests of the random streams before; `draws`: whether the forward pass drew
+    holds        whether some gradient was there, and not zero, when its backward began; None where
+                 that is not known
     """
 
     inputs: tuple[str, ...]
@@ -77,14 +79,18 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     exchanges: bool | None = None
     exchange_s: float | None = None
     autocast: str = ""
+    holds: bool | None = None
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of torch's clipping: the most it allows, and the norm that it found."""
+    """A call of torch's clipping: the most it allows, the norm that it found, and how many forward
+    passes of the step came before it.
+    """
 
     kind: str
     most: float
     norm: float | None = None
+    passes: int = 0
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,22 +15,28 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay reached at one step: learning rates, losses, and the optimizer's settings."""
+    """What a replay reached at one step: learning rates, losses, and the optimizer's settings;
+    `folded` is what its passes' losses are, where they were made once more as one batch.
+    """
 
     step: int
     groups: tuple[dict[str, float], ...]
     losses: tuple[float, ...]
     draws: int
     skipped: bool = False
+    folded: Literal["", "mean", "sum"] = ""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replay went: by which batches, at which steps, or why it could not go on."""
+    """How a replay went: by which batches, at which steps, or why it could not go on; and why
+    the passes of an accumulation could not be made as one.
+    """
 
     mode: str
     why: str
     steps: tuple[Seen, ...] = ()
     failure: str = ""
+    unfolded: str = ""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -376,10 +376,9 @@ def _layers(
 
 
 def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
-    world = len(case.with_data)
-    loss, shards = contract.loss_given(case.loss), [n for step in sizes for n in step]
-    by_tokens = shards if loss == "tokens" else []  # a sample is one, and the loss their sum
-    if loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes), *by_tokens)):
+    world, loss = len(case.with_data), contract.loss_given(case.loss)
+    shards = [n for step in sizes for n in step] if loss == "tokens" else []  # sums over them
+    if loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes), *shards)):
         return f"a loss of {loss} over {world} ranks is not exact"
     return lattice.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
 

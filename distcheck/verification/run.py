@@ -221,16 +221,28 @@ def _run_cases(
             _search_schedules(pool, book, data, listener)
             if beside.searches:
                 assert explore is not None
-                explore(
-                    pool,
-                    beside.searches,
-                    book.finished,
-                    book.not_counted,
-                    keep=keep is not None,
-                    show=listener.preparing,
-                    enter=book.enter_search,
-                )
+                _explore(explore, pool, book, beside.searches, keep, listener)
     return book.report()
+
+
+def _explore(
+    explore: Explorer,
+    pool: Pool,
+    book: "Book",
+    searches: Sequence[Search],
+    keep: Store | None,
+    listener: Listener,
+) -> None:
+    """Searches for failing cases, and enters what was found."""
+    explore(
+        pool,
+        searches,
+        book.finished,
+        book.not_counted,
+        keep=keep is not None,
+        show=listener.preparing,
+        enter=book.enter_search,
+    )
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:

@@ -9,15 +9,10 @@ from distcheck.judge import schedules
 from distcheck.records import Case, CaseReport, merge_verdicts
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
-from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of
-from distcheck.worlds.simulated.share import search_request
-
-_SEARCH: Job[bytes, bytes] = Job(
-    "distcheck.worlds.simulated.search:run", bytes, bytes, ("data", "turn")
-)
+from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 
 
 def is_due(report: CaseReport) -> bool:
@@ -81,7 +76,7 @@ def _search(
         )
         for rank in range(case.world)
     ]
-    request = search_request(
+    host = HostRequest(
         target=DIGEST.target,
         order=backends.order_of(case.backend),
         deadline_s=case.deadline_s,
@@ -90,15 +85,16 @@ def _search(
             for one in meetings
         ],
         environments=[environment_of(one) for one in meetings],
-        schedules=case.schedules,
+        order_seeds=[None] * case.world,
     )
+    request = SearchRequest(host=host, schedules=case.schedules, deadline_s=case.deadline_s)
     fds = {} if data_fd is None else {"data": data_fd}
-    world = start_job(pool, _SEARCH, request, fds, deadline_s=4 * case.deadline_s)
+    world = start_job(pool, SEARCH, request, fds, deadline_s=4 * case.deadline_s)
     world.children[0].on_progress = lambda progress: show(
         f"{case.strategy}, world {case.world}: schedule {progress.step} of {case.schedules}"
     )
     run_until_over(pool, world)
     try:
-        return msgspec.msgpack.decode(job_result(world), type=Searched)
+        return SEARCH.decode(job_result(world))
     finally:
         world.close()

@@ -44,8 +44,7 @@ _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-# Takes a case that is done, and says what it is; afterwards its traces are closed.
-OnFinished = Callable[[JudgedRun], str]
+OnFinished = Callable[[JudgedRun], str]  # of what is done; its traces are closed afterwards
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
 
 

@@ -55,8 +55,8 @@ def proof(said: Said) -> Proven | None:
 
 
 def _fits(rank: int, said: Said) -> bool:
-    """Whether a rank speaks of itself, of ranks that there are, and of calls that it has listed:
-    what it says comes from a process in which any code may run.
+    """Whether a rank names itself, ranks of this world and calls that it has listed: what it says
+    comes from a process in which any code may run.
     """
     own = said[rank]
     named = {other for call in own.calls for other in (call.peer, call.root) if other is not None}

@@ -114,11 +114,18 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
         found |= {f"step/{n}": g * changes.get("clipped", 1.0) for n, g in raw.items()}
         found |= {f"spread/{n}": g.norm() * 1e-7 for n, g in raw.items()}
         found |= {f"after/{n}": p - changes.get("after", LR) * own[n] for n, p in before.items()}
+        by, turned = changes.get("folded", lambda _: (None, 0.0))(step)
+        if by is not None:
+            noise = gradients(9, step)
+            found |= {f"folded/{n}": g / by + turned * noise[n] for n, g in raw.items()}
+            found |= {f"spread-folded/{n}": g.norm() * 1e-7 for n, g in raw.items()}
         found["loss"] = torch.tensor(changes.get("loss", 2.0), dtype=torch.float64)
         found["spread/loss"] = torch.tensor(1e-7)
         save_file(found, folder / f"replay-{step:06d}.safetensors")
         rate = changes.get("lr", lambda _: LR)(step)
-        seen.append(Seen(step=step, groups=({"lr": rate},), losses=(2.0,), draws=2))
+        losses = (2.0,) * len(job.records[0, step].passes)
+        kind = changes.get("kind", "mean") if by is not None else ""
+        seen.append(Seen(step=step, groups=({"lr": rate},), losses=losses, draws=2, folded=kind))
     return Reference(folder, Replayed(mode="together", why="", steps=tuple(seen)))
 
 

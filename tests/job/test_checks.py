@@ -74,6 +74,12 @@ def drift(facts: Facts) -> None:
         facts.after = {n: p.clone() for n, p in facts.before.items()}
 
 
+def owned(facts: Facts) -> None:
+    """Each rank steps the parameter that it owns, and keeps the other one."""
+    name = list(SHAPES)[facts.rank]
+    facts.after = {**facts.before, name: facts.before[name] - 0.5 * facts.raw[name]}
+
+
 def unsynced(facts: Facts) -> None:
     facts.raw = facts.local
 
@@ -124,6 +130,7 @@ CHANGES = (
     (other_rate, {("learning rate", "-")}, "learning-rate-differs"),
     (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
     (drift, {("agreement", "-")}, "unexplained"),
+    (owned, {("agreement", "-")}, "missing-broadcast"),
     (unsynced, {("gradients", R), ("agreement", "-")}, "no-sync"),
     (vectors_unsynced, {("gradients", R), ("agreement", "-")}, "partial-sync"),
     (clipped_first, {("gradients", R), ("clipping", R)}, "clip-before-sync"),

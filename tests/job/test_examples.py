@@ -24,10 +24,17 @@ def judge(script: Path, folder: Path, *options: str, world: int = 2) -> tuple[in
     for name, package in FRAMEWORKS.items():
         if name == script.stem and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (the extra `frameworks` has it)")
+    command = ["--nproc", str(world), *options, "--", sys.executable]
+    return judge_command([*command, str(script)], folder)
+
+
+def judge_command(command: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
+    """The same of any options and command."""
     file = folder / "report.json"
     words = [sys.executable, "-m", "distcheck", "job", "--steps", "6", "--json", str(file)]
-    words += ["--nproc", str(world), *options, "--", sys.executable, str(script)]
-    ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [*words, *command], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert file.exists(), ran.stdout + ran.stderr
     return ran.returncode, json.loads(file.read_text())["cases"][0]
 
@@ -56,6 +63,26 @@ def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
     code, case = judge(plant(bug, tmp_path), tmp_path)
     assert (code, case["verdict"]) == (1, "fail")
     assert bug.cause in {found["cause"] for found in case["diagnosis"]}
+
+
+LAUNCH = (
+    "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--main_process_port", "0",
+)  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["", "the loss divided although accelerate divides"])
+def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed (extra `frameworks`)")
+    script = FOLDER / "with_accelerate.py"
+    if name:
+        script = plant(next(bug for bug in BUGS if bug.name == name), tmp_path)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script)]
+    code, case = judge_command(["--", *command], tmp_path)
+    expected = (1, "fail", ["scaled-twice"]) if name else (0, "pass", [])
+    assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
+    assert case["world"] == 2
 
 
 def test_every_edit_fits_its_script(tmp_path: Path) -> None:

@@ -195,6 +195,25 @@ def test_the_first_parameter_the_ranks_and_the_bundle(world: Any, tmp_path: Path
     assert [one.cause for one in explaining.causes(again)] == ["changed-outside-step"]
 
 
+@pytest.mark.world(3, reuse=True)
+def test_a_rank_that_ends_early_is_named_and_the_others_go_on(world: Any) -> None:
+    """Ranks that exchange nothing of their own: else their own collective ends them."""
+    job = Job(world.rank)
+    job.begin()
+    job.forward = job.model.module
+    made = distcheck.guard(job.optimizer, every=4, on_difference=lambda _: None, save=None)
+    for _ in range(3):
+        job.step()
+    if world.rank == 1:
+        made.close()
+    else:
+        with pytest.warns(GuardWarning, match=r"rank 1 \(its guard ended after step 3\) did not"):
+            job.step()
+        job.step()
+        assert made.is_closed
+    world.gather(made.steps)
+
+
 @pytest.mark.world(2, reuse=True)
 def test_warns_once_for_a_kind_and_goes_on(world: Any) -> None:
     job = Job(world.rank)

@@ -44,27 +44,27 @@ def job(tmp_path: Path) -> Recording:
 
 def test_batches_of_one_rank_and_of_all(job: Recording) -> None:
     feeding = Feeding(job)
-    own = feeding.batch((0, 1, 5), 1)
+    own = feeding.batch([(1, (0, 1, 5))])
     assert own is not None
     assert [list(leaf.shape) for leaf in own] == [[3, 4], [3]]
-    everything = feeding.batch((0, 1, 5), ALL)
+    everything = feeding.batch([(0, (0, 1, 5)), (1, (0, 1, 5))])
     assert everything is not None
     assert everything[1].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.batch((0, 1, 6), ALL) is None
+    assert feeding.batch([(0, (0, 1, 6))]) is None
     assert feeding.lengths == {0: 7}
 
 
 def test_inputs_targets_and_random_states(job: Recording) -> None:
     feeding = Feeding(job)
-    inputs = feeding.inputs(0, 0, ALL)
+    inputs = feeding.inputs(0, feeding.pairs(0, ALL))
     assert inputs is not None
     assert inputs[0][:, 0].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.inputs(0, 1, 0) is None
-    target = feeding.target(0, 0, 0, 1)
+    assert feeding.inputs(0, feeding.pairs(1, 0)) is None
+    target = feeding.target(0, [(1, 0)], 0)
     assert target is not None
     assert target.tolist() == [1, 1, 1]
-    assert feeding.target(0, 0, 1, 1) is None
-    assert feeding.random(0, 0, 1).tolist() == [1] * 8
+    assert feeding.target(0, [(1, 0)], 1) is None
+    assert feeding.random(0, (1, 0)).tolist() == [1] * 8
 
 
 def test_tensors_that_do_not_fit_are_not_put_together() -> None:

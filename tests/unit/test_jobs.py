@@ -12,8 +12,12 @@ import distcheck
 from distcheck.worlds.jobs import Descriptors, Job
 
 PACKAGE = Path(distcheck.__file__).parent
-# The one job of a room that knows no job: what only torch can ask of the launcher's store.
-OF_WORLDS = {"distcheck.worlds.remote.meeting:through_store"}
+# The jobs of a room that knows no job: what only torch can ask of the launcher's store, and the
+# schedules of a simulated world, whatever its ranks do.
+OF_WORLDS = {
+    "distcheck.worlds.remote.meeting:through_store",
+    "distcheck.worlds.simulated.search:run",
+}
 
 
 class Asked(msgspec.Struct, frozen=True):

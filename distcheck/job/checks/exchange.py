@@ -60,7 +60,9 @@ def gradients(job: Recording) -> CheckResult:
     tally = Tally("gradients", ROUNDING)
     nothing, sums = True, 0
     for step in job.steps:
-        weights = token_weights(job, step)
+        weights, later = token_weights(job, step), divided_later(job, step)
+        if later != 1.0:
+            tally.remark("gradients are divided by the number of backward passes after the last")
         if any(record.skipped for record in job.at(step)):
             continue  # its gradients are not finite
         for name in job.parameters(step):
@@ -68,7 +70,7 @@ def gradients(job: Recording) -> CheckResult:
             if local is None:
                 continue
             nothing = nothing and not any(bool(one.any()) for one in local)
-            sums += _compare(job, tally, step, name, local, weights)
+            sums += _compare(job, tally, step, name, local, weights, later)
     result = tally.result()
     if not result.compared.elements:
         tally.missing(NOT_SEEN)
@@ -89,6 +91,7 @@ def _compare(
     name: str,
     local: list[torch.Tensor],
     weights: list[float],
+    later: float,
 ) -> int:
     """Compares one parameter on every rank; returns on how many it is a sum."""
     sums = 0
@@ -109,6 +112,7 @@ def _compare(
     except NotBoundedError as error:
         tally.missing(f"{name}: {error}")
         return 0
+    expected, bound = found.mean * later, found.bound * later
     for rank, record in enumerate(records):
         raw = job.gradient("raw", rank, step, name)
         if raw is None:
@@ -117,9 +121,9 @@ def _compare(
             continue
         if not wholes:
             raw = _as_sums(raw, record.whole)
-        mean = within(raw, found.mean, found.bound)
+        mean = within(raw, expected, bound)
         if not mean.ok and job.world > 1:
-            total = within(raw, found.mean * job.world, found.bound * job.world)
+            total = within(raw, expected * job.world, bound * job.world)
             if total.ok:
                 mean, sums = total, sums + 1
         tally.add(mean, parameter=name, rank=rank, step=step)
@@ -259,6 +263,25 @@ def summed_factors(job: Recording, step: int) -> list[float] | None:
     return [total * targets / sums] * job.world if sums and targets else None
 
 
+def divided_later(job: Recording, step: int) -> float:
+    """What a script multiplies gradients by after the last pass because it has not scaled its
+    losses: one over their number. 1 where it scales them, or that is not known.
+    """
+    factors = loss_factors(job, step) or summed_factors(job, step)
+    passes = sum(one.loss is not None for one in job.records[0, step].passes)
+    if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
+        return 1.0
+    product = square = 0.0
+    for name in job.parameters(step):
+        local, raw = local_gradients(job, step, name), job.gradient("raw", 0, step, name)
+        if local is not None and raw is not None and raw.shape == local[0].shape:
+            mean = torch.stack([one.double() for one in local]).mean(0)
+            product += float((raw.double() * mean).sum())
+            square += float(mean.square().sum())
+    found = product / square if square else 1.0
+    return 1 / passes if abs(found * passes - 1) <= _SAME_FACTOR else 1.0
+
+
 def loss_scale(job: Recording) -> Iterator[CheckResult]:
     """Accumulated over several backward passes, the loss is divided by their number, once."""
     steps = [s for s in job.steps if all(len(r.passes) > 1 for r in job.at(s))]
@@ -269,7 +292,9 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
         factors = loss_factors(job, step) or summed_factors(job, step)
         if factors is None:
             continue
-        for rank, total in enumerate(factors):
+        later = divided_later(job, step)
+        for rank, factor in enumerate(factors):
+            total = factor * later
             passes = sum(one.loss is not None for one in job.records[rank, step].passes)
             tally.count(parameter="loss", rank=rank, step=step, elements=passes)
             for wrong in (float(passes), 1 / passes):

@@ -26,7 +26,7 @@ from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
-_SPREADS = 8.0  # chosen: see above
+SPREADS = 8.0  # chosen: see above
 
 
 def tolerance(
@@ -34,7 +34,7 @@ def tolerance(
 ) -> float:
     """How far a right gradient may be from the reference's, as an L2 norm."""
     unit = unit_roundoff(dtype)
-    measured = 0.0 if math.isnan(spread) else _SPREADS * spread
+    measured = 0.0 if math.isnan(spread) else SPREADS * spread
     return measured + gamma(world + 1, unit) * norm + unit * whole_norm
 
 
@@ -82,10 +82,10 @@ def gradients(job: Recording, reference: Reference, kind: str, name: str) -> Che
 def _bounds(job: Recording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
     """The tolerance of every parameter's gradient; 0 for all where all are exactly zero."""
     raw = {n.removeprefix("raw/"): t for n, t in found.items() if n.startswith("raw/")}
-    total = math.hypot(*(_norm(t) for t in raw.values()))
+    total = math.hypot(*(norm_of(t) for t in raw.values()))
     return {
         name: tolerance(
-            float(found[f"spread/{name}"]), _norm(t), total, world=job.world, dtype=t.dtype
+            float(found[f"spread/{name}"]), norm_of(t), total, world=job.world, dtype=t.dtype
         )
         if total
         else 0.0
@@ -97,20 +97,21 @@ def _bounds_clipped(found: dict[str, torch.Tensor], bounds: dict[str, float]) ->
     """The same after clipping: shrunk as the gradient was, and the factor itself may be off by as
     much as the norm of all gradients is, and by the eight roundings that it goes through.
     """
-    total = math.hypot(*(_norm(found[f"raw/{name}"]) for name in bounds))
+    total = math.hypot(*(norm_of(found[f"raw/{name}"]) for name in bounds))
     of_factor = math.hypot(*bounds.values()) / total
     clipped = {}
     for name, bound in bounds.items():
-        norm, given = _norm(found[f"raw/{name}"]), found.get(f"step/{name}")
+        norm, given = norm_of(found[f"raw/{name}"]), found.get(f"step/{name}")
         if given is not None:
-            left = _norm(given)
+            left = norm_of(given)
             unit = unit_roundoff(given.dtype)
             shrunk = bound * left / norm if norm else bound
             clipped[name] = shrunk + left * (of_factor + gamma(8, unit))
     return clipped
 
 
-def _norm(tensor: torch.Tensor) -> float:
+def norm_of(tensor: torch.Tensor) -> float:
+    """The L2 norm."""
     return float(tensor.double().norm())
 
 
@@ -141,7 +142,7 @@ def losses(job: Recording, reference: Reference) -> Iterator[CheckResult]:
         unit = unit_roundoff("bfloat16" if is_short else "float32")
         # Derived: a loss is rounded once, and each rank's mean is a sum of its samples' losses.
         count = max(1, max(len(one.rows) for record in records for one in record.passes))
-        bound = (0.0 if math.isnan(spread) else _SPREADS * spread) + unit * count * size
+        bound = (0.0 if math.isnan(spread) else SPREADS * spread) + unit * count * size
         error = abs(actual - expected)
         place = Place(index=(), actual=actual, expected=expected, error=error, bound=bound,
                       ulp=None, unit="absolute")  # fmt: skip

@@ -5,6 +5,7 @@ watched     the model: found when it is called; samples, buffers and random stre
 state       what one rank holds after a step, as digests
 digests     of tensors, on the device that holds them
 exchange    the guard's own group of ranks
+arrivals    who has reached a check, where one rank ends early
 comparing   what must be alike, and what must not
 records     what was found; the bundle
 explaining  causes, for `distcheck explain`

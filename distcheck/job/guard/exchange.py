@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distcheck.job.guard.arrivals import Arrivals
+
 
 class Peers:
     """The ranks that hold replicas, or this process alone."""
@@ -20,6 +22,7 @@ class Peers:
         self.rank = 0  # the place among them
         self._group: Any = None
         self._owns = False
+        self.arrivals: Arrivals | None = None
         if not dist.is_available() or not dist.is_initialized():
             return
         self.ranks = list(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -34,9 +37,12 @@ class Peers:
             use_local_synchronization=True, group_desc="distcheck guard",
         )  # fmt: skip
         self._owns = True
+        self.arrivals = Arrivals(self._group, self.rank, len(self.ranks))
 
     def close(self) -> None:
         """Ends the group, if it is the guard's own."""
+        if self.arrivals is not None:
+            self.arrivals.end()
         if self._owns:
             dist.destroy_process_group(self._group)
         self._group, self._owns = None, False

@@ -3,7 +3,7 @@
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,6 +120,8 @@ class Guard:
         if self.is_closed:
             return
         self.steps += 1
+        if self._peers.arrivals is not None:
+            self._peers.arrivals.made(self.steps)
         if self._finder is not None and self._finder.found:
             self._watched, self._finder = self._finder.found[0], None
         if self._is_checked(self.steps):
@@ -138,11 +140,15 @@ class Guard:
         if len(self._peers.ranks) == 1:
             return None
         own, said = self._own()
+        if self._peers.arrivals is not None:
+            self._peers.arrivals.arrive(self.steps)
         try:
             rows = self._peers.gather([said[name] for name in FIELDS])
         except RuntimeError as error:
+            arrivals = self._peers.arrivals
+            missing = {} if arrivals is None else arrivals.missing(self.steps)
             self.close()
-            self._lost(error)
+            self._lost(error, missing)
             return None
         return self._judge(own, [dict(zip(FIELDS, row, strict=True)) for row in rows])
 
@@ -314,12 +320,13 @@ class Guard:
         name = self._peers.gather_bytes(name or b" ")[0].strip()
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, error: Exception, missing: Mapping[int, str]) -> None:
         """A check that not all ranks reached."""
-        said = (
-            f"distcheck.guard: not every rank reached the check after step {self.steps}; the ranks "
-            f"make different numbers of steps, or one has ended ({str(error).splitlines()[0]})"
-        )
+        ranks = [f"rank {self._peers.ranks[place]} ({why})" for place, why in missing.items()]
+        who = f"{', '.join(ranks)} did not reach" if ranks else "not every rank reached"
+        why = "the ranks make different numbers of steps, or one has ended"
+        said = f"distcheck.guard: {who} the check after step {self.steps}; {why} ("
+        said += f"{str(error).splitlines()[0]})"
         if self._action == "raise":
             raise RuntimeError(said) from error
         warnings.warn(said, GuardWarning, stacklevel=2)

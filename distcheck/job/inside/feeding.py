@@ -8,6 +8,8 @@ from distcheck.job.reading import Recording
 from distcheck.job.recording import Batch, Pass
 
 ALL = -1
+Place = tuple[int, int, int]  # loader, pass over it, number of the batch
+Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
 
 
 class Feeding:
@@ -34,42 +36,51 @@ class Feeding:
         before = [r for (rank, s), r in self._job.records.items() if rank == 0 and s < step]
         return sum(len(r.batches) for r in before) > sum(len(r.passes) for r in before)
 
-    def batch(self, place: tuple[int, int, int], rank: int) -> list[torch.Tensor] | None:
-        """The leaves of a batch that a loader handed out: of one rank, or of all together."""
-        by_rank = self._batches.get(place, {})
-        ranks = range(self._job.world) if rank == ALL else (rank,)
-        if any(one not in by_rank for one in ranks):
-            return None
-        found = []
-        for one in ranks:
-            step, batch = by_rank[one]
-            found.append([self._data(one, step, name) for name in batch.leaves])
-        return _together(found)
+    def pairs(self, number: int, rank: int) -> Pairs:
+        """One forward pass of a rank, or of all ranks."""
+        return [(one, number) for one in (range(self._job.world) if rank == ALL else (rank,))]
 
-    def inputs(self, step: int, number: int, rank: int) -> list[torch.Tensor] | None:
-        """The tensors among the model's arguments in a forward pass."""
+    def has(self, step: int, pairs: Pairs) -> bool:
+        """Whether the ranks made these forward passes."""
+        world = self._job.world
+        return all(r < world and number < len(self.passes(step, r)) for r, number in pairs)
+
+    def batch(self, places: Sequence[tuple[int, Place]]) -> list[torch.Tensor] | None:
+        """The leaves of batches that loaders handed out, each to a rank, one after the other."""
         found = []
-        for one in range(self._job.world) if rank == ALL else (rank,):
-            passes = self.passes(step, one)
-            if number >= len(passes):
+        for rank, place in places:
+            by_rank = self._batches.get(place, {})
+            if rank not in by_rank:
                 return None
-            found.append([self._data(one, step, name) for name in passes[number].inputs])
+            step, batch = by_rank[rank]
+            found.append([self._data(rank, step, name) for name in batch.leaves])
         return _together(found)
 
-    def target(self, step: int, number: int, call: int, rank: int) -> torch.Tensor | None:
+    def inputs(self, step: int, pairs: Pairs) -> list[torch.Tensor] | None:
+        """The tensors among the model's arguments in forward passes."""
+        if not self.has(step, pairs):
+            return None
+        return _together(
+            [
+                [self._data(rank, step, name) for name in self.passes(step, rank)[number].inputs]
+                for rank, number in pairs
+            ]
+        )
+
+    def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
         """The target of a loss."""
         found = []
-        for one in range(self._job.world) if rank == ALL else (rank,):
-            calls = self.passes(step, one)[number].losses
+        for rank, number in pairs:
+            calls = self.passes(step, rank)[number].losses
             if call >= len(calls) or not calls[call].target:
                 return None
-            found.append([self._data(one, step, calls[call].target)])
+            found.append([self._data(rank, step, calls[call].target)])
         together = _together(found)
         return None if together is None else together[0]
 
-    def random(self, step: int, number: int, rank: int) -> torch.Tensor:
+    def random(self, step: int, pair: tuple[int, int]) -> torch.Tensor:
         """The state of torch's random stream before a forward pass."""
-        return self._job.tensors(rank, step)[f"random/{number}"]
+        return self._job.tensors(pair[0], step)[f"random/{pair[1]}"]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
         return self._job.tensors(rank, step)[f"data/{name}"]

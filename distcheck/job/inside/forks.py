@@ -25,11 +25,13 @@ _FAILED = 9
 @dataclass(frozen=True)
 class Role:
     """What a copy is: `rank` whose batches it gets, or -1 for those of all ranks together; `draw`
-    seeds the perturbation of its parameters, 0 for none.
+    seeds the perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the
+    samples of those (rank, forward pass) in one batch.
     """
 
     rank: int
     draw: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 class Forks:
@@ -39,7 +41,8 @@ class Forks:
         self._folder = folder
 
     def _file(self, role: Role) -> Path:
-        return self._folder / f"copy-{role.rank}-{role.draw}.safetensors"
+        of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
+        return self._folder / f"copy-{role.rank}-{role.draw}{of}.safetensors"
 
     def run(self, roles: Sequence[Role]) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
         """In the parent: what each copy wrote, None of one that failed. In a copy: its role."""

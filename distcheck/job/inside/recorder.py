@@ -53,6 +53,7 @@ class Recorder:
         self._calls: list[Call] = []
         self._local: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, torch.Tensor] = {}
+        self._norms: dict[str, torch.Tensor] = {}
         self._raw: dict[str, torch.Tensor] | None = None
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
@@ -88,6 +89,7 @@ class Recorder:
             return
         if self._before is None:
             self._start_step()
+        self._raw = None  # something looked at the gradients between two passes
         given = [t for t in tensors.leaves((args, kwargs)) if not t.requires_grad]
         assert self._before is not None
         autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
@@ -129,7 +131,8 @@ class Recorder:
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss."""
         if self._active and self._passes and loss.numel() == 1:
-            self._change_pass(loss=float(loss.detach()), losses=tuple(self._losses))
+            held = tensors.any_held(self._parameters.values())
+            self._change_pass(loss=float(loss.detach()), losses=tuple(self._losses), holds=held)
         self._losses = []
 
     def backward_over(self) -> None:
@@ -176,6 +179,8 @@ class Recorder:
             gradient = gradient.detach()
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
+            norm = torch.linalg.vector_norm(tensors.magnitudes(gradient).float())
+            self._norms[name] = self._norms[name] + norm if name in self._norms else norm
             held = self._local.get(name)
             if held is not None and any(p.exchanges is not False for p in self._passes[:-1]):
                 if name not in self._sizes:
@@ -203,7 +208,8 @@ class Recorder:
         """Notes what clipping has found."""
         if self._before is not None:
             found = float(norm) if isinstance(norm, torch.Tensor | float) else None
-            self._clips.append(Clip(kind=kind, most=float(most), norm=found))
+            passes = len(self._passes)
+            self._clips.append(Clip(kind=kind, most=float(most), norm=found, passes=passes))
 
     def scales(self, scaler: Any) -> None:
         """Changes nothing."""
@@ -251,6 +257,8 @@ class Recorder:
         by = 1.0 / self._scale if self._scale else 1.0
         file.add_gradients("local", self._local, by)
         file.add_gradients("sizes", self._sizes, by)
+        for name, norm in self._norms.items():
+            file.add(f"norms/{name}", norm * by)
         file.add_gradients("raw", self._raw, by)
         file.add_gradients("step", self._at_step or {}, 1.0)
         self._left -= file.write(

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from distcheck.job import reading, recording
 from distcheck.job.checks.exchange import token_weights
 from distcheck.job.inside import state, tensors
-from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.feeding import ALL, Feeding, Pairs
+from distcheck.job.inside.folding import Folding, interacts, limit_memory
 from distcheck.job.inside.forks import Forks, Role
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.recorder import numbers_of
@@ -35,6 +36,7 @@ class Replayer:
         self._folder = folder
         self._job = reading.read(Path(settings.recording))
         self._feeding = Feeding(self._job)
+        self._folding = Folding(self._job, self._feeding)
         self._forks = Forks(folder)
         self._loaders = Loaders()
         self._mode, self._why = "", ""
@@ -72,17 +74,20 @@ class Replayer:
         roles = [Role(ALL, draw) for draw in draws]
         if self._mode == BY_RANK:
             roles = [Role(r, d) for r in range(self._job.world) for d in (0, *draws)]
+        roles += self._folding.roles(self._step, DRAWS)
         found = self._forks.run(roles)
-        if isinstance(found, Role):
-            self._copy = found
-        else:
+        if not isinstance(found, Role):
             self._found = found
+            return
+        self._copy = found
+        if found.pairs:
+            limit_memory()
 
     def _choose(self) -> bool:
         """Finds out which batches the script takes as one process; True in a copy that tries."""
         passes = self._job.records[0, self._step].passes
         for role, mode in ((Role(0), "probe"), (Role(ALL), TOGETHER)):
-            if mode == TOGETHER and (why := self._interacts()):
+            if mode == TOGETHER and (why := interacts(self._job.at(self._step))):
                 self._mode, self._why = BY_RANK, why
                 break
             self._mode = mode
@@ -121,34 +126,31 @@ class Replayer:
         mean = self._mean(0)
         return mean is not None and state.distance(together, mean) > _SAME
 
-    def _interacts(self) -> str:
-        """Why samples of several ranks may not share a batch; empty where they may."""
-        records = self._job.at(self._step)
-        if any(record.batchnorm for record in records):
-            return "BatchNorm normalises by the batch"
-        if any(one.draws for record in records for one in record.passes):
-            return "the forward pass draws random numbers"
-        if any(one.autocast for record in records for one in record.passes):
-            return "autocast rounds by the shape of a batch"
-        return ""
-
     def _fail(self, why: str) -> None:
         if self._copy is not None:
             os._exit(1)
-        replayed = Replayed(mode=self._mode, why=self._why, steps=tuple(self._seen), failure=why)
-        recording.write_json(self._folder / "replayed.json", replayed)
+        self._write(why)
         os._exit(0)
+
+    def _write(self, failure: str = "") -> None:
+        replayed = Replayed(
+            mode=self._mode, why=self._why, steps=tuple(self._seen), failure=failure,
+            unfolded=self._folding.why,
+        )  # fmt: skip
+        recording.write_json(self._folder / "replayed.json", replayed)
 
     # -- batches and passes ----------------------------------------------------------------------
 
-    def _source(self, number: int) -> tuple[int, int]:
-        """The rank, or all of them, and the pass whose inputs are handed out now."""
+    def _source(self, number: int) -> Pairs:
+        """The ranks and their passes whose inputs are handed out now."""
+        if self._copy is not None and self._copy.pairs:
+            return self._copy.pairs
         if self._mode == IN_TURN:
             each = len(self._feeding.passes(self._step, 0))
-            return number // each, number % each
+            return [(number // each, number % each)]
         if self._copy is not None:
-            return self._copy.rank, number
-        return (0, number) if self._mode == BY_RANK else (ALL, number)
+            return self._feeding.pairs(number, self._copy.rank)
+        return self._feeding.pairs(number, 0 if self._mode == BY_RANK else ALL)
 
     def iterates(self, loader: Any, iterator: Any) -> None:
         """Numbers the loader as the recorder has."""
@@ -172,13 +174,15 @@ class Replayer:
         place = self._loaders.next_place(iterator)
         if place is None:
             return None
-        rank, _ = self._source(self._passes)
+        pairs = self._source(self._passes)
+        loader, epoch, number = place
         if self._mode == IN_TURN:
             each, world = len(self._feeding.passes(self._step, 0)), self._job.world
-            loader, epoch, number = place
             rank = (number // each) % world
-            place = (loader, epoch, number // (each * world) * each + number % each)
-        leaves = self._feeding.batch(place, rank)
+            number = number // (each * world) * each + number % each
+            pairs = pairs if self._copy is not None and self._copy.pairs else [(rank, 0)]
+        ahead = pairs[0][1]
+        leaves = self._feeding.batch([(r, (loader, epoch, number + n - ahead)) for r, n in pairs])
         return None if leaves is None else self._replaced("a batch", batch, leaves)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -187,16 +191,15 @@ class Replayer:
         self._begin_step()
         if self._passes == 0:
             self._load_state()
-        rank, number = self._source(self._passes)
-        available = len(self._feeding.passes(self._step, max(rank, 0)))
-        if number >= available or rank >= self._job.world:
+        pairs = self._source(self._passes)
+        if not self._feeding.has(self._step, pairs):
             if self._copy is not None:
                 self._forks.leave(self._copy, {"more": torch.ones(1)})
             self._fail(f"step {self._step}: as one process the script makes more forward passes")
         self._passes, self._calls = self._passes + 1, 0
-        if rank != ALL:
-            torch.set_rng_state(self._feeding.random(self._step, number, rank))
-        inputs = self._feeding.inputs(self._step, number, rank)
+        if len(pairs) == 1:
+            torch.set_rng_state(self._feeding.random(self._step, pairs[0]))
+        inputs = self._feeding.inputs(self._step, pairs)
         if inputs is None:
             self._fail(f"step {self._step}: the ranks' batches do not fit into one")
             return None
@@ -238,18 +241,20 @@ class Replayer:
         """The recorded target of the same loss."""
         if self._passes == 0 or not isinstance(target, torch.Tensor):
             return None
-        rank, number = self._source(self._passes - 1)
-        found = self._feeding.target(self._step, number, self._calls, rank)
+        found = self._feeding.target(self._step, self._source(self._passes - 1), self._calls)
         return None if found is None or found.dtype != target.dtype else found
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Counts the losses of a pass, and adds those up that are sums over targets."""
         self._calls += 1
+        self._folding.heard(reduction, value)
         is_sum = reduction == "sum" and value.numel() == 1
         self._sum += float(value.detach()) if is_sum else float("nan")
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Notes the loss."""
+        """Notes the loss; a copy with several passes in one batch is done."""
+        if self._copy is not None and self._copy.pairs:
+            self._forks.leave(self._copy, self._folding.take(loss, self._parameters))
         if loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
@@ -276,9 +281,20 @@ class Replayer:
 
     def gradients_ready(self) -> None:
         """A copy writes its gradients and ends; the parent goes on with the reference's."""
-        if self._out or self._passes == 0:
-            return
-        raw = {n: g / self._scale for n, g in self._gradients().items()}
+        if self._out or self._passes < self._expected():
+            return  # something looks at the gradients between two passes
+        self._gradients_ready()
+
+    def _expected(self) -> int:
+        """How many forward passes a step has, if the script makes as many as it did in the job."""
+        record = self._job.records[0, self._step]
+        each = max(1, len(record.passes))
+        if self._mode == "probe" and any(clip.passes < each for clip in record.clips):
+            return sys.maxsize  # clips in every pass, and may make more of them
+        return each * (self._job.world if self._mode == IN_TURN else 1)
+
+    def _gradients_ready(self) -> None:
+        raw = {n: g / self._scale for n, g in state.gradients(self._parameters).items()}
         loss = torch.tensor(sum(self._losses) / self._scale, dtype=torch.float64)
         if self._copy is not None:
             count = torch.tensor(float(self._passes))
@@ -294,12 +310,13 @@ class Replayer:
                 return
             loss = combined["loss"]
             raw = {n: g for n, g in combined.items() if n not in state.NOT_GRADIENTS}
-            self._put(raw)
+            state.put(self._parameters, {n: g * self._scale for n, g in raw.items()})
         self._out = {f"raw/{n}": g for n, g in raw.items()} | {"loss": loss}
         draws = [one for draw in range(1, DRAWS + 1) if (one := self._combined(draw)) is not None]
         for name, gradient in {**raw, "loss": loss}.items():
             norms = [float((d[name] - gradient).double().norm()) for d in draws if name in d]
             self._out[f"spread/{name}"] = torch.tensor(max(norms, default=float("nan")))
+        self._out |= self._folding.results(self._found, self._step)
 
     def _combined(self, draw: int) -> dict[str, torch.Tensor] | None:
         """The gradients of the copies of one draw: of all ranks together, or their mean."""
@@ -320,19 +337,6 @@ class Replayer:
                 )
         return state.mean(parts, weights)
 
-    def _put(self, raw: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter.grad is not None and name in raw:
-                    state.local(parameter.grad).copy_(raw[name] * self._scale)
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return {
-            name: tensors.whole(parameter.grad).clone()
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None
-        }
-
     def clipped(self, kind: str, most: float, norm: Any) -> None:
         """Nothing is to be noted."""
 
@@ -348,20 +352,19 @@ class Replayer:
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what the optimizer is given, and gives it what it was given in the job."""
+        if not self._out and self._passes:
+            self._gradients_ready()
         if not self._out:
             return
-        self._out |= {f"step/{n}": g for n, g in self._gradients().items()}
+        self._out |= {f"step/{n}": g for n, g in state.gradients(self._parameters).items()}
         self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
         recorded = self._job.records[0, self._step].groups
         for group, then in zip(optimizer.param_groups, recorded, strict=False):
             plain = {k: v for k, v in group.items() if isinstance(v, float) and k in then}
             self._kept_settings.append(plain)
             group.update({key: then[key] for key in plain})
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                then_held = self._job.gradient("step", 0, self._step, name)
-                if parameter.grad is not None and then_held is not None:
-                    state.local(parameter.grad).copy_(then_held)
+        then_held = {n: self._job.gradient("step", 0, self._step, n) for n in self._parameters}
+        state.put(self._parameters, then_held)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters, and gives the script its own settings back."""
@@ -385,15 +388,13 @@ class Replayer:
                 losses=finite,
                 draws=len(self._found),
                 skipped=skipped,
+                folded=self._folding.kind,
             )
         )
         self._at += 1
-        replayed = Replayed(mode=self._mode, why=self._why, steps=tuple(self._seen))
-        recording.write_json(self._folder / "replayed.json", replayed)
-        if self._at == len(self._job.steps) or not self._whole():
+        self._write()
+        steps = self._job.steps
+        if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
             sys.stdout.flush()
             os._exit(0)
         self._begin()
-
-    def _whole(self) -> bool:
-        return all(record.whole for record in self._job.at(self._step))

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from distcheck.job.inside import tensors
 from distcheck.job.inside.tensors import plain_name
 
 Tensors = dict[str, torch.Tensor]
-NOT_GRADIENTS = ("loss", "passes", "divisor")  # what a copy writes beside its gradients
+NOT_GRADIENTS = ("loss", "passes", "divisor", "kind")  # what a copy writes beside its gradients
 
 
 def load(
@@ -31,6 +32,26 @@ def load(
                 if value is not None:
                     local(buffer).copy_(value)
     return parameters
+
+
+def gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Tensors:
+    """The gradients that there are, as copies on the CPU."""
+    return {
+        name: tensors.whole(parameter.grad).clone()
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def put(
+    parameters: Mapping[str, torch.nn.Parameter], given: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Puts other numbers into gradients that there are."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            number = given.get(name)
+            if parameter.grad is not None and number is not None:
+                local(parameter.grad).copy_(number)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,22 @@ def digest_of(tensor: torch.Tensor) -> str:
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     return digest(raw_bytes(plain))
+
+
+def any_held(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some parameter has a gradient that is not zero; of one that is divided among ranks,
+    this rank's part.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient._values()  # type: ignore[no-untyped-call]
+        plain = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        if bool(plain.any()):
+            return True
+    return False
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,24 +28,10 @@ from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.requests import HostRequest
 from distcheck.worlds.simulated.share import TURN, TURN_FD
 
 _STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
-
-
-class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `target` with each of `payloads`, one per rank, in `environments`, one per rank.
-
-    Descriptors are every rank's, or, where their name begins with `RANK/`, that rank's alone.
-    """
-
-    target: str
-    order: str
-    deadline_s: float
-    payloads: list[bytes]
-    environments: list[dict[str, str]]
-    order_seeds: list[int | None]
-    schedule: str = ""
 
 
 def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:

@@ -31,7 +31,8 @@ from distcheck.worlds import messages
 from distcheck.worlds.framing import write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
-from distcheck.worlds.simulated.host import Host, HostRequest
+from distcheck.worlds.simulated.host import Host
+from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
 
 _leave = os._exit  # which a world replaces
 _MOST_SHRINKING = 80  # runs; chosen
@@ -42,19 +43,10 @@ _WORDS = 4000
 RunAll = Callable[[Sequence[Schedule]], list[ScheduleRun]]
 
 
-class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run a world under the usual schedule twice, and under those of seeds 1 to `schedules`."""
-
-    host: HostRequest
-    schedules: int
-    deadline_s: float
-
-
-def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+@SEARCH.does
+def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
     """The job of this process."""
-    asked = msgspec.msgpack.decode(payload, type=SearchRequest)
-    forks = Forks(asked, fds, reporter)
-    return msgspec.msgpack.encode(search(forks.run_all, asked.schedules))
+    return search(Forks(asked, fds, reporter).run_all, asked.schedules)
 
 
 def search(run_all: RunAll, schedules: int) -> Searched:

@@ -31,27 +31,6 @@ _LOOK_EVERY_S = 0.05
 _NO_WORD = "the process of the simulated world ended while another rank ran"
 
 
-def search_request(
-    *,
-    target: str,
-    order: str,
-    deadline_s: float,
-    payloads: list[bytes],
-    environments: list[dict[str, str]],
-    schedules: int,
-) -> bytes:
-    """What `search.py` is asked: to run so many schedules of a world."""
-    host = {
-        "target": target,
-        "order": order,
-        "deadline_s": deadline_s,
-        "payloads": payloads,
-        "environments": environments,
-        "order_seeds": [None] * len(payloads),
-    }
-    return msgspec.msgpack.encode({"host": host, "schedules": schedules, "deadline_s": deadline_s})
-
-
 class RankOfHost(Child):
     """A rank that is a thread of a process."""
 

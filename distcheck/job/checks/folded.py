@@ -1,0 +1,177 @@
+"""Accumulated gradients are those of one batch: what the script's passes leave as one process, next
+to one backward pass over all micro-batches of all ranks.
+
+This is about mistakes that the script makes with one rank as well. A factor is the script's own
+business (a loss may have a weight) unless it is the number of passes, or one over it, or changes
+with the number of passes from step to step. A gradient in another direction is a mistake: some
+micro-batch counts more than another.
+
+A gradient is within
+
+    8 max_d |g_d - g| + gamma(A + W + 1) n + u |G|
+
+of the folded one's g times that factor, in the L2 norm: g_d and |G| as in `reference`, and n is the
+sum of the norms of the A passes' gradients, which may cancel in their sum.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.job.checks.reference import SPREADS, norm_of
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.job.settings import Seen
+from distcheck.judge.checks.comparison import by_norm
+from distcheck.judge.checks.tally import Tally
+from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.records import CheckResult
+from distcheck.records.layers import IN_FLOAT32
+
+CHECK = "accumulation"
+SAME_FACTOR = 1e-3  # chosen: rounding leaves 1e-6, and factors that mean something differ by more
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One step: how often the accumulated gradient holds the folded one, and after how many passes;
+    `left` is the share of its norm that no factor explains.
+    """
+
+    step: int
+    passes: int
+    kind: str
+    factor: float
+    left: float
+    ends_epoch: bool
+    raw: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor]
+    spreads: dict[str, float]
+
+
+def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
+    """The steps of which all micro-batches were made as one batch."""
+    made = 0
+    for seen in reference.replayed.steps:
+        passes = sum(one.loss is not None for one in job.records[0, seen.step].passes)
+        made += passes
+        if not seen.folded or job.records[0, seen.step].skipped:
+            continue
+        found = reference.tensors(seen.step)
+        expected = _of(found, "folded/")
+        raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
+        product = sum(float((raw[n].double() * expected[n].double()).sum()) for n in raw)
+        square = sum(float(expected[n].double().square().sum()) for n in raw)
+        size = sum(float(g.double().square().sum()) for g in raw.values())
+        if not square or not size:
+            continue
+        by = product / square
+        left = sum(float((raw[n].double() - by * expected[n].double()).square().sum()) for n in raw)
+        yield Folded(
+            step=seen.step,
+            passes=_passes(job, seen),
+            kind=seen.folded,
+            factor=by,
+            left=(left / size) ** 0.5,
+            ends_epoch=_ends_epoch(job, made),
+            raw=raw,
+            expected=expected,
+            spreads={n: _spread(found, n, by) for n in raw},
+        )
+
+
+def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(kind): t for n, t in found.items() if n.startswith(kind)}
+
+
+def _passes(job: Recording, seen: Seen) -> int:
+    """How many backward passes the script made as one process."""
+    return len(seen.losses) or len(job.records[0, seen.step].passes)
+
+
+def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
+    """How far both ways to a gradient move with one ULP of the parameters."""
+    ways = (float(found[f"spread/{name}"]), abs(factor) * float(found[f"spread-folded/{name}"]))
+    return max((way for way in ways if not math.isnan(way)), default=0.0)
+
+
+def _ends_epoch(job: Recording, made: int) -> bool:
+    """Whether a loader of rank 0 ends after so many passes, so that a step has what is left."""
+    lengths = {
+        begun.length
+        for (rank, _), record in job.records.items()
+        for begun in record.iterations
+        if rank == 0 and begun.length > 0
+    }
+    return any(made % length == 0 for length in lengths)
+
+
+def usual(steps: list[Folded]) -> Folded:
+    """The first step with the number of passes that most steps have."""
+    most = Counter(one.passes for one in steps).most_common(1)[0][0]
+    return next(one for one in steps if one.passes == most)
+
+
+def expected_factor(one: Folded, common: Folded) -> float | None:
+    """The factor that a right script would have, where this one is known to be wrong."""
+    if one.kind != "mean":
+        return None
+    for wrong in (float(one.passes), 1 / one.passes):
+        if one.passes > 1 and one is common and _near(one.factor, wrong):
+            return 1.0
+    ratio = one.factor / common.factor
+    if one.passes != common.passes and _near(ratio, one.passes / common.passes):
+        return common.factor
+    return None
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME_FACTOR * abs(other)
+
+
+def accumulation(job: Recording, reference: Reference) -> Iterator[CheckResult]:
+    """The check; nothing where the script does not accumulate, or passes could not be folded."""
+    steps = list(folded_steps(job, reference))
+    if not steps:
+        return
+    tally, common = Tally(CHECK, IN_FLOAT32), usual(steps)
+    for one in steps:
+        factor, wanted = one.factor, expected_factor(one, common)
+        if wanted is not None and one.ends_epoch and one.passes < common.passes:
+            tally.remark(
+                f"step {one.step}: the {one.passes} passes that the epoch has left count as "
+                f"{one.passes / common.passes:.3g} of a step"
+            )
+        elif wanted is not None:
+            factor = wanted
+        elif one is common and one.kind == "mean" and not _near(factor, 1.0):
+            tally.remark(
+                f"gradients are {factor:.6g} times those of the mean loss, taken for a weight of "
+                "the script's"
+            )
+        _compare(job, tally, one, factor)
+    yield tally.result()
+
+
+def _compare(job: Recording, tally: Tally, one: Folded, factor: float) -> None:
+    total = abs(factor) * math.hypot(*(norm_of(g) for g in one.expected.values()))
+    bounds = {}
+    for name, raw in one.raw.items():
+        unit = unit_roundoff(raw.dtype)
+        added = _norms(job, one.step, name) or norm_of(raw)
+        bounds[name] = SPREADS * one.spreads[name] + unit * total
+        bounds[name] += gamma(one.passes + job.world + 1, unit) * added
+    of_factor = math.hypot(*bounds.values()) / total  # the fitted factor may be as far off
+    for name, raw in one.raw.items():
+        expected = factor * one.expected[name].double()
+        bound = bounds[name] + of_factor * norm_of(expected)
+        tally.add(by_norm(raw, expected, bound), parameter=name, rank=0, step=one.step)
+
+
+def _norms(job: Recording, step: int, name: str) -> float:
+    """The mean over the ranks of what the norms of their passes' gradients add up to."""
+    found = [job.tensors(rank, step).get(f"norms/{name}") for rank in range(job.world)]
+    return sum(float(one) for one in found if one is not None) / job.world

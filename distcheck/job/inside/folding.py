@@ -1,0 +1,225 @@
+"""The passes of an accumulation as one: a copy of the replay gets all micro-batches of all ranks in
+one batch, and leaves the gradient of their loss.
+
+The script's own factor before the loss (`loss / accumulate`) is left out: the gradient is that of
+the loss that torch computed, where the script's is a multiple of it, or of the mean at the end of
+the script's own computation. So it does not matter what the script takes the factor to be.
+"""
+
+import resource
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import psutil
+import torch
+
+from distcheck.job.inside import state
+from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.forks import Role
+from distcheck.job.reading import Recording
+from distcheck.job.recording import StepRecord
+from distcheck.machine.cores import cores
+from distcheck.machine.free_memory import available_bytes
+
+Found = Mapping[Role, dict[str, torch.Tensor] | None]
+Kind = Literal["", "mean", "sum"]
+_KINDS: tuple[Kind, ...] = ("", "mean", "sum")
+# Chosen: rounding leaves 1e-6 of a gradient, and a second term of a loss, or samples that interact,
+# more than a thousandth.
+_SAME = 1e-3
+_ONE_BY_ONE = "the loss of a larger batch is not the mean of its parts' losses"
+
+
+def interacts(records: Sequence[StepRecord]) -> str:
+    """Why samples of several passes may not share a batch; empty where they may."""
+    if any(record.batchnorm for record in records):
+        return "BatchNorm normalises by the batch"
+    if any(one.draws for record in records for one in record.passes):
+        return "the forward pass draws random numbers"
+    if any(one.autocast for record in records for one in record.passes):
+        return "autocast rounds by the shape of a batch"
+    return ""
+
+
+class Folding:
+    """Whether passes can be made as one; the copies for that, and what comes of them."""
+
+    def __init__(self, job: Recording, feeding: Feeding) -> None:
+        self._job, self._feeding = job, feeding
+        self.why = ""  # they could not be made as one
+        self.kind: Kind = ""
+        self._heard: list[tuple[str, torch.Tensor]] = []
+        self._probes: list[Role] = []
+        self._draws: list[Role] = []
+        passes = [p for record in job.records.values() for p in record.passes]
+        self._accumulates = len(passes) > len(job.records)
+
+    def roles(self, step: int, draws: int) -> list[Role]:
+        """The copies of a step; at the first one also those that show whether samples interact."""
+        self.kind, self._heard, self._draws, self._probes = "", [], [], []
+        if not self._accumulates or self.why:
+            return []
+        every = [
+            (rank, number)
+            for number in range(len(self._feeding.passes(step, 0)))
+            for rank in range(self._job.world)
+        ]
+        self.why = self._why_not(step, every)
+        if self.why:
+            return []
+        self._draws = [Role(ALL, draw, tuple(every)) for draw in range(draws + 1)]
+        if step == self._job.steps[0]:
+            first = every[: self._job.world]
+            self._probes = [Role(ALL, 0, tuple(pairs)) for pairs in (first, *([p] for p in first))]
+        return list(dict.fromkeys((*self._draws, *self._probes)))
+
+    def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
+        records = self._job.at(step)
+        if why := interacts(records):
+            return why
+        passes = [one for record in records for one in record.passes]
+        if len({len(record.passes) for record in records}) > 1:
+            return "ranks make different numbers of passes"
+        if any(one.loss is None for one in passes):
+            return "a backward pass has several forward passes"
+        if len({len(one.rows) for one in passes}) > 1:
+            return "the micro-batches have different numbers of samples"
+        if not passes[0].rows or self._feeding.inputs(step, every) is None:
+            return "the micro-batches do not fit into one batch"
+        return ""
+
+    # -- in a copy -------------------------------------------------------------------------------
+
+    def heard(self, reduction: str, value: torch.Tensor) -> None:
+        """Keeps a loss of torch's, of which a copy wants the gradient."""
+        self._heard.append((reduction, value))
+
+    def take(
+        self, loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> dict[str, torch.Tensor]:
+        """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of."""
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        whole = _gradients(loss, trained)
+        kind: Kind = ""
+        if len(self._heard) == 1 and self._heard[0][1].numel() == 1:
+            reduction, value = self._heard[0]
+            own = _gradients(value, trained)
+            if _parallel(whole, own):
+                kind, whole = ("mean" if reduction == "mean" else "sum"), own
+        elif not self._heard and (factor := factor_of_mean(loss)):
+            kind, whole = "mean", {name: g / factor for name, g in whole.items()}
+        return {**whole, "kind": torch.tensor(float(_KINDS.index(kind)))}
+
+    # -- in the parent ---------------------------------------------------------------------------
+
+    def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
+        """The gradient of all micro-batches as one batch, and how far it moves with one ULP."""
+        if not self._draws:
+            return {}
+        plain, *moved = (found.get(role) for role in self._draws)
+        if plain is None:
+            self.why = "with all micro-batches in one batch the script fails (or has no memory)"
+            return {}
+        kind = _KINDS[int(plain["kind"])]
+        if not kind:
+            self.why = "the loss is neither a mean nor a sum over samples, times a factor"
+        elif self._probes and not self._adds_up(found, kind, step):
+            self.why = _ONE_BY_ONE
+        if self.why:
+            return {}
+        self.kind = kind
+        out = {}
+        for name, gradient in _plain(plain).items():
+            norms = [float((m[name] - gradient).double().norm()) for m in moved if m is not None]
+            out[f"folded/{name}"] = gradient
+            out[f"spread-folded/{name}"] = torch.tensor(max(norms, default=float("nan")))
+        return out
+
+    def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
+        """Whether the loss of several passes in one batch is that of each, weighted by targets."""
+        together, *each = (found.get(role) for role in self._probes)
+        if together is None or any(one is None for one in each):
+            return False
+        weights = [1.0] * len(each)
+        if kind == "mean":
+            pairs = [role.pairs[0] for role in self._probes[1:]]
+            counts = [targets_of_pass(self._job.records[rank, step], n) for rank, n in pairs]
+            weights = [count / sum(counts) for count in counts]
+        added = state.mean(each, weights)
+        return added is not None and state.distance(added, together) <= _SAME
+
+
+def targets_of_pass(record: StepRecord, number: int) -> int:
+    """What a mean loss counts for: its targets, or its samples where torch computed no loss."""
+    one = record.passes[number]
+    return one.losses[0].counted if one.losses else len(one.rows)
+
+
+def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: g for name, g in found.items() if name not in state.NOT_GRADIENTS}
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+    )
+    return {
+        name: g.to_dense() if g.is_sparse else g
+        for name, g in zip(parameters, found, strict=True)
+        if g is not None
+    }
+
+
+def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether one is the other times a factor."""
+    if set(one) != set(other):
+        return False
+    product = _total((one[n].double() * other[n].double()).sum() for n in one)
+    square = _total(other[n].double().square().sum() for n in one)
+    size = _total(one[n].double().square().sum() for n in one)
+    if not square or not size:
+        return False
+    by = product / square
+    left = _total((one[n].double() - by * other[n].double()).square().sum() for n in one)
+    return by > 0 and (left / size) ** 0.5 <= _SAME
+
+
+def _total(terms: Iterable[torch.Tensor]) -> float:
+    return float(sum(float(term) for term in terms))
+
+
+def factor_of_mean(loss: torch.Tensor) -> float:
+    """The number by which a mean over elements was multiplied to be the loss; 0 where the graph of
+    the loss does not end in a mean and multiplications by numbers.
+    """
+    node, factor = loss.grad_fn, 1.0
+    while node is not None:
+        name = node.name()
+        if name.startswith("MeanBackward"):
+            return factor
+        before = [one for one, _ in node.next_functions if one is not None]
+        other = getattr(node, "_saved_other", None)
+        is_number = isinstance(other, torch.Tensor) and other.numel() == 1
+        if len(before) != 1 or (name[:3] in ("Mul", "Div") and not is_number):
+            return 0.0
+        if name.startswith("MulBackward"):
+            factor *= float(other)  # type: ignore[arg-type]
+        elif name.startswith("DivBackward"):
+            factor /= float(other)  # type: ignore[arg-type]
+        elif name.startswith("NegBackward"):
+            factor = -factor
+        elif not name.startswith(("CloneBackward", "ToCopyBackward", "ViewBackward")):
+            return 0.0
+        node = before[0]
+    return 0.0
+
+
+def limit_memory() -> None:
+    """In a copy: a script accumulates where one batch would not fit into memory, so the copies
+    together may take half (chosen) of what is free. One that needs more fails by itself.
+    """
+    held = psutil.Process().memory_info().data
+    room = available_bytes() // (2 * cores())
+    resource.setrlimit(resource.RLIMIT_DATA, (held + room, held + room))

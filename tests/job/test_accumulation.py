@@ -1,0 +1,243 @@
+"""Accumulation, also where one process makes the same mistake: next to one batch, and by pass."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distcheck.job import causes, checks
+from distcheck.job.checks.folded import accumulation
+from distcheck.job.checks.reference import with_reference
+from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.folding import Folding, factor_of_mean
+from distcheck.job.inside.forks import Role
+from distcheck.job.recording import Clip
+from distcheck.records import CheckResult
+from tests.job.recordings import Facts, gradients, make, reference, replaced
+
+Turn = tuple[float | None, float]  # the factor of a step, and how far its direction is off
+
+
+def passes_of(count: Callable[[int], int], **about: Any) -> Callable[[Facts], None]:
+    """So many backward passes at each step, of a loss that torch did not compute."""
+
+    def change(facts: Facts) -> None:
+        given = {"losses": (), "holds": True, **about}
+        facts.passes = [facts.a_pass(i, **given) for i in range(count(facts.step))]
+        facts.passes[0] = replaced(facts.passes[0], holds=False)
+
+    return change
+
+
+def judge(
+    folder: Path, count: Callable[[int], int], folded: Callable[[int], Turn], **changes: Any
+) -> tuple[CheckResult, list[str]]:
+    """The check, and the causes that are named; every other check passes."""
+    job = make(folder, passes_of(count, **changes.pop("about", {})))
+    alone = reference(job, folder, folded=folded, **changes)
+    (result,) = accumulation(job, alone)
+    others = [r for r in checks.without_reference(job) if r.compared.elements]
+    others += [r for r in with_reference(job, alone) if r.check != "loss"]
+    assert {r.verdict for r in others} == {"pass"}
+    return result, [d.cause for d in causes.diagnose(job, [*others, result], alone)]
+
+
+@pytest.mark.parametrize(
+    ("count", "folded", "cause"),
+    [
+        (lambda s: 3, lambda s: (3.0, 0.0), "accumulation-not-scaled"),
+        (lambda s: 3, lambda s: (1 / 3, 0.0), "scaled-twice"),
+        (lambda s: 3 if s else 1, lambda s: (1.0 if s else 1 / 3, 0.0), "uneven-accumulation"),
+        (lambda s: 5 if s == 2 else 3, lambda s: (5 / 3 if s == 2 else 1.0, 0.0),
+         "uneven-accumulation"),
+        (lambda s: 3, lambda s: (1.0, 1e-4), "unexplained"),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_one_process_is_seen_next_to_one_batch(
+    tmp_path: Path, count: Callable[[int], int], folded: Callable[[int], Turn], cause: str
+) -> None:
+    result, named = judge(tmp_path, count, folded)
+    assert (result.verdict, named) == ("fail", [cause])
+
+
+def test_passes_that_count_alike_over_unlike_numbers_of_targets_are_named(tmp_path: Path) -> None:
+    def uneven(facts: Facts) -> None:
+        call = facts.passes[0].losses[0]
+        calls = [msgspec.structs.replace(call, counted=n) for n in (2, 6)]
+        facts.passes = [facts.a_pass(i, loss=1.0, losses=(calls[i],)) for i in range(2)]
+
+    job = make(tmp_path, uneven)
+    alone = reference(job, tmp_path, folded=lambda s: (1.0, 0.1))
+    results = [*checks.without_reference(job), *accumulation(job, alone)]
+    (named,) = causes.diagnose(job, results, alone)
+    assert named.cause == "unweighted-tokens"
+    assert "over 2, 6, 2, 6 targets" in named.evidence
+
+
+@pytest.mark.parametrize(
+    ("count", "folded", "changes"),
+    [
+        (lambda s: 3, lambda s: (1.0, 0.0), {}),
+        (lambda s: 3, lambda s: (1.0, 1e-9), {}),
+        (lambda s: 3, lambda s: (0.3, 0.0), {}),  # a loss may have a weight
+        (lambda s: 3, lambda s: (1 / (1 + s), 0.0), {}),  # which may change
+        (lambda s: 3, lambda s: (3.0, 0.0), {"kind": "sum"}),  # sums have no scale of their own
+        # The last step of an epoch of four batches has one pass, divided by 3: said, not accused.
+        (lambda s: 1 if s == 1 else 3, lambda s: (1 / 3 if s == 1 else 1.0, 0.0), {}),
+    ],
+)
+def test_a_right_accumulation_is_not_accused(
+    tmp_path: Path, count: Callable[[int], int], folded: Callable[[int], Turn], changes: Any
+) -> None:
+    result, named = judge(tmp_path, count, folded, **changes)
+    assert (result.verdict, named) == ("pass", [])
+    assert result.compared.elements == 16 * 3
+
+
+def test_nothing_is_said_where_nothing_was_folded(tmp_path: Path) -> None:
+    job = make(tmp_path, passes_of(lambda s: 3))
+    assert [*accumulation(job, reference(job, tmp_path))] == []
+
+
+@pytest.mark.parametrize(
+    ("about", "cause"),
+    [
+        ({"holds": False}, "lost-micro-batch"),
+        ({"first": True}, "accumulated-gradient"),
+        ({"clips": (Clip(kind="norm", most=9e9, norm=1.0, passes=1),)}, "clip-in-accumulation"),
+    ],
+)
+def test_what_happens_between_passes_is_named(
+    tmp_path: Path, about: dict[str, Any], cause: str
+) -> None:
+    def change(facts: Facts) -> None:
+        passes_of(lambda s: 3, holds=about.get("holds", True))(facts)
+        facts.passes[0] = replaced(facts.passes[0], holds="first" in about and facts.step > 0)
+        facts.clips = about.get("clips", ())
+        if facts.step:
+            facts.raw = {name: g + gradients(8, facts.step)[name] for name, g in facts.raw.items()}
+
+    job = make(tmp_path, change)
+    results = checks.without_reference(job)
+    assert [d.cause for d in causes.diagnose(job, results)] == [cause]
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(2.0, "pass"), (1.0, "fail")])
+def test_gradients_may_be_divided_after_the_last_pass(
+    tmp_path: Path, loss: float, verdict: str
+) -> None:
+    """By their number, in place of the losses; beside the losses it is once too often."""
+
+    def change(facts: Facts) -> None:
+        facts.passes = [facts.a_pass(i, loss=loss) for i in range(2)]
+        facts.raw = {name: gradient / 2 for name, gradient in facts.raw.items()}
+
+    results = {r.check: r for r in checks.without_reference(make(tmp_path, change))}
+    assert results["gradients"].verdict == verdict
+    assert results["loss scale"].verdict == "pass"
+
+
+# -- in a replay ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of", "factor"),
+    [
+        (lambda v: v.mean() / 4, 0.25),
+        (lambda v: 0.5 * (-v.mean() / 2).clone(), -0.25),
+        (lambda v: v.mean(), 1.0),
+        (lambda v: v.sum() / 4, 0.0),
+        (lambda v: v.mean() * v.sum(), 0.0),
+        (lambda v: v.mean() + v.sum(), 0.0),
+        (lambda v: v.mean().exp(), 0.0),
+        (lambda v: torch.tensor(1.0), 0.0),
+    ],
+)
+def test_the_factor_before_a_mean_is_read_off_the_graph(
+    of: Callable[[torch.Tensor], torch.Tensor], factor: float
+) -> None:
+    assert factor_of_mean(of(torch.ones(3, requires_grad=True) ** 2)) == factor
+
+
+@pytest.fixture
+def folding(tmp_path: Path) -> Folding:
+    job = make(tmp_path, passes_of(lambda s: 2))
+    return Folding(job, Feeding(job))
+
+
+def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Folding) -> None:
+    model, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    targets = torch.tensor([0, 1, -100, 1])
+    parameters = dict(model.named_parameters())
+
+    def taken(reduction: str, of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        folding._heard.clear()
+        value = F.cross_entropy(model(inputs), targets, reduction=reduction)
+        folding.heard(reduction, value)
+        return folding.take(of(value), parameters)
+
+    plain = taken("mean", lambda v: v)
+    scaled = taken("mean", lambda v: v / 12)
+    assert (float(plain["kind"]), float(scaled["kind"])) == (1, 1)
+    assert torch.equal(plain["weight"], scaled["weight"])
+    sums = taken("sum", lambda v: v / 7)
+    assert float(sums["kind"]) == 2
+    assert torch.allclose(sums["weight"], 3 * plain["weight"])
+    more = taken("mean", lambda v: v + model.weight.square().sum())
+    assert float(more["kind"]) == 0
+    folding._heard.clear()
+    own = folding.take((model(inputs) ** 2).mean() / 12, parameters)
+    right = torch.autograd.grad((model(inputs) ** 2).mean(), model.weight)[0]
+    assert float(own["kind"]) == 1
+    assert torch.allclose(own["weight"], right)
+
+
+def test_samples_that_interact_are_seen_and_not_judged(
+    folding: Folding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Feeding, "inputs", lambda *_: [torch.zeros(1)])
+    roles = folding.roles(0, 2)
+    pairs = ((0, 0), (1, 0), (0, 1), (1, 1))
+    assert [(r.rank, r.draw) for r in roles[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
+    assert roles[0].pairs == pairs
+    assert [r.pairs for r in roles[3:]] == [pairs[:2], pairs[:1], pairs[1:2]]
+
+    def wrote(value: float) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((2,), value), "kind": torch.tensor(1.0)}
+
+    found: dict[Role, Any] = {role: wrote(1.0) for role in roles}
+    assert sorted(folding.results(found, 0)) == ["folded/weight", "spread-folded/weight"]
+    assert (folding.kind, folding.why) == ("mean", "")
+    found[roles[3]] = wrote(1.1)
+    assert folding.results(found, 0) == {}
+    assert folding.why == "the loss of a larger batch is not the mean of its parts' losses"
+    assert folding.roles(1, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [
+        ({"draws": True}, "the forward pass draws random numbers"),
+        ({"autocast": "torch.bfloat16"}, "autocast rounds by the shape of a batch"),
+        ({"loss": None}, "a backward pass has several forward passes"),
+        ({"rows": ()}, "the micro-batches do not fit into one batch"),
+    ],
+)
+def test_it_is_said_why_passes_cannot_be_made_as_one(
+    tmp_path: Path, about: dict[str, Any], why: str
+) -> None:
+    job = make(tmp_path, passes_of(lambda s: 2, **about))
+    folding = Folding(job, Feeding(job))
+    assert folding.roles(0, 2) == []
+    assert folding.why == why
+
+
+def test_a_job_that_does_not_accumulate_pays_nothing(tmp_path: Path) -> None:
+    job = make(tmp_path)
+    folding = Folding(job, Feeding(job))
+    assert folding.roles(0, 2) == []
+    assert folding.why == ""
