@@ -79,9 +79,9 @@ def test_what_a_known_file_imports_is_asked_about(
         assert asked(**{where: spec}) == 1
 
 
-@pytest.mark.parametrize("spec", ["mlp:thing", "cnn:os.system", "gloo:thing"])
+@pytest.mark.parametrize("spec", ["cnn:thing", "vgg11:os.system", "gloo:thing"])
 def test_a_module_that_is_called_like_one_of_ours_is_asked_about(spec: str) -> None:
-    """`mlp` is distcheck's, and `mlp:thing` is in a module of that name, wherever it is found."""
+    """`cnn` is distcheck's, and `cnn:thing` is in a module of that name, wherever it is found."""
     where = "backend" if spec.startswith("gloo") else "workload"
     assert asked(**{where: spec}) == 1
     assert asked(**{where: spec.partition(":")[0]}) == 0

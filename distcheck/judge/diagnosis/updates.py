@@ -287,6 +287,7 @@ class _Averaged:
         )  # fmt: skip
         self.weights, self.unscaled, self.half_quanta = [1.0] * world, [1.0] * world, list[float]()
         self.lost, self.micro_batches = "", ()
+        self.token_counts = dict[str, Any]()  # replicas count alike
         self.shards = [
             ShardResult(
                 loss=0.0,
