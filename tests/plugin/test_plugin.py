@@ -321,7 +321,8 @@ def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
     assert "PASSED" not in ran.stdout.partition("test_after")[0]
 
 
-def test_the_conformance_suite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [[3], pytest.param([2, 3], marks=pytest.mark.sweep)], ids=str)
+def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
     (tmp_path / "unweighted.py").write_text(
         "import torch.distributed as dist\n"
         "def mean_of_means(model, step):\n"
@@ -331,7 +332,8 @@ def test_the_conformance_suite(tmp_path: Path) -> None:
     )
     strategies = ["allreduce", "unweighted.py:mean_of_means", "unweighted.py:mean_of_mean"]
     options = [word for name in strategies for word in ("--distcheck-strategy", name)]
-    options += ["--distcheck-world", "2", "--distcheck-world", "3", "--distcheck-workload", "mlp"]
+    options += [f"--distcheck-world={world}" for world in worlds]
+    options += ["--distcheck-workload", "mlp"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", "-v", "-rf",
          "-p", "no:cacheprovider", *options],
@@ -343,14 +345,15 @@ def test_the_conformance_suite(tmp_path: Path) -> None:
         for strategy in strategies
         if f"[{strategy}-world" in line and "%]" in line
     )
-    assert (ended["allreduce", "PASSED"], ended["allreduce", "SKIPPED"]) == (18, 2), ran.stdout
+    passed, skipped = ended["allreduce", "PASSED"], ended["allreduce", "SKIPPED"]
+    assert (passed, skipped) == (9 * len(worlds), len(worlds)), ran.stdout
     assert not ended["allreduce", "FAILED"]
     assert ended[strategies[1], "FAILED"]
     failed = ran.stdout[ran.stdout.index("short test summary") :]
     assert "mean_of_means-world3-mlp" in failed
     assert "mean_of_means-world2-mlp-gradients" not in failed, "equal shards hide it"
     assert "gradients (R) fail: step 0" in ran.stdout
-    assert ended[strategies[2], "FAILED"] == 20
+    assert ended[strategies[2], "FAILED"] == 10 * len(worlds)
     assert "unweighted.py has no object 'mean_of_mean'" in ran.stdout
     assert "_verified" not in ran.stdout, "a sentence, and no traceback of ours"
 

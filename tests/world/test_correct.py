@@ -9,9 +9,12 @@ from tests.correct import FORMS
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
 
-def test_correct_code_without_a_promise_passes() -> None:
+@pytest.mark.parametrize(
+    "workloads", [["mlp"], pytest.param(["lattice", "cnn"], marks=pytest.mark.sweep)], ids=str
+)
+def test_correct_code_without_a_promise_passes(workloads: list[str]) -> None:
     """In float32; the sweep adds float64, worlds and seeds."""
-    specs, workloads = [f"tests.correct:{form}" for form in FORMS], ["lattice", "mlp"]
+    specs = [f"tests.correct:{form}" for form in FORMS]
     report = distcheck.verify(specs, world=3, workload=workloads, dtype="float32", steps=3)
     assert len(report.raise_for_verdict().cases) == len(FORMS) * len(workloads)
 

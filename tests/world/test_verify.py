@@ -78,7 +78,7 @@ def test_world_1_says_what_it_cannot_show() -> None:
     assert "nothing to synchronise" in report.cases[0].notes[0]
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
     world=st.integers(2, 5),
     batch=st.integers(5, 300),
