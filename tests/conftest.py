@@ -1,5 +1,6 @@
 """One pool per test process: a helper that has imported torch once; and runs without a rerun."""
 
+import importlib.metadata
 from collections.abc import Sequence
 
 import msgspec
@@ -19,6 +20,16 @@ def pool() -> Pool:
     pool = shared_pool()
     pool.wait_ready()
     return pool
+
+
+@pytest.fixture(scope="session")
+def torchvision_loads() -> None:
+    """For tests of what torchvision reads or builds: it is not there beside every torch."""
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:
+        version = importlib.metadata.version("torch")
+        pytest.skip(f"torchvision does not load beside torch {version}: {error}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

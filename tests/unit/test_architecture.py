@@ -1,89 +1,87 @@
 """The shape of the house: who may import whom, what stays light, how long things may get."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "distcheck"
-MODULES = sorted(PACKAGE.rglob("*.py"))
-STRATEGIES = sorted((ROOT / "strategies").glob("*.py"))
+from tests.sources import MODULES, PACKAGE, ROOT, STRATEGIES, found, nodes, text_of
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    names = set()
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             place = "." * node.level + node.module  # a neighbour's name begins with a dot
-            found |= {place, *(f"{place}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {place, *(f"{place}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
+
+
+def imports_of(path: Path, forbidden: tuple[str, ...]) -> set[str]:
+    return {name for name in imports(path) if name.startswith(forbidden)}
 
 
 def of(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).glob("*.py"))
+    paths = sorted((PACKAGE / folder).glob("*.py"))
+    assert paths, f"{folder} has no module"
+    return paths
 
 
-def identify(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def test_distcheck_never_imports_strategies() -> None:
+    assert not found(MODULES, lambda path: imports_of(path, ("strategies", "distcheck_str")))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_distcheck_never_imports_strategies(path: Path) -> None:
-    assert not {name for name in imports(path) if name.startswith(("strategies", "distcheck_str"))}
+def test_strategies_import_the_contract_and_torch_only() -> None:
+    def others(path: Path) -> set[str]:
+        own = imports_of(path, ("distcheck",)) - imports_of(path, ("distcheck.contract",))
+        far = {name.partition(".")[0] for name in imports(path) if not name.startswith(".")}
+        own_library = {"mpi4py"} if path.stem == "mpi_allreduce" else set()
+        return own | far - set(sys.stdlib_module_names) - {"torch", "distcheck"} - own_library
+
+    assert not found(STRATEGIES, others)
 
 
-@pytest.mark.parametrize("path", STRATEGIES, ids=identify)
-def test_strategies_import_the_contract_and_torch_only(path: Path) -> None:
-    own = {name for name in imports(path) if name.startswith("distcheck")}
-    assert all(name.startswith("distcheck.contract") for name in own)
-    far = {name.partition(".")[0] for name in imports(path) if not name.startswith(".")}
-    others = far - set(sys.stdlib_module_names)
-    own_library = {"mpi4py"} if path.stem == "mpi_allreduce" else set()
-    assert others <= {"torch", "distcheck"} | own_library
-
-
-@pytest.mark.parametrize("path", of("judge/checks"), ids=identify)
-def test_checks_launch_nothing(path: Path) -> None:
+def test_checks_launch_nothing() -> None:
     forbidden = ("subprocess", "multiprocessing", "os", "time", "distcheck.worlds", "distcheck.run")
-    assert not {name for name in imports(path) if name.startswith(forbidden)}
+    assert not found(of("judge/checks"), lambda path: imports_of(path, forbidden))
 
 
-@pytest.mark.parametrize("path", [*of("reports"), *of("reports/pictures")], ids=identify)
-def test_reports_decide_nothing(path: Path) -> None:
+def test_reports_decide_nothing() -> None:
     allowed = (
         "distcheck.records", "distcheck.errors", "distcheck.reports", "distcheck.judge.checks.mer",
     )  # fmt: skip
-    own = {name for name in imports(path) if name.startswith("distcheck.")}
-    assert {name for name in own if not name.startswith(allowed)} <= {"distcheck.judge.checks"}
+
+    def others(path: Path) -> set[str]:
+        own = imports_of(path, ("distcheck.",)) - imports_of(path, allowed)
+        return own - {"distcheck.judge.checks"}
+
+    assert not found([*of("reports"), *of("reports/pictures")], others)
 
 
-@pytest.mark.parametrize("path", of("judge/oracles"), ids=identify)
-def test_oracles_know_no_strategy_and_no_loop(path: Path) -> None:
+def test_oracles_know_no_strategy_and_no_loop() -> None:
     forbidden = ("distcheck.training.loop", "distcheck.training.recorder", "distcheck_strategies")
-    assert not {name for name in imports(path) if name.startswith(forbidden)}
+    assert not found(of("judge/oracles"), lambda path: imports_of(path, forbidden))
 
 
 def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
-    found = imports(PACKAGE / "judge" / "oracles" / "lattice.py")
-    assert not {name for name in found if name.startswith("torch")}
-    own = {name for name in found if name.startswith("distcheck")}
+    lattice = PACKAGE / "judge" / "oracles" / "lattice.py"
+    assert not imports_of(lattice, ("torch",))
+    own = imports_of(lattice, ("distcheck",))
     assert own == {"distcheck.contract", "distcheck.contract.Contract"}
 
 
 IN_RANKS = ("availability.py", "rank.py")  # all the rest of the probes is plain Python
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in of("backend_probe") if path.name not in IN_RANKS], ids=identify
-)
-def test_what_is_owed_of_a_backend_is_known_without_torch(path: Path) -> None:
-    assert not {name for name in imports(path) if name.partition(".")[0] in ("torch", "numpy")}
+def test_what_is_expected_of_a_backend_is_known_without_torch() -> None:
+    plain = [path for path in of("backend_probe") if path.name not in IN_RANKS]
+    assert not found(plain, lambda path: imports_of(path, ("torch", "numpy")))
 
 
 LIGHT = (
@@ -154,17 +152,13 @@ def test_help_and_list_import_no_torch(words: list[str]) -> None:
     assert ran.returncode == 0, ran.stderr.decode()
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            yield node
+def test_modules_and_functions_stay_short() -> None:
+    def long(path: Path) -> set[str]:
+        functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
+        names = {f.name for f in functions if (f.end_lineno or 0) - f.lineno > 70}
+        return names | ({"the module"} if len(text_of(path).splitlines()) > 400 else set())
 
-
-@pytest.mark.parametrize("path", [*MODULES, *STRATEGIES], ids=identify)
-def test_modules_and_functions_stay_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-    long = {f.name for f in functions(path) if (f.end_lineno or 0) - f.lineno > 70}
-    assert not long
+    assert not found([*MODULES, *STRATEGIES], long)
 
 
 def test_no_drawer_for_odds_and_ends() -> None:
@@ -173,10 +167,13 @@ def test_no_drawer_for_odds_and_ends() -> None:
 
 def test_one_word_per_idea() -> None:
     """A rank is a rank, never a worker, a node or a process id of a cluster."""
-    for path in [*MODULES, *STRATEGIES]:
+
+    def other_words(path: Path) -> set[str]:
         names = {
             node.id if isinstance(node, ast.Name) else node.arg
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes(path)
             if isinstance(node, ast.Name | ast.arg)
         }
-        assert not {name for name in names if name in ("worker", "workers", "node_rank", "cluster")}
+        return names & {"worker", "workers", "node_rank", "cluster"}
+
+    assert not found([*MODULES, *STRATEGIES], other_words)

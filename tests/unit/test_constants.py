@@ -9,20 +9,14 @@ import pytest
 import torch
 
 from distcheck.machine import numerics
+from tests.sources import MODULES, PACKAGE, ROOT, found, text_of
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "distcheck"
 NUMERICS = PACKAGE / "machine" / "numerics.py"
-MODULES = sorted(PACKAGE.rglob("*.py"))
 JUDGING = sorted((PACKAGE / "judge").rglob("*.py"))
 PAGE = ROOT / "docs" / "what-equal-means.md"
 UNIT_EXPONENTS = (8, 11, 24, 53)  # 2^-k is the unit roundoff of bfloat16, float16, float32, float64
 LEAST_PLAIN = 1e-2  # from here on a number is a share or a count, not a tolerance
 ORIGIN = re.compile(r"\b(derived|measured allowance|chosen)\b", re.IGNORECASE)
-
-
-def identify(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def negative_exponent(node: ast.AST) -> int | None:
@@ -87,15 +81,17 @@ def numbers_of_the_module(source: str) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(node.targets[0]), beside(lines, node.lineno)
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p != NUMERICS], ids=identify)
-def test_unit_roundoffs_are_named_in_one_place(path: Path) -> None:
-    assert not list(unit_roundoffs(path.read_text()))
+def test_unit_roundoffs_are_named_in_one_place() -> None:
+    others = [path for path in MODULES if path != NUMERICS]
+    assert not found(others, lambda path: list(unit_roundoffs(text_of(path))))
 
 
-@pytest.mark.parametrize("path", JUDGING, ids=identify)
-def test_small_constants_say_where_they_come_from(path: Path) -> None:
-    found = [*small_constants(path.read_text()), *numbers_of_the_module(path.read_text())]
-    assert not [text for text, comment in found if not ORIGIN.search(comment)]
+def test_small_constants_say_where_they_come_from() -> None:
+    def without_origin(path: Path) -> list[str]:
+        numbers = [*small_constants(text_of(path)), *numbers_of_the_module(text_of(path))]
+        return [text for text, comment in numbers if not ORIGIN.search(comment)]
+
+    assert not found(JUDGING, without_origin)
 
 
 def test_a_constant_without_a_word_would_be_found() -> None:

@@ -16,16 +16,7 @@ from distcheck.workloads.datasets import ArrayDescription, files, mnist, open_sa
 from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
 
-
-def _why_not() -> str:
-    try:
-        import torchvision  # noqa: F401
-    except Exception as error:
-        return f"torchvision does not load beside torch {torch.__version__}: {error}"
-    return ""
-
-
-needs_torchvision = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "it loads")
+needs_torchvision = pytest.mark.usefixtures("torchvision_loads")
 
 
 @pytest.fixture

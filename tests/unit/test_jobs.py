@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import distcheck
 from distcheck.worlds.jobs import Descriptors, Job
+from tests.sources import MODULES, PACKAGE, nodes, text_of
 
-PACKAGE = Path(distcheck.__file__).parent
 # The jobs of a room that knows no job: what only torch can ask of the launcher's store, and the
 # schedules of a simulated world, whatever its ranks do.
 OF_WORLDS = {
@@ -28,8 +27,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 def declared() -> Iterator[tuple[Path, str]]:
     """(module, target) of every job in distcheck."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in [path for path in MODULES if "Job(" in text_of(path)]:
+        for node in nodes(path):
             made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if made and node.func.id == "Job":
                 assert isinstance(node.args[0], ast.Constant)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.sources import ROOT, found, nodes, text_of
+
 CODE = sorted(
     p for room in ("distcheck", "strategies", "examples") for p in (ROOT / room).rglob("*.py")
 )
@@ -42,8 +43,7 @@ def hard_words(text: str) -> list[str]:
 
 def texts_of(path: Path) -> Iterator[str]:
     """Messages, docstrings and comments of a module."""
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
             yield "".join(
                 part.value if isinstance(part, ast.Constant) else "X" for part in node.values
@@ -52,24 +52,18 @@ def texts_of(path: Path) -> Iterator[str]:
             yield node.value
     comments = [
         token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        for token in tokenize.generate_tokens(io.StringIO(text_of(path)).readline)
         if token.type == tokenize.COMMENT
     ]
     yield from comments
 
 
-def identify(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def test_code() -> None:
+    assert not found(CODE, lambda path: [w for text in texts_of(path) for w in hard_words(text)])
 
 
-@pytest.mark.parametrize("path", CODE, ids=identify)
-def test_code(path: Path) -> None:
-    assert not [found for text in texts_of(path) for found in hard_words(text)]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=identify)
-def test_pages(path: Path) -> None:
-    assert not hard_words(path.read_text())
+def test_pages() -> None:
+    assert not found(PAGES, lambda path: hard_words(text_of(path)))
 
 
 @pytest.mark.parametrize(
