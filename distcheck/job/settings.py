@@ -49,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
+    randomness        of a guard: whether ranks must draw different random numbers
     """
 
     mode: Mode = "record"
@@ -61,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 100
     warns: bool = False
     bundles: str = ""
+    randomness: bool = True
 
 
 def write(settings: Settings, folder: Path) -> Path:
