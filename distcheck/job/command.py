@@ -267,6 +267,8 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
     text += f", since {replayed.failure}" if replayed.failure else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
+    unmeasured = sum(not seen.draws for seen in replayed.steps)
+    text += f", which failed at {unmeasured} of its steps" if unmeasured else ""
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
     return text

@@ -15,7 +15,8 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay reached at one step: learning rates, losses, and the optimizer's settings;
+    """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
+    how many `draws` its tolerances are measured by;
     `folded` is what its passes' losses are, where they were made once more as one batch.
     """
 
