@@ -72,7 +72,9 @@ def plain_s(script: Path, world: int) -> float:
 def seeded(script: Path, seed: int, folder: Path) -> Path:
     """The script with another seed for its model."""
     text = script.read_text()
-    changed = re.sub(r"(manual_seed|set_seed)\((\d+)\)", rf"\1({seed} + \2)", text, count=1)
+    changed = re.sub(
+        r"(manual_seed|set_seed|seed_everything)\((\d+)", rf"\1({seed} + \2", text, count=1
+    )
     copy = folder / script.name
     copy.write_text(changed)
     return copy
