@@ -2,10 +2,13 @@
 
 python bench/jobs.py                  right scripts at worlds 2, 3, 4, planted bugs, ratios
 python bench/jobs.py --worlds 2 --seeds 1 --without-bugs
+python bench/jobs.py --only ratios --scripts plain_ddp.py nanogpt_like.py
 
-Prints right scripts passed / tried, bugs caught and named / planted, and for each script two
+Prints right scripts passed / tried, and bugs caught and named / planted, with those beside which
+another cause was named; the smallest factor of the loss that is caught; and for each script two
 ratios: the whole command, and the same without a reference, over the job itself, which is ended
-after as many steps. A seed is planted into a script as the seed of its model.
+after as many steps. A seed is planted into a script as the seed of its model. With `--lines FILE`
+every run is added to a file as soon as it is over, and runs that are there already are left out.
 """
 
 import argparse
@@ -21,6 +24,9 @@ from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "jobs"
 STEPS = 6
+# A factor of the loss that grows with the number of ranks, on two of them 1 + the error.
+SCALED = "F.cross_entropy(model(inputs), labels)"
+ERRORS = (1e-5, 3e-6, 1e-6, 3e-7, 1e-7)
 # Ends a script after as many optimizer steps as distcheck records, so that both do the same work.
 PLAIN = f"""
 import os, runpy, sys, torch
@@ -66,44 +72,86 @@ def plain_s(script: Path, world: int) -> float:
 def seeded(script: Path, seed: int, folder: Path) -> Path:
     """The script with another seed for its model."""
     text = script.read_text()
-    changed = re.sub(r"(manual_seed|set_seed)\((\d+)\)", rf"\1({seed} + \2)", text, count=1)
+    changed = re.sub(
+        r"(manual_seed|set_seed|seed_everything)\((\d+)", rf"\1({seed} + \2", text, count=1
+    )
     copy = folder / script.name
     copy.write_text(changed)
     return copy
 
 
-def right_scripts(scripts: list[Path], worlds: list[int], seeds: int) -> None:
+class Lines:
+    """What is known of runs so far, one line each, in a file if one is asked for."""
+
+    def __init__(self, file: str | None) -> None:
+        self._file = Path(file) if file else None
+        lines = self._file.read_text().splitlines() if self._file and self._file.exists() else []
+        self._known = {
+            key: json.loads(found) for key, _, found in (x.partition("\t") for x in lines)
+        }
+
+    def judged(self, key: str, script: Path, world: int) -> tuple[str, list[str]]:
+        """The verdict and the causes of a run, which is made unless it is known."""
+        if key not in self._known:
+            case, spent_s = judge(script, world)
+            causes = [found["cause"] for found in case["diagnosis"]]
+            self._known[key] = [case["verdict"], causes, round(spent_s, 1)]
+            if self._file is not None:
+                with self._file.open("a") as lines:
+                    lines.write(f"{key}\t{json.dumps(self._known[key])}\n")
+        verdict, causes, _ = self._known[key]
+        return verdict, causes
+
+
+def right_scripts(scripts: list[Path], worlds: list[int], seeds: int, lines: Lines) -> None:
     """Right scripts passed over tried."""
     passed = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         for script in scripts:
             for world in worlds:
                 for seed in range(seeds):
-                    case, _ = judge(seeded(script, seed, Path(folder)), world)
+                    key = f"{script.name}, world {world}, seed {seed}"
+                    wrong = seeded(script, seed, Path(folder))
+                    verdict, causes = lines.judged(key, wrong, world)
                     tried += 1
-                    passed += case["verdict"] == "pass"
-                    if case["verdict"] != "pass":
-                        print(f"  {script.name}, world {world}, seed {seed}: {case['verdict']}")
+                    passed += verdict == "pass"
+                    if verdict != "pass":
+                        print(f"  {key}: {verdict}, {causes}")
     print(f"right scripts passed: {passed} / {tried}")
 
 
-def planted_bugs() -> None:
-    """Bugs caught, and those whose cause was named, over planted."""
+def planted_bugs(lines: Lines) -> None:
+    """Bugs caught, those whose cause was named, and those with another one beside it."""
     bugs = tomllib.loads((EXAMPLES / "planted.toml").read_text())["bug"]
-    caught = named = 0
+    caught = named = beside = 0
     with tempfile.TemporaryDirectory() as folder:
         for bug in bugs:
             wrong = Path(folder) / bug["script"]
             wrong.write_text(
                 (EXAMPLES / bug["script"]).read_text().replace(bug["find"], bug["put"])
             )
-            case, _ = judge(wrong, 2)
-            causes = [found["cause"] for found in case["diagnosis"]]
-            caught += case["verdict"] == "fail"
+            verdict, causes = lines.judged(bug["name"], wrong, 2)
+            caught += verdict == "fail"
             named += bug["cause"] in causes
-            if bug["cause"] not in causes:
-                print(f"  {bug['name']}: {case['verdict']}, {causes}")
-    print(f"planted bugs caught: {caught} / {len(bugs)}, named: {named} / {len(bugs)}")
+            beside += bool(set(causes) - {bug["cause"]})
+            if causes != [bug["cause"]]:
+                print(f"  {bug['name']}: {verdict}, {causes}, planted {bug['cause']}")
+    print(f"planted bugs caught: {caught} / {len(bugs)}, named: {named} / {len(bugs)}, "
+          f"another cause named as well: {beside}")  # fmt: skip
+
+
+def smallest_error(lines: Lines) -> None:
+    """Factors of the loss in float32, down to the first that passes, with and without a mean."""
+    for name in ("plain_ddp.py", "zero.py", "fsdp2.py"):
+        with tempfile.TemporaryDirectory() as folder:
+            for error in ERRORS:
+                wrong = Path(folder) / name
+                factor = f"{SCALED} * (1 + {error} * (world - 1))"
+                wrong.write_text((EXAMPLES / name).read_text().replace(SCALED, factor))
+                verdict, causes = lines.judged(f"{name}, loss off by {error}", wrong, 2)
+                print(f"  {name}: loss off by {error}: {verdict}, {causes}")
+                if verdict != "fail":
+                    break
 
 
 def ratios(scripts: list[Path]) -> None:
@@ -122,15 +170,20 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--scripts", nargs="*", default=[])
+    parser.add_argument("--only", choices=["right", "bugs", "error", "ratios"])
     parser.add_argument("--without-bugs", action="store_true")
     parser.add_argument("--without-ratios", action="store_true")
+    parser.add_argument("--lines", metavar="FILE")
     asked = parser.parse_args()
+    lines = Lines(asked.lines)
     scripts = [EXAMPLES / name for name in asked.scripts] or sorted(EXAMPLES.glob("*.py"))
-    if asked.seeds and asked.worlds:
-        right_scripts(scripts, asked.worlds, asked.seeds)
-    if not asked.without_bugs:
-        planted_bugs()
-    if not asked.without_ratios:
+    if asked.only in (None, "right") and asked.seeds and asked.worlds:
+        right_scripts(scripts, asked.worlds, asked.seeds, lines)
+    if asked.only in (None, "bugs") and not asked.without_bugs:
+        planted_bugs(lines)
+    if asked.only in (None, "error"):
+        smallest_error(lines)
+    if asked.only in (None, "ratios") and not asked.without_ratios:
         ratios(scripts)
 
 

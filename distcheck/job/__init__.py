@@ -10,6 +10,7 @@ In the process that a person starts:
     sketches    64 sums in place of a tensor that is too large to keep
     facts       a recording, as the checks see it: one view of all ranks
     checks/     comparisons; pure functions of the facts
+    accepting   deviations that are meant, and what they promise
     causes      from failed checks to named causes, and against_reference, between_passes
 
 In the processes of the job, by way of `hook/sitecustomize.py`:

@@ -115,13 +115,14 @@ def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
         return Diagnosis(
             cause="learning-rate-differs",
             evidence=f"{said}: {by:.6g} times as much, with {job.world} ranks",
-            suggestion="if the learning rate is meant to grow with the number of ranks, judge the "
-            "rest and leave this; otherwise do not multiply it by the world",
+            suggestion="do not multiply the learning rate by the number of ranks. If it is meant "
+            "to grow with them, give --accept learning-rate-differs",
         )
     return Diagnosis(
         cause="scheduler-steps-per-rank",
         evidence=f"{said}; steps before that have the same",
-        suggestion="step the scheduler once per optimizer step, whatever the number of ranks",
+        suggestion="step the scheduler once per optimizer step, whatever the number of ranks. If "
+        "it is meant to step once per rank, give --accept scheduler-steps-per-rank",
     )
 
 

@@ -86,8 +86,10 @@ def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     if "random streams" in checks:
         yield Diagnosis(
             cause="same-randomness",
-            evidence=_reason(failed, "random streams"),
-            suggestion="seed by the rank after the model was built: torch.manual_seed(seed + rank)",
+            evidence=f"{_reason(failed, 'random streams')}, so their dropout masks are copies",
+            suggestion="call torch.manual_seed(seed + rank) after the model was built; set_seed "
+            "and seed_everything of frameworks give all ranks one seed. If that is meant, give "
+            "--accept same-randomness",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import UsageError
-from distcheck.job import causes, checks, reading, replaying, running, settings
+from distcheck.job import accepting, causes, checks, reading, replaying, running, settings
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.reference import with_reference
@@ -50,8 +50,10 @@ class Asked:
     save: str | None = None
     reference: bool = True
     on_cpu: bool = False
+    accept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        accepting.check_kinds(self.accept)
         if not 1 <= self.steps <= settings.MOST_STEPS:
             raise UsageError(f"--steps must be between 1 and {settings.MOST_STEPS}")
         if self.from_step < 0:
@@ -134,6 +136,11 @@ def _judge(
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
+    accepted = accepting.allowance(asked.accept, diagnosis)
+    if accepted is not None:
+        results = accepting.accept(asked.accept, job, reference, results, diagnosis)
+        of_job = [result for result in results if result.check != "outcome"]
+        diagnosis = causes.diagnose(job, of_job, reference)
     return CaseReport(
         case=_case_of(asked, job),
         strategy_file=_script_of(job.ranks[0].arguments),
@@ -143,6 +150,7 @@ def _judge(
         diagnosis=tuple(diagnosis),
         replay=_case_of(asked, job).command_line,
         notes=tuple(_notes(asked, job, reference, missing)),
+        accepted=accepted,
     )
 
 
@@ -158,6 +166,7 @@ def _case_of(asked: Asked, job: Recording) -> Case:
     options += ["--steps", str(asked.steps)] if asked.steps != Settings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
     options += ["--on-cpu"] if asked.on_cpu else []
+    options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
     return Case(
         id="job",
@@ -258,6 +267,8 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
     text += f", since {replayed.failure}" if replayed.failure else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
+    unmeasured = sum(not seen.draws for seen in replayed.steps)
+    text += f", which failed at {unmeasured} of its steps" if unmeasured else ""
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
     return text

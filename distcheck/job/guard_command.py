@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import DistcheckError, ExitCode, UsageError
-from distcheck.job import running, settings
+from distcheck.job import accepting, running, settings
 from distcheck.job.guard import explaining, records
 from distcheck.job.guard.checked import Checked, read
 from distcheck.job.guard.records import Divergence
@@ -44,8 +44,10 @@ class Asked:
     every: int = 100
     warns: bool = False
     save: str | None = None
+    accept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        accepting.check_kinds(self.accept, guards=True)
         if self.every < 1:
             raise UsageError("--every must be at least 1")
 
@@ -58,7 +60,10 @@ def guard_job(asked: Asked) -> tuple[Report, int]:
     bundles = Path(asked.save or FOLDER).absolute()
     with scratch.folder(prefix="distcheck-job-") as folder:
         made = origin_here()
-        given = Settings(mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles))
+        given = Settings(
+            mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles),
+            randomness=accepting.RANDOMNESS not in asked.accept,
+        )  # fmt: skip
         ran = running.run(command, settings.write(given, folder))
         found = _read(folder)
         if not found or (folder / "defect").exists():
@@ -159,6 +164,7 @@ def _case_of(asked: Asked, world: int, steps: int) -> Case:
     options = ["--guard"]
     options += ["--every", str(asked.every)] if asked.every != Settings().every else []
     options += ["--warn"] if asked.warns else []
+    options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
     return Case(
         id="guard",

@@ -24,6 +24,7 @@ _ONE_RANK = {
     "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
     "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "CUDA_VISIBLE_DEVICES": "",  # autograd has a thread for each GPU, and a fork loses it
 }  # fmt: skip
 _OF_MPI = "OMPI_"
 

@@ -15,7 +15,8 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay reached at one step: learning rates, losses, and the optimizer's settings;
+    """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
+    how many `draws` its tolerances are measured by;
     `folded` is what its passes' losses are, where they were made once more as one batch.
     """
 
@@ -49,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
+    randomness        of a guard: whether ranks must draw different random numbers
     """
 
     mode: Mode = "record"
@@ -61,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 100
     warns: bool = False
     bundles: str = ""
+    randomness: bool = True
 
 
 def write(settings: Settings, folder: Path) -> Path:

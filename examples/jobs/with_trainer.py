@@ -1,4 +1,4 @@
-"""A script on Hugging Face's Trainer: a small language model, texts of unlike lengths, padding.
+"""A script on Hugging Face's Trainer: a small language model with dropout, texts of unlike lengths.
 
 torchrun --nproc-per-node 2 with_trainer.py
 """
@@ -7,7 +7,14 @@ import tempfile
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class Texts(Dataset):
@@ -37,11 +44,18 @@ def pad(examples):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+class OwnMasks(TrainerCallback):
+    """Trainer gives all ranks one seed, so without this their dropout masks would be copies."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(args.seed + args.process_index)
+
+
 def main():
     set_seed(0)
     config = GPT2Config(
         vocab_size=41, n_positions=32, n_embd=24, n_layer=1, n_head=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +65,10 @@ def main():
             average_tokens_across_devices=True, save_strategy="no", report_to=[],
             disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
-        Trainer(model, arguments, train_dataset=Texts(), data_collator=pad).train()
+        trainer = Trainer(
+            model, arguments, train_dataset=Texts(), data_collator=pad, callbacks=[OwnMasks()]
+        )
+        trainer.train()
 
 
 if __name__ == "__main__":

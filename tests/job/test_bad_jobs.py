@@ -2,13 +2,18 @@
 user's own output, files and standard input are as without distcheck.
 """
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distcheck.job import running
@@ -207,6 +212,43 @@ def test_a_script_that_resumes_is_replayed_from_the_same_snapshot(tmp_path: Path
     for first in (0, 4):
         ran, case = run(tmp_path, RESUMES)
         assert (ran.returncode, case["verdict"]) == (0, "pass"), f"from {first}: {ran.stdout}"
+
+
+SLEEPS = (
+    BASE
+    + """
+import time
+
+def after(step, model):
+    open(f"pid-{os.getpid()}", "w").close()
+    time.sleep(600)
+
+train(4, after=after)
+"""
+)
+
+
+@pytest.mark.sweep
+def test_an_interrupted_job_leaves_no_rank_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLEEPS)
+    words = [sys.executable, "-m", "distcheck", "job", "--nproc", "2", "--", sys.executable]
+    started = subprocess.Popen(
+        [*words, "train.py"], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 120
+        while len([*tmp_path.glob("pid-*")]) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = [int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")]
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 130, errors
+    assert len(ranks) == 2
+    assert not any(psutil.pid_exists(rank) for rank in ranks)
 
 
 @pytest.mark.parametrize(

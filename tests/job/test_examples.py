@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
+from tests.launchers.processes import free_port
 
 FRAMEWORKS = {
     "with_accelerate": "accelerate",
@@ -83,6 +84,35 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
     expected = (1, "fail", ["scaled-twice"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
     assert case["world"] == 2
+
+
+TWO_NODES = """
+start() {{
+    {python} -m torch.distributed.run --nnodes 2 --node-rank $1 --nproc-per-node 1 \\
+        --master-addr 127.0.0.1 --master-port {port} {script}
+}}
+start 1 &
+start 0
+code=$?
+wait
+exit $code
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["", "no set_epoch"])
+def test_two_nodes_on_one_machine_are_one_job(name: str, tmp_path: Path) -> None:
+    script = FOLDER / "plain_ddp.py"
+    if name:
+        script = plant(next(bug for bug in BUGS if bug.name == name), tmp_path)
+    both = TWO_NODES.format(python=sys.executable, port=free_port(), script=script)
+    (tmp_path / "both.sh").write_text(both)
+    code, case = judge_command(["--", "sh", "both.sh"], tmp_path)
+    expected = (1, "fail", ["no-set-epoch"]) if name else (0, "pass", [])
+    assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
+    assert case["world"] == 2
+    of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
+    assert [c["layer"] for c in of_gradients] == ["R", "S32"]
 
 
 def test_every_edit_fits_its_script(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What a replay hands out, and what it makes of what its copies wrote."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -127,3 +129,30 @@ def test_a_batch_that_was_handed_out_ahead(job: Recording) -> None:
     record = job.records[0, 0]
     job.records[0, 0] = msgspec.structs.replace(record, batches=(*record.batches, *record.batches))
     assert feeding.is_ahead(1)
+
+
+FORKS_AFTER_FAKE_TENSORS = """
+import os, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from distcheck.job.inside import alone
+
+alone.install()
+with FakeTensorMode():
+    torch.ones(2) + 1
+weight = torch.ones(3, requires_grad=True)
+weight.sum().backward()
+child = os.fork()
+if child == 0:
+    weight.sum().backward()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_copy_can_go_backward_after_fake_tensors(tmp_path: Path) -> None:
+    """FSDP2 has them; autograd then has threads for GPUs that are not there."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKS_AFTER_FAKE_TENSORS],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.stdout == "7\n", ran.stderr

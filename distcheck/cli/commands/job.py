@@ -24,6 +24,9 @@ from distcheck.reports.files import errors_told, output_options, taken_from
               "[default: --reference]")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
+@click.option("--accept", multiple=True, metavar="CAUSE",
+              help="A deviation that is meant: same-randomness, learning-rate-differs or "
+              "scheduler-steps-per-rank.")  # fmt: skip
 @click.option("--guard", is_flag=True,
               help="Let the job run to its own end; compare the ranks' replicas.")  # fmt: skip
 @click.option("--every", type=int, metavar="N",
@@ -86,6 +89,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
                 every=100 if every is None else every,
                 warns=warns,
                 save=asked["save"],
+                accept=asked["accept"],
             )
         )
     if every is not None or warns:

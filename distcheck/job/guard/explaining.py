@@ -56,7 +56,8 @@ def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagn
             cause="same-randomness",
             evidence=f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the "
             "same random numbers in the forward pass",
-            suggestion="seed by the rank after the model was built: torch.manual_seed(seed + rank)",
+            suggestion="call torch.manual_seed(seed + rank) after the model was built. If one seed "
+            "is meant, give guard randomness=False, or --accept same-randomness",
         )
 
 

@@ -145,6 +145,7 @@ class Alone(ProcessGroup):
 
 def install() -> None:
     """Has a script that asks for a group of many ranks get this one."""
+    _without_device_threads()
     dist.Backend.register_backend(
         NAME, lambda options, _: Alone(options), extended_api=True, devices=["cpu"]
     )
@@ -159,3 +160,11 @@ def install() -> None:
     for module in (dist, dist.distributed_c10d):
         setattr(module, "init_process_group", init_process_group)  # noqa: B010
         setattr(module, "new_group", new_group)  # noqa: B010
+
+
+def _without_device_threads() -> None:
+    """Keeps autograd to this process's own thread: threads that it starts for devices are lost in
+    a fork, and the copy's backward pass raises or aborts. Where there is no GPU, torch's fake
+    tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
+    """
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]

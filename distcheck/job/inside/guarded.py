@@ -64,8 +64,8 @@ class Guarded:
         guard = guarding.start(
             optimizer, every=self._settings.every,
             action="warn" if self._settings.warns else "raise", model=None, watched=watched,
-            hears=False, group=None, save=self._settings.bundles, samples=True, randomness=True,
-            timeout_s=1800.0,
+            hears=False, group=None, save=self._settings.bundles, samples=True,
+            randomness=self._settings.randomness, timeout_s=1800.0,
         )  # fmt: skip
         self._entries[id(optimizer)] = _Entry(guard, optimizer, len(self._entries))
 

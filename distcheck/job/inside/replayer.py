@@ -53,7 +53,7 @@ class Replayer:
         self._found: dict[Role, dict[str, torch.Tensor] | None] = {}
         self._out: dict[str, torch.Tensor] = {}
         self._losses: list[float] = []
-        self._sum = 0.0
+        self._sum, self._draws = 0.0, 0
         self._groups: tuple[dict[str, float], ...] = ()
         self._kept_settings: list[dict[str, Any]] = []
 
@@ -297,9 +297,8 @@ class Replayer:
         raw = {n: g / self._scale for n, g in state.gradients(self._parameters).items()}
         loss = torch.tensor(sum(self._losses) / self._scale, dtype=torch.float64)
         if self._copy is not None:
-            count = torch.tensor(float(self._passes))
             about = {
-                "passes": count,
+                "passes": torch.tensor(float(self._passes)),
                 "divisor": torch.tensor(state.divisor_of(float(loss), self._sum)),
             }
             self._forks.leave(self._copy, {**raw, "loss": loss, **about})
@@ -313,6 +312,7 @@ class Replayer:
             state.put(self._parameters, {n: g * self._scale for n, g in raw.items()})
         self._out = {f"raw/{n}": g for n, g in raw.items()} | {"loss": loss}
         draws = [one for draw in range(1, DRAWS + 1) if (one := self._combined(draw)) is not None]
+        self._draws = len(draws)
         for name, gradient in {**raw, "loss": loss}.items():
             norms = [float((d[name] - gradient).double().norm()) for d in draws if name in d]
             self._out[f"spread/{name}"] = torch.tensor(max(norms, default=float("nan")))
@@ -386,7 +386,7 @@ class Replayer:
                 step=self._step,
                 groups=self._groups,
                 losses=finite,
-                draws=len(self._found),
+                draws=self._draws,
                 skipped=skipped,
                 folded=self._folding.kind,
             )

@@ -1,0 +1,150 @@
+"""Deviations from one process that a script means: `distcheck job --accept CAUSE`.
+
+An accepted cause fails no check. What it promises instead is checked: a learning rate that grows
+with the number of ranks is that of one process times one factor at every step, and a schedule that
+steps once per rank is that of one process so many steps later. Of random streams nothing is left
+to be checked.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from distcheck.errors import UsageError
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.judge.checks.tally import Tally
+from distcheck.records import Allowance, CheckResult, Diagnosis
+from distcheck.records.layers import IN_FLOAT32, NO_LAYER
+
+RANDOMNESS, RATES, SCHEDULE = "same-randomness", "learning-rate-differs", "scheduler-steps-per-rank"
+KINDS = {
+    RANDOMNESS: ("ranks may draw the same random numbers", "whether random streams differ"),
+    RATES: ("one factor between the learning rates of the job and of one process",
+            "the factor itself"),
+    SCHEDULE: ("the learning rate of one process, as many steps later as there are ranks",
+               "learning rates for which one process has made too few steps"),
+}  # fmt: skip
+_CHECKS = {
+    RANDOMNESS: ("random streams", NO_LAYER),
+    RATES: ("learning rate", IN_FLOAT32),
+    SCHEDULE: ("learning rate", IN_FLOAT32),
+}
+# Chosen: a schedule computes a rate in double precision, by a chain of some thousand roundings at
+# most (1e-13); a rate that is another one differs by more than a millionth.
+_SAME_RATE = 1e-9
+
+
+def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
+    """Raises UsageError for a cause that cannot be accepted, by a guard if `guards`."""
+    for kind in kinds:
+        if guards and kind != RANDOMNESS:
+            raise UsageError(
+                f"--accept {kind} is not supported with --guard; it takes {RANDOMNESS}"
+            )
+        if kind not in KINDS:
+            raise UsageError(f"--accept {kind} is not supported here; choose {', '.join(KINDS)}")
+    if RATES in kinds and SCHEDULE in kinds:
+        raise UsageError(
+            f"--accept takes one of {RATES} and {SCHEDULE}: together they would let every learning "
+            "rate pass"
+        )
+
+
+def accept(
+    kinds: Sequence[str],
+    job: Recording,
+    reference: Reference | None,
+    results: Sequence[CheckResult],
+    named: Sequence[Diagnosis],
+) -> list[CheckResult]:
+    """The results, in which a check that failed by an accepted cause is left out, or compares with
+    what that cause promises.
+    """
+    causes = {one.cause for one in named}
+    meant = {_CHECKS[kind]: kind for kind in kinds if kind in causes}
+    found = []
+    for result in results:
+        kind = meant.get((result.check, result.layer))
+        if kind is None or result.verdict != "fail":
+            found.append(result)
+        elif kind != RANDOMNESS:
+            assert reference is not None
+            found.append(_rates(kind, job, reference, result))
+    return found
+
+
+def allowance(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | None:
+    """What was accepted, for the report; None where no such cause was named without that."""
+    causes = {one.cause for one in named}
+    used = [kind for kind in dict.fromkeys(kinds) if kind in causes]
+    if not used:
+        return None
+    return Allowance(
+        kind=", ".join(used),
+        widened=f"({'; '.join(KINDS[kind][0] for kind in used)})",
+        not_owed=tuple(KINDS[kind][1] for kind in used),
+    )
+
+
+def _rates(kind: str, job: Recording, reference: Reference, result: CheckResult) -> CheckResult:
+    """Learning rates, compared with what is promised of them; all other settings as ever."""
+    tally = Tally(result.check, result.layer)
+    compare = _scaled if kind == RATES else _later
+    for step, name, actual, expected in compare(job, reference, tally):
+        tally.count(parameter=name, rank=0, step=step, elements=1)
+        if abs(actual - expected) > _SAME_RATE * abs(expected):
+            tally.fail(
+                f"step {step}: {name} is {actual:.9g}, and by what was accepted {expected:.9g}",
+                parameter=name, rank=0, step=step, actual=actual, expected=expected,
+            )  # fmt: skip
+    return tally.result()
+
+
+Compared = Iterator[tuple[int, str, float, float]]  # step, setting, actual, expected
+
+
+def _pairs(job: Recording, reference: Reference) -> Compared:
+    for seen in reference.replayed.steps:
+        own = job.records[0, seen.step]
+        if seen.skipped or own.skipped:
+            continue
+        for number, (mine, other) in enumerate(zip(own.groups, seen.groups, strict=False)):
+            for key in sorted(set(mine) & set(other)):
+                yield seen.step, f"param_groups[{number}]/{key}", mine[key], other[key]
+
+
+def _is_rate(name: str) -> bool:
+    return name.rpartition("/")[2].rpartition("_")[2] == "lr"
+
+
+def _scaled(job: Recording, reference: Reference, tally: Tally) -> Compared:
+    """Every rate is the reference's times the factor of the first one that is not zero."""
+    factor = 0.0
+    for step, name, actual, expected in _pairs(job, reference):
+        if not _is_rate(name):
+            yield step, name, actual, expected
+            continue
+        if not factor and expected:
+            factor = actual / expected
+            tally.remark(f"accepted: learning rates are {factor:.6g} times those of one process")
+        yield step, name, actual, factor * expected
+
+
+def _later(job: Recording, reference: Reference, tally: Tally) -> Compared:
+    """Every rate is the reference's, as many times further on as there are ranks."""
+    pairs = list(_pairs(job, reference))
+    rates = {(step, name): expected for step, name, _, expected in pairs}
+    first, later = job.steps[0], 0
+    for step, name, actual, expected in pairs:
+        if not name.endswith("/lr"):
+            yield step, name, actual, expected
+            continue
+        then = first + (step - first) * job.world
+        if (then, name) in rates:
+            later += step > first
+            yield step, name, actual, rates[then, name]
+    if later:
+        tally.remark("accepted: the schedule steps once per rank")
+    else:
+        tally.missing(
+            f"the reference covers no step that is {job.world} steps later; give more --steps"
+        )

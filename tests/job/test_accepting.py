@@ -1,0 +1,122 @@
+"""Deviations that are meant: an accepted cause fails nothing, and what it promises is checked."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from distcheck.errors import UsageError
+from distcheck.job import accepting, causes, checks
+from distcheck.job.checks.reference import with_reference
+from distcheck.job.command import Asked
+from distcheck.job.guard_command import Asked as OfGuard
+from tests.job.recordings import LR, Facts, make, reference, replaced
+
+Change = Callable[[Facts], None]
+
+
+def judge(
+    folder: Path, kinds: Sequence[str], change: Change, lr: Callable[[int], float], steps: int = 3
+) -> tuple[dict[tuple[str, str], str], list[str]]:
+    """The verdicts, and the causes that are left."""
+    job = make(folder, change, steps=steps)
+    alone = reference(job, folder, lr=lr)
+    before = [*checks.without_reference(job), *with_reference(job, alone)]
+    results = accepting.accept(kinds, job, alone, before, causes.diagnose(job, before, alone))
+    left = causes.diagnose(job, results, alone)
+    return {(r.check, r.layer): r.verdict for r in results}, [one.cause for one in left]
+
+
+def right(facts: Facts) -> None:
+    pass
+
+
+def same_masks(facts: Facts) -> None:
+    facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
+
+
+def test_same_random_numbers_may_be_meant(tmp_path: Path) -> None:
+    verdicts, left = judge(tmp_path, [accepting.RANDOMNESS], same_masks, lambda step: LR)
+    assert ("random streams", "-") not in verdicts
+    assert (set(verdicts.values()), left) == ({"pass"}, [])
+
+
+def test_what_is_not_accepted_still_fails(tmp_path: Path) -> None:
+    def both(facts: Facts) -> None:
+        same_masks(facts)
+        facts.groups = ({"lr": LR + facts.rank},)
+
+    kinds = [accepting.RANDOMNESS, accepting.RATES]
+    verdicts, left = judge(tmp_path, kinds, both, lambda step: LR)
+    assert verdicts["learning rate", "-"] == "fail"
+    assert left == ["learning-rate-differs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr", "verdict", "left"),
+    [
+        (accepting.RATES, lambda step: LR / 2, "pass", []),
+        (accepting.RATES, lambda step: LR / (2 + step), "fail", ["scheduler-steps-per-rank"]),
+        # The job steps its schedule twice at each of its steps: 2, 6, 10 after 2, 4, 6, 8, 10.
+        (accepting.SCHEDULE, lambda step: 2.0 + 2 * step, "pass", []),
+        (accepting.SCHEDULE, lambda step: 2.0 + 3 * step, "fail", ["scheduler-steps-per-rank"]),
+    ],
+)
+def test_a_learning_rate_that_is_meant_has_to_be_what_it_promises(
+    tmp_path: Path, kind: str, lr: Callable[[int], float], verdict: str, left: list[str]
+) -> None:
+    def steps_per_rank(facts: Facts) -> None:
+        facts.groups = ({"lr": 2.0 + 4 * facts.step},)
+
+    change = right if kind == accepting.RATES else steps_per_rank
+    verdicts, causes_left = judge(tmp_path, [kind], change, lr, steps=5)
+    assert (verdicts["learning rate", "S32"], causes_left) == (verdict, left)
+
+
+def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> None:
+    def decays(facts: Facts) -> None:
+        facts.groups = ({"lr": LR, "weight_decay": 0.1},)
+
+    job = make(tmp_path, decays)
+    alone = reference(job, tmp_path, lr=lambda step: LR / 2)
+    for seen in alone.replayed.steps:
+        seen.groups[0]["weight_decay"] = 0.2
+    results = [*checks.without_reference(job), *with_reference(job, alone)]
+    named = causes.diagnose(job, results, alone)
+    found = accepting.accept([accepting.RATES], job, alone, results, named)
+    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]
+    assert rates.verdict == "fail"
+    assert "weight_decay" in rates.reason
+
+
+def test_a_schedule_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
+    def faster(facts: Facts) -> None:
+        facts.groups = ({"lr": LR / (1 + 2 * facts.step)},)
+
+    rates = [accepting.SCHEDULE]
+    verdicts, _ = judge(tmp_path, rates, faster, lambda step: LR / (1 + step), steps=2)
+    assert verdicts["learning rate", "S32"] == "unknown"
+
+
+def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
+    job = make(tmp_path, same_masks)
+    named = causes.diagnose(job, checks.without_reference(job))
+    found = accepting.allowance([accepting.RANDOMNESS, accepting.RATES], named)
+    assert found is not None
+    assert found.kind == accepting.RANDOMNESS
+    assert accepting.allowance([accepting.RATES], named) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds", "said"),
+    [
+        (Asked, ("masks",), "choose same-randomness, learning-rate-differs, scheduler-steps"),
+        (Asked, (accepting.RATES, accepting.SCHEDULE), "takes one of"),
+        (OfGuard, (accepting.RATES,), "not supported with --guard; it takes same-randomness"),
+    ],
+)
+def test_what_cannot_be_accepted_is_refused(
+    asked: Callable[..., object], kinds: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        asked(words=("python",), accept=kinds)
