@@ -109,7 +109,7 @@ def other_reduce_operation_of_parts(rank: int, wrong: bool) -> None:
     dist.reduce_scatter_tensor(torch.empty(2), torch.ones(8), op)  # named
 
 
-@wrong(_KIND, _CAUSE)
+@wrong(_KIND, _CAUSE, on_gloo="")
 def other_splits(rank: int, wrong: bool) -> None:
     """One rank expects more rows of the first than it sends."""
     splits = [2, 1, 1, 1] if rank == ODD and wrong else [1, 1, 1, 1]
@@ -117,7 +117,7 @@ def other_splits(rank: int, wrong: bool) -> None:
     dist.all_to_all_single(received, torch.ones(4), output_split_sizes=splits)  # named
 
 
-@wrong(_KIND, _CAUSE)
+@wrong(_KIND, _CAUSE, on_gloo="crash")
 def other_sizes_of_a_list(rank: int, wrong: bool) -> None:
     """One rank sends more to the first than that expects."""
     sent = [torch.ones(2) for _ in range(4)]
