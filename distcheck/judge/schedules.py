@@ -100,16 +100,49 @@ def _depends(
         ]
     )
     result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
+    again = f"run it again: {replay} --schedule {other.schedule}"
+    if race := _race(found.usual, other):
+        return result, [
+            Diagnosis(
+                cause="message-race",
+                evidence=f"{race}; {lines}",
+                suggestion="name the rank that the message comes from, or use what recv returns "
+                f"(the sender's rank) to tell messages apart; {again}",
+            )
+        ]
     cause = Diagnosis(
         cause="depends-on-schedule",
         evidence=lines,
         suggestion=(
             "name the rank that a message comes from, wait for each work before its tensor is "
-            "used, and let no order of arrival decide an order of addition; run it again: "
-            f"{replay} --schedule {other.schedule}"
+            f"used, and let no order of arrival decide an order of addition; {again}"
         ),
     )
     return result, [cause]
+
+
+def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
+    """The first receive from any rank that took another rank's message in the other run."""
+    ours, theirs = _receives(usual), _receives(other)
+    for place, turn in ours.items():
+        taken = theirs.get(place)
+        if taken is not None and turn.took and taken.took and turn.took != taken.took:
+            return (
+                f"rank {turn.rank}'s {turn.call}{turn.where} takes the message that comes first: "
+                f"that of {turn.took}, or that of {taken.took}"
+            )
+    return ""
+
+
+def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
+    """A run's receives from any rank, by rank and number."""
+    found: dict[tuple[int, int], Turn] = {}
+    counts: dict[int, int] = {}
+    for turn in run.turns:
+        if turn.took:
+            counts[turn.rank] = counts.get(turn.rank, 0) + 1
+            found[turn.rank, counts[turn.rank]] = turn
+    return found
 
 
 def _part(other: ScheduleRun) -> str:

@@ -12,13 +12,19 @@ _TABLE = {
     "ended": (3, "distcheck ended it, because another rank had failed"),
     "finished": (4, "it trained all its steps"),
 }
-# How the sentence begins that says why a simulated world could go no further.
+# How the sentence begins that says why a world could go no further, or was stopped.
 PROVEN = {
     "mismatch": "calls that do not match",
     "deadlock": "proven deadlock",
     "asleep": "a rank that sleeps",
     "refused": "refused",
+    "unmatched": "a message without its other end",
+    "buffer-in-flight": "a tensor in use",
+    "work-not-waited": "a work that was not waited for",
+    "work-waited-twice": "a work that was waited for twice",
 }
+# Of these, what one rank did by itself: the world was stopped there, and it is the name of a cause.
+MISUSES = ("buffer-in-flight", "work-not-waited", "work-waited-twice")
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung
 
 

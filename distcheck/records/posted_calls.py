@@ -11,7 +11,6 @@ from typing import Any
 from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words
 
 _MOST_SITES = 4  # of one kind of call, that a sentence names
-_MOST_IN_WORDS = 6  # groups of ranks that wait alike
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,7 +60,8 @@ class Posted:
         found: dict[str, Any] = {"operation": self.kind}
         if self.known:
             found |= {"reduce operation": self.op, "root": self.root}
-        return {**found, "dtype": self.dtype, "number of elements": self.counts}
+        found |= {"dtype": self.dtype, "number of elements": self.counts}
+        return found | {"tag": self.tag} if self.is_message else found
 
     def in_words(self) -> str:
         """The call as a person may have written it: "all_reduce(SUM) of [64x3] float32"."""
@@ -135,20 +135,6 @@ def wait_in_words(call: Posted, missing: Sequence[int]) -> str:
     if call.kind == "recv" and call.peer is None:
         ranks = "any rank"
     return f"in {call.in_words()}, number {call.number}{call.where}, for {ranks}"
-
-
-def waiting_in_words(waits: Mapping[int, str], over: Sequence[int]) -> str:
-    """Who waits for what, by rank; ranks that are `over` finished."""
-    alike: dict[str, list[int]] = {}
-    for rank, words in sorted(waits.items()):
-        alike.setdefault(words, []).append(rank)
-    said = [
-        f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)} {words}"
-        for words, ranks in alike.items()
-    ]
-    more = len(said) - _MOST_IN_WORDS
-    said = said[:_MOST_IN_WORDS] + ([f"{more} other groups of ranks wait"] if more > 0 else [])
-    return "; ".join(said + ([f"{ranks_in_words(over)} finished"] if over else []))
 
 
 def _apart_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

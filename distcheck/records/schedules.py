@@ -64,13 +64,15 @@ def _is_number(word: str) -> bool:
 
 class Turn(msgspec.Struct, frozen=True):
     """A call that a rank posted, in the order in which all were posted; `switched` if the schedule
-    had this rank run in place of another.
+    had this rank run in place of another. `took` is whose message it took, if it is a receive from
+    any rank.
     """
 
     rank: int
     call: str
     where: str = ""
     switched: bool = False
+    took: str = ""
 
 
 class ScheduleRun(msgspec.Struct, frozen=True):

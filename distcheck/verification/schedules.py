@@ -14,6 +14,8 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of
 from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 
+_OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
+
 
 def is_due(report: CaseReport) -> bool:
     """Whether schedules of a case are to be searched: where it passed, a failure is theirs; where
@@ -39,7 +41,7 @@ def searched(
     )
     checks = (*report.checks, result)
     if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
-        named = [c for c in report.diagnosis if not causes or c.cause != "hang"]
+        named = [c for c in report.diagnosis if not causes or c.cause not in _OF_ENDS]
         return msgspec.structs.replace(report, checks=checks, diagnosis=(*causes, *named))
     return msgspec.structs.replace(
         report,

@@ -9,7 +9,7 @@ from itertools import takewhile
 from distcheck.errors.defects import is_of_a_program, place_of
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
-from distcheck.records.ends import PROVEN, VICTIM, RankEnd
+from distcheck.records.ends import MISUSES, PROVEN, VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
@@ -140,7 +140,7 @@ def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
     last = f"\nlast collective: {child.stacks.collective}" if child.stacks.collective else ""
     said = f"{PROVEN[child.proven.how]}: {child.proven.what}"
     text = f"{_where(child)}\n{said}{last}\n{child.stacks.text}{_output(child)}"
-    return RankEnd.HUNG, text
+    return (RankEnd.RAISED if child.proven.how in MISUSES else RankEnd.HUNG), text
 
 
 def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
+from distcheck.records.stuck_ranks import Wait, why_stuck
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, Waits, printable
 
@@ -50,8 +51,8 @@ def proof(said: Said) -> Proven | None:
         return None
     if what := _mismatch(said):
         return Proven("mismatch", printable(what))
-    what = _deadlock(said)
-    return Proven("deadlock", printable(what)) if what else None
+    how, what = _deadlock(said)
+    return Proven(how, printable(what)) if what else None
 
 
 def _fits(rank: int, said: Said) -> bool:
@@ -107,21 +108,24 @@ def _misfit(call: Posted, said: Said) -> str:
     return ""
 
 
-def _deadlock(said: Said) -> str:
-    """Who waits for whom, if none of the ranks that wait can go on before another one of them."""
+def _deadlock(said: Said) -> tuple[str, str]:
+    """Who waits for whom, if none of the ranks that wait can go on before another one of them; and
+    of which kind that is.
+    """
     stuck = {rank for rank, own in said.items() if own.on and not own.over}
     over = [rank for rank, own in said.items() if own.over]
     if len(stuck) + len(over) < len(said) or not all(own.alone for own in said.values()):
-        return ""
+        return "", ""
     while free := {rank for rank in stuck if _may_go_on(said[rank], said, {*stuck, *over})}:
         stuck -= free
     if len(stuck) + len(over) < len(said):
-        return ""
-    words = {}
+        return "", ""
+    waits = {}
     for rank in stuck:
         call = said[rank].calls[said[rank].on[0]]
-        words[rank] = posted_calls.wait_in_words(call, list(_waited_for(call, said)))
-    return posted_calls.waiting_in_words(words, over)
+        group = said[rank].ranks.get(call.group, ())
+        waits[rank] = Wait(call, list(_waited_for(call, said)), group=group)
+    return why_stuck(waits, over)
 
 
 def _may_go_on(own: Waits, said: Said, stuck: set[int]) -> bool:

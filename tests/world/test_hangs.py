@@ -48,7 +48,7 @@ def test_a_hang_is_named_long_before_the_deadline(pool: Pool, name: str) -> None
     assert spent_s < _PROVEN_S
     (cause,) = explain(outcomes)
     expected = {
-        "receives_first": "hang", "sends_unreceived": "hang", "waits_for_a_send": "hang",
+        "receives_first": "hang", "waits_for_a_send": "unmatched-message",
         "other_group_order": "hang",
     }.get(name, "collective-mismatch")  # fmt: skip
     assert cause.cause == expected

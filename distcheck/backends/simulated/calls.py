@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from distcheck.records.posted_calls import Posted
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_NOT_THEIRS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen", "<string>")
+_NOT_THEIRS = (
+    _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
+)  # fmt: skip
 _MOST_FRAMES = 64
 
 
@@ -32,6 +35,9 @@ class Call(Posted):
     complete: bool = False
     delivered: bool = False
     source: int = -1
+    sender: "Call | None" = None  # whose message a receive took
+    work: Callable[[], Any] | None = None  # gives its Work while the code under test keeps it
+    waits: int = 0  # how often its Work was waited for
 
     def __post_init__(self) -> None:
         tensors = self.inputs or self.outputs
@@ -60,6 +66,16 @@ class Call(Posted):
 def is_theirs(filename: str) -> bool:
     """Whether a file is of the code under test: neither torch's nor distcheck's own."""
     return not filename.startswith(_NOT_THEIRS)
+
+
+def place_of_caller() -> str:
+    """The innermost line of the code under test, as FILE:LINE; or nothing."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if is_theirs(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def calling_frames() -> list[dict[str, Any]]:

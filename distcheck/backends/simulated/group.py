@@ -27,12 +27,14 @@ class SimulatedGroup(PythonGroup):
         self._world = world.here()
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._channel = self._world.channel(self._name, self._ranks)
+        self._destroyed = False
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing: calls have no timeout. A call that can never complete ends the world."""
 
     def shutdown(self) -> None:
-        """Nothing."""
+        """What `destroy_process_group` calls; no call can follow."""
+        self._destroyed = True
 
     abort = shutdown
 
@@ -177,6 +179,8 @@ class SimulatedGroup(PythonGroup):
         splits: Sequence[tuple[int, ...]] = ((), ()),
     ) -> SimulatedWork:
         rank = self._world.running_rank(f"calls {name}")
+        if self._destroyed:
+            raise RuntimeError(f"{name}: the group was destroyed by destroy_process_group")
         self._check(name, [*inputs, *outputs])
         is_message = kind in ("send", "recv")
         call = Call(

@@ -1,5 +1,6 @@
 """A started call: c10d's Work, and the future that torch chains to it."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,9 +25,16 @@ class SimulatedWork(Work):
         super().__init__()
         self._world, self._calls, self._results = world, calls, results
         self._future: WaitingFuture | None = None
+        for call in calls:
+            call.work = weakref.ref(self)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Gives way to other ranks until all is complete."""
+        for call in self._calls:
+            self._world.wait_again(call)
+        return self._finish()
+
+    def _finish(self) -> bool:
         for call in self._calls:
             self._world.wait(call)
         if self._future is not None:
@@ -35,7 +43,7 @@ class SimulatedWork(Work):
 
     def synchronize(self) -> None:
         """The same as `wait`."""
-        self.wait()
+        self._finish()
 
     def is_completed(self) -> bool:
         """Whether all is complete; other ranks run first."""
@@ -51,7 +59,7 @@ class SimulatedWork(Work):
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it has written."""
-        self.wait()
+        self._finish()
         return self._results
 
     def source_rank(self) -> int:
@@ -67,9 +75,9 @@ class SimulatedWork(Work):
         within backward by a callback at its end, which comes before DDP's own; at once elsewhere.
         """
         if self._future is None:
-            self._future = WaitingFuture(self.wait, self._results)
+            self._future = WaitingFuture(self._finish, self._results)
             if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
-                self.wait()
+                self._finish()
             else:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._at_end_of_backward)
@@ -78,7 +86,7 @@ class SimulatedWork(Work):
     getFuture = get_future  # noqa: N815
 
     def _at_end_of_backward(self) -> None:
-        self.wait()
+        self._finish()
 
 
 class WaitingFuture(torch.futures.Future[Any]):

@@ -10,16 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 from distcheck.backends.simulated import collectives
-from distcheck.backends.simulated.baton import Baton, Runner, State
-from distcheck.backends.simulated.calls import Call
-from distcheck.backends.simulated.matching import Channel
+from distcheck.backends.simulated.baton import Baton, State
+from distcheck.backends.simulated.calls import Call, place_of_caller
+from distcheck.backends.simulated.in_flight import InFlight, unseen
+from distcheck.backends.simulated.matching import Channel, GroupsMade
 from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
-from distcheck.records.posted_calls import wait_in_words, waiting_in_words
 from distcheck.records.schedules import Schedule
+from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 
-End = Literal["mismatch", "deadlock", "asleep", "refused"]
+End = Literal[
+    "mismatch", "deadlock", "asleep", "refused", "buffer-in-flight", "work-not-waited",
+    "work-waited-twice", "unmatched",
+]  # fmt: skip
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
 _MOST_TURNS = 4096  # calls that are noted of a run under a schedule
 
@@ -59,9 +63,12 @@ class SimulatedWorld:
         self._channels: dict[str, Channel] = {}
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
+        self._groups = GroupsMade()
+        self._in_flight = [InFlight(rank, self._accuse_of_buffer) for rank in range(size)]
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """The calls of a group, which its ranks share."""
+        self._groups.made(self.baton.rank, name, ranks)
         found = self._channels.get(name)
         if found is None or found.ranks != tuple(ranks):
             found = self._channels[name] = Channel(name, ranks, self.order)
@@ -70,11 +77,14 @@ class SimulatedWorld:
     def post(self, channel: Channel, call: Call) -> None:
         """Notes a call of the rank that runs, and completes what it completes."""
         self.latest[call.rank].append(call)
-        done = channel.post_message(call) if call.is_message else channel.post(call)
+        self._in_flight[call.rank].begin(call)
+        with unseen():
+            done = channel.post_message(call) if call.is_message else channel.post(call)
         for one in done:
             self._wake(one)
         if self._buffered and call.kind == "send" and not call.complete:
-            call.inputs = [tensor.detach().clone() for tensor in call.inputs]
+            with unseen():
+                call.inputs = [tensor.detach().clone() for tensor in call.inputs]
             call.complete = call.delivered = True
         if self.chooser is not None:
             if len(self.turns) < _MOST_TURNS:
@@ -86,8 +96,10 @@ class SimulatedWorld:
         self.running_rank("waits for a collective")
         while not call.complete:
             self.baton.block(call)
+        self._in_flight[call.rank].end(call)
         if not call.delivered:
-            collectives.deliver(call)
+            with unseen():
+                collectives.deliver(call)
 
     def look(self, call: Call) -> bool:
         """Whether a call is complete; others run first, so that code that asks again and again
@@ -99,6 +111,36 @@ class SimulatedWorld:
         if call.complete:
             self.wait(call)
         return call.complete
+
+    def wait_again(self, call: Call) -> None:
+        """The code under test has called `wait` of a Work once more than before. Over gloo the
+        second wait for a message never ends (measured with torch 2.15).
+        """
+        call.waits += 1
+        if call.waits > 1 and call.is_message:
+            place = place_of_caller()
+            what = f"rank {call.rank} waits{f' at {place}' * bool(place)} for {call.in_words()}"
+            self.accuse("work-waited-twice", f"{what}{call.where}, which it has waited for before")
+
+    def end_of_rank(self, rank: int) -> None:
+        """A rank's job is over: what it has posted it must have waited for."""
+        for call in self._in_flight[rank].not_waited_for():
+            received = "" if call.complete or not call.is_message else (
+                ", and which no call of another rank has met"
+            )  # fmt: skip
+            self.accuse(
+                "work-not-waited",
+                f"rank {rank} called {call.in_words()}{call.where}, for which it never waited"
+                f"{received}",
+            )
+
+    def accuse(self, how: End, what: str) -> NoReturn:
+        """Ends the world, because of what the rank that runs has done."""
+        self._ended(how, what)
+        self.baton.freeze()
+
+    def _accuse_of_buffer(self, what: str) -> NoReturn:
+        self.accuse("buffer-in-flight", what)
 
     def wait_for_store(self, keys: Sequence[str]) -> None:
         """Gives way until all keys are there."""
@@ -134,18 +176,19 @@ class SimulatedWorld:
             self.baton.wake(call.rank)
 
     def _stuck(self) -> None:
-        for channel in self._channels.values():
-            if said := channel.mismatch():
+        matched = (channel.mismatch() for channel in self._channels.values())
+        for said in (self._groups.mismatch(), *matched):
+            if said:
                 self._ended("mismatch", said)
                 self.baton.freeze()
         if self._lost:
             self._lose_peers()
             return
-        self._ended("deadlock", self._deadlock_in_words())
+        self._ended(*why_stuck(self._waits(), self._over()))
         self.baton.freeze()
 
     def _overslept(self, rank: int, seconds: float) -> None:
-        waiting = self._deadlock_in_words()
+        waiting = waiting_in_words(self._waits(), self._over())
         self._ended(
             "asleep",
             f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
@@ -168,20 +211,20 @@ class SimulatedWorld:
             return []
         return self._channels[waits_for.group].missing(waits_for)
 
-    def _deadlock_in_words(self) -> str:
-        runners = self.baton.runners
-        waits = {r.rank: self._wait_in_words(r.waits_for) for r in runners if _waits(r)}
-        over = [runner.rank for runner in runners if runner.state is State.OVER]
-        return waiting_in_words(waits, over)
+    def _waits(self) -> dict[int, Wait]:
+        """What each rank waits for, of those that wait."""
+        found = {}
+        for runner in self.baton.runners:
+            on = runner.waits_for
+            if runner.state is State.WAITING:
+                call = on if isinstance(on, Call) else None
+                ranks = self._channels[call.group].ranks if call else ()
+                words = "" if call else f"for {on}"
+                found[runner.rank] = Wait(call, self._missing(on), words, ranks)
+        return found
 
-    def _wait_in_words(self, waits_for: Any) -> str:
-        if not isinstance(waits_for, Call):
-            return f"for {waits_for}"
-        return wait_in_words(waits_for, self._missing(waits_for))
-
-
-def _waits(runner: Runner) -> bool:
-    return runner.state is State.WAITING
+    def _over(self) -> list[int]:
+        return [runner.rank for runner in self.baton.runners if runner.state is State.OVER]
 
 
 _here: SimulatedWorld | None = None

@@ -45,6 +45,7 @@ CAUSES = (
     "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",
     "extra-sum", "extra-division", "wrong-piece", "wrong-output", "broken-backward",
     "replicas-differ", "micro-batch-scale", "depends-on-schedule", "needs-buffering",
+    "buffer-in-flight", "work-not-waited", "work-waited-twice", "unmatched-message", "message-race",
     "unexplained",
 )  # fmt: skip
 

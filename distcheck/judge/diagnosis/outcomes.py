@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import PROVEN, RankEnd
+from distcheck.records.ends import MISUSES, PROVEN, RankEnd
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -19,6 +19,16 @@ _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
     "look for a call inside a condition that depends on the rank or on its data"
 )
+_BOTH_ENDS = (
+    "every send needs one receive on the rank that it names, and every receive one send: add the "
+    "missing call, or leave this one out"
+)
+_OF_MISUSE = {
+    "buffer-in-flight": "call wait() on the work before the tensor is used, or give the call a "
+    "tensor of its own (clone)",
+    "work-not-waited": "keep the work that the call returns, and call wait() on it",
+    "work-waited-twice": "wait for each work once: a second wait for a message never ends on gloo",
+}
 
 
 def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
@@ -52,6 +62,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 "number to the divisor",
             )
         ]
+    if misuse := _of_misuse(cause.detail):
+        return [misuse]
     if cause.outcome != RankEnd.HUNG:
         last = cause.detail.splitlines()[0] if cause.detail else ""
         return [
@@ -66,11 +78,26 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     return [_as_proven(found, cause.detail)]
 
 
+def _proven(detail: str) -> tuple[str, str]:
+    """How a world says that it ended, in the words of PROVEN, and what it says of that."""
+    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
+    return how, what
+
+
+def _of_misuse(detail: str) -> Diagnosis | None:
+    """What one rank of a simulated world did with a tensor or a work."""
+    said, what = _proven(detail)
+    cause = next((how for how in MISUSES if PROVEN[how] == said), "")
+    return Diagnosis(cause=cause, evidence=what, suggestion=_OF_MISUSE[cause]) if cause else None
+
+
 def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     """What a simulated world says of itself, where it does: calls that do not match, or ranks that
     all wait.
     """
-    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
+    how, what = _proven(detail)
+    if how == PROVEN["unmatched"]:
+        return Diagnosis(cause="unmatched-message", evidence=what, suggestion=_BOTH_ENDS)
     if how == PROVEN["mismatch"]:
         return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
     if how == PROVEN["asleep"]:

@@ -20,6 +20,7 @@ from distcheck.backends.simulated import world as simulated
 from distcheck.backends.simulated.baton import Runner, State
 from distcheck.backends.simulated.calls import Call, is_theirs
 from distcheck.errors import NotSimulatedError
+from distcheck.records.ends import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.jobs import Descriptors
@@ -31,6 +32,8 @@ from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.requests import HostRequest
 from distcheck.worlds.simulated.share import TURN, TURN_FD
 
+_NO_TURN = "waits for its turn, which rank {} does not give away"
+_STOPPED = "was stopped, because of what rank {} did"
 _STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
 
 
@@ -143,6 +146,7 @@ class Host:
         reporter = self._reporters[rank]
         try:
             result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
+            self._world.end_of_rank(rank)
             sys.stdout.flush()
             reporter.send(messages.Done(result))
         except limits.RankLeftError as left:
@@ -189,6 +193,8 @@ class Host:
                 "give --backend gloo"
             )
             self._reporters[rank].send(child.as_event(NotSimulatedError(said)))
+        elif how in MISUSES:
+            self._tell_ranks(State.READY, State.WAITING, State.ASLEEP, why=_STOPPED)
         else:
             self._tell_ranks(State.READY)
         self._reporter.send(messages.Proven(how, messages.printable(what)))
@@ -198,24 +204,24 @@ class Host:
         if self._ending.acquire(blocking=False):
             self._tell_ranks(State.READY, State.ASLEEP)
 
-    def _tell_ranks(self, *blameless: State) -> None:
-        """Says of every rank what it does; those in a state that is not their doing only wait for
-        their turn.
+    def _tell_ranks(self, *blameless: State, why: str = _NO_TURN) -> None:
+        """Says of every rank what it does; those in a state that is not their doing did not end
+        by what they do themselves, and `why` says so.
         """
         frames = sys._current_frames()
         for runner in self._world.baton.runners:
             if runner.state is not State.OVER:
-                self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless))
+                self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless, why))
 
     def _stacks_of(
-        self, runner: Runner, frames: Mapping[int, Any], blameless: Sequence[State]
+        self, runner: Runner, frames: Mapping[int, Any], blameless: Sequence[State], why: str
     ) -> messages.Stacks:
         thread, baton = runner.thread, self._world.baton
         frame = frames.get(thread.ident or 0) if thread is not None else None
         text = "" if frame is None else child.shown_of(frame)
         waits = runner.state in blameless and runner.rank != baton.current
         if waits:
-            text = f"waits for its turn, which rank {baton.current} does not give away\n{text}"
+            text = f"{why.format(baton.current)}\n{text}"
         entries = self._entries_of(runner.rank)
         together = [entry for entry in entries if not entry["is_p2p"]]
         return messages.Stacks(

@@ -38,6 +38,7 @@ _leave = os._exit  # which a world replaces
 _MOST_SHRINKING = 80  # runs; chosen
 _SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
 _NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which accuses no one
+_STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
 _TURNS = 400  # of one run that are kept
 _WORDS = 4000
 RunAll = Callable[[Sequence[Schedule]], list[ScheduleRun]]
@@ -53,7 +54,7 @@ def search(run_all: RunAll, schedules: int) -> Searched:
     """What the schedules come to."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
-        buffered = run_all([Schedule(buffered=True)])[0] if usual.end == "deadlock" else None
+        buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
         return Searched(usual, again, buffered=buffered)
     ran, distinct = 0, {usual.turns}
     late: list[str] = []
@@ -274,5 +275,14 @@ def _turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
     before = 0
     for call, switches in noted[:_TURNS]:
         words = messages.printable(call.in_words())
-        yield Turn(call.rank, words, messages.printable(call.where), switches > before)
+        where = messages.printable(call.where)
+        yield Turn(call.rank, words, where, switches > before, _taken_by(call))
         before = switches
+
+
+def _taken_by(call: Any) -> str:
+    """Whose message a receive from any rank took, in words."""
+    sent = call.sender
+    if call.peer is not None or sent is None:
+        return ""
+    return messages.printable(f"rank {sent.rank}, by {sent.in_words()}{sent.where}")

@@ -1,0 +1,221 @@
+"""Tensors that a call still reads or writes: which rank may not use them yet, and how.
+
+From the moment a call is posted until its rank has waited for it, the call may read what it sends
+and write what it leaves. Until then the rank may only read the first, and must not touch the
+second. Operations are seen by a dispatch mode, which is there only while a call is in flight; what
+does not go through torch (NumPy's view of a tensor) is not seen. Calls of torch's own code are not
+watched: DDP, FSDP and the pipeline schedules wait in ways of their own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch as dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distcheck.backends.simulated.calls import Call, is_theirs, place_of_caller
+
+# torch's own files between the caller of an operation and the process group.
+_ON_THE_WAY = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py",
+)  # fmt: skip
+_SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
+# Operations that take a tensor for its size or its storage, and touch no element.
+_TOUCH_NOTHING = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    "is_same_size", "is_pinned", "is_set_to", "set_", "resize_", "resize_as_", "record_stream",
+    "result_type",
+}  # fmt: skip
+_MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chosen
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor of a call in flight: the bytes of its storage from `begin` to `end`."""
+
+    call: Call
+    tensor: torch.Tensor
+    writes: bool
+    begin: int
+    end: int
+    dense: bool
+
+
+class InFlight(TorchDispatchMode):
+    """The tensors that calls of one rank hold. `accuse(what)` never returns."""
+
+    def __init__(self, rank: int, accuse: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rank, self._accuse = rank, accuse
+        self._held: dict[int, list[Held]] = {}  # by the address of the storage
+        self._calls: dict[Call, list[int]] = {}
+
+    def begin(self, call: Call) -> None:
+        """Notes a call that is posted now, and checks that its tensors are free for it."""
+        written = [] if _only_gives(call) else call.outputs
+        uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
+        own = [held for t, writes in uses if (held := _hold(call, t, writes)) is not None]
+        if self._held:
+            for held in own:
+                self._check(held, f"called {call.in_words()}{call.where} on")
+        if own and _is_of_their_code(call):
+            for held in own:
+                address = held.tensor.untyped_storage().data_ptr()
+                self._held.setdefault(address, []).append(held)
+                self._calls.setdefault(call, []).append(address)
+            self._look_on()
+
+    def end(self, call: Call) -> None:
+        """A call that was waited for."""
+        for address in self._calls.pop(call, ()):
+            left = [held for held in self._held.get(address, ()) if held.call is not call]
+            if left:
+                self._held[address] = left
+            else:
+                self._held.pop(address, None)
+        if not self._held:
+            self._look_away()
+
+    def not_waited_for(self) -> list[Call]:
+        """The calls that are in flight."""
+        return list(self._calls)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Checks what an operation uses, before it does."""
+        kwargs = kwargs or {}
+        if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
+            for tensor, writes in _touched(func, args, kwargs):
+                held = _hold(None, tensor, writes)
+                if held is not None:
+                    self._check(held, f"{'wrote to' if writes else 'read'}", _name(func))
+        return func(*args, **kwargs)
+
+    def _check(self, use: Held, does: str, operation: str = "") -> None:
+        for held in self._held.get(use.tensor.untyped_storage().data_ptr(), ()):
+            if held.call is not use.call and (use.writes or held.writes) and _overlap(use, held):
+                self._accuse(self._in_words(held, use, does, operation))
+
+    def _in_words(self, held: Held, use: Held, does: str, operation: str) -> str:
+        call = held.call
+        does_itself = "writes it" if held.writes else "reads it"
+        dropped = call.work is None or call.work() is None
+        waited = "nothing can wait for it, as its work was not kept" if dropped else (
+            "its work had not been waited for"
+        )  # fmt: skip
+        size = "x".join(map(str, use.tensor.shape)) or "scalar"
+        where = "" if use.call is not None else self._place(operation)
+        return (
+            f"rank {self._rank} {does} a tensor of [{size}]{where} that {call.in_words()}"
+            f"{call.where} still {does_itself}: {waited}"
+        )
+
+    @staticmethod
+    def _place(operation: str) -> str:
+        place = place_of_caller()
+        return f" by {operation} at {place}" if place else (
+            f" by {operation}, after the code under test had returned"
+        )  # fmt: skip
+
+    # -- the stack of modes ---------------------------------------------------------------------
+
+    def _look_on(self) -> None:
+        """Puts this below all other modes, which are taken off in their own order."""
+        if self not in dispatch._get_current_dispatch_mode_stack():
+            others = _take_modes()
+            _put_modes([self, *others])
+
+    def _look_away(self) -> None:
+        if self in dispatch._get_current_dispatch_mode_stack():
+            _put_modes([mode for mode in _take_modes() if mode is not self])
+
+
+def unseen() -> Any:
+    """Within it, operations of this thread are not looked at: those of distcheck itself."""
+    return torch._C._DisableTorchDispatch()
+
+
+def _take_modes() -> list[Any]:
+    modes = dispatch._get_current_dispatch_mode_stack()
+    for _ in modes:
+        dispatch._pop_mode()
+    return modes
+
+
+def _put_modes(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        dispatch._push_mode(mode)
+
+
+def _is_of_their_code(call: Call) -> bool:
+    """Whether code under test has called it, and not code of torch's own."""
+    for frame in call.frames:
+        if not frame["filename"].endswith(_ON_THE_WAY):
+            return is_theirs(frame["filename"])
+    return False
+
+
+def _only_gives(call: Call) -> bool:
+    return call.kind == "broadcast" and call.rank == call.root
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+def _touched(
+    func: Any, args: Sequence[Any], named: Mapping[str, Any]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The tensors that an operation reads or writes. What it only makes a view of is neither."""
+    for place, argument in enumerate(func._schema.arguments):
+        given = args[place] if place < len(args) else named.get(argument.name)
+        alias = argument.alias_info
+        if given is None or (alias is not None and not alias.is_write):
+            continue
+        for one in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(one, torch.Tensor):
+                yield one, alias is not None
+
+
+def _hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
+    """Where a tensor lies in memory; None where it has none that can be compared."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        if not tensor.untyped_storage().data_ptr():
+            return None
+    except (RuntimeError, NotImplementedError):
+        return None
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    span = sum((count - 1) * stride for count, stride in pairs) + 1
+    dense = span == tensor.numel()
+    return Held(call, tensor, writes, begin * size, (begin + span) * size, dense)
+
+
+def _overlap(one: Held, other: Held) -> bool:
+    """Whether two tensors of one storage share a byte."""
+    begin, end = min(one.begin, other.begin), max(one.end, other.end)
+    if one.begin >= other.end or other.begin >= one.end:
+        return False
+    if one.dense and other.dense:
+        return True
+    if end - begin > _MOST_BYTES:
+        return False  # not known
+    with unseen():
+        return bool((_bytes_of(one, begin, end) & _bytes_of(other, begin, end)).any())
+
+
+def _bytes_of(held: Held, begin: int, end: int) -> torch.Tensor:
+    """Which bytes [n] of a stretch of memory a tensor has."""
+    tensor, found = held.tensor, torch.zeros(end - begin, dtype=torch.bool)
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()]
+    for byte in range(size):
+        found.as_strided(tensor.shape, strides, held.begin - begin + byte).fill_(True)
+    return found
