@@ -7,6 +7,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What a case had in it, as far as a pass depends on it.
 
     worlds    how many worlds ran: 2 with a rerun
+    schedules how many other schedules a simulated world came to its end under
     tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
               `depth` the most modules that one of them is nested in
     kinds     the classes of the modules that hold parameters or buffers
@@ -25,6 +26,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     kinds: tuple[str, ...]
     features: tuple[str, ...]
+    schedules: int = 0
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,6 +135,7 @@ def check_single(spec: str) -> None:
         )
 
 
+@cache
 def _own_strategies() -> dict[str, EntryPoint]:
     try:
         points = distribution("distcheck").entry_points

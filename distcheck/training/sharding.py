@@ -1,13 +1,14 @@
 """Which samples a rank reads at a step.
 
-Every rank walks its own DistributedSampler; a step takes as many of its indices as the rank has
-positions in the step's stretch of the epoch. So the shards of a step, over all ranks, are
-exactly the batch that one process would read, also when the batch does not divide by the world:
-then shard sizes differ by one, and the sampler's padding is never read. Ranks without data have
-no part in that: the others are counted from 0 as if they were all.
+Every rank has the indices that a DistributedSampler of its own gives it; a step takes as many of
+them as the rank has positions in the step's stretch of the epoch. So the shards of a step, over all
+ranks, are exactly the batch that one process would read, also when the batch does not divide by the
+world: then shard sizes differ by one, and the sampler's padding is never read. Ranks without data
+have no part in that: the others are counted from 0 as if they were all.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -49,12 +50,18 @@ class Shards:
     def _epoch_order(self, epoch: int, rank: int) -> Sequence[int]:
         if self._sampler is not None:
             return self._sampler(self._size, self._world, rank, self._seed, epoch)
-        sampler: DistributedSampler[int] = DistributedSampler(
-            range(self._size),  # type: ignore[arg-type]
-            num_replicas=self._world,
-            rank=rank,
-            shuffle=True,
-            seed=self._seed,
-        )
-        sampler.set_epoch(epoch)
-        return list(sampler)
+        return _order_of_all(self._size, self._seed, epoch)[rank :: self._world]
+
+
+@lru_cache(maxsize=2)  # ranks that share a process draw it once
+def _order_of_all(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """A whole epoch in the order in which DistributedSampler deals it out."""
+    sampler: DistributedSampler[int] = DistributedSampler(
+        range(size),  # type: ignore[arg-type]
+        num_replicas=1,
+        rank=0,
+        shuffle=True,
+        seed=seed,
+    )
+    sampler.set_epoch(epoch)
+    return tuple(sampler)

@@ -139,7 +139,7 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield from (said for name, said in _FEATURES.items() if name not in there)
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
-    yield f"orders of arrival other than those of {worlds}"
+    yield f"orders of arrival other than those of {worlds}{_of_schedules(cases)}"
     if any(name_of(case.backend) == "simulated" for case in cases):
         yield (
             "ranks in processes of their own, and a real transport (ranks of backend simulated are "
@@ -147,3 +147,11 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
         )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"
+
+
+def _of_schedules(cases: Sequence[Contents]) -> str:
+    counts = [case.schedules for case in cases if case.schedules]
+    if not counts:
+        return ""
+    of = "one case" if len(counts) == 1 else f"each of {len(counts)} cases"
+    return f", and of {min(counts)} schedules of {of}"

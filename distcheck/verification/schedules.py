@@ -39,6 +39,7 @@ def searched(
     result, causes = schedules.judged(
         found, ranks=case.world, digests=_digests, replay=_replay(case)
     )
+    report = _with_contents(report, found)
     checks = (*report.checks, result)
     if report.verdict == "fail":  # the ranks' end is its failure, and the cause may be named better
         named = [c for c in report.diagnosis if not causes or c.cause not in _OF_ENDS]
@@ -49,6 +50,14 @@ def searched(
         verdict=merge_verdicts([report.verdict, result.verdict]),
         diagnosis=(*report.diagnosis, *causes),
     )
+
+
+def _with_contents(report: CaseReport, found: Searched) -> CaseReport:
+    if report.contents is None:
+        return report
+    ended = max(found.ran - len(found.late), 0)
+    contents = msgspec.structs.replace(report.contents, schedules=ended)
+    return msgspec.structs.replace(report, contents=contents)
 
 
 def _digests(result: bytes) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import pytest
 from distcheck.contract import Contract, Training
 from distcheck.records import (
     Case,
+    CaseReport,
     CheckResult,
     Contents,
     Delay,
@@ -19,8 +20,11 @@ from distcheck.records import (
 )
 from distcheck.records.expected_events import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
 from distcheck.records.mistakes import NOTHING, Shown
+from distcheck.records.schedules import ScheduleRun, Searched
 from distcheck.training.jobs import CaseFacts
+from distcheck.verification import schedules
 from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
+from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import FACTORS, Surroundings
 
 SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)
@@ -140,6 +144,28 @@ def test_one_world_is_not_two() -> None:
     alone = Run(case=msgspec.structs.replace(PLAIN, rerun=False)).contents
     assert "orders of arrival other than those of one world" in not_shown([alone])
     assert "orders of arrival other than those of two worlds" in not_shown([Run().contents])
+
+
+def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case of `--schedules 200` of which two did not end; the others show nothing of it."""
+    usual = ScheduleRun("", "finished", results=(b"a",))
+    found = Searched(usual, usual, ran=200, distinct=150, late=("7", "9"))
+    monkeypatch.setattr(schedules, "_search", lambda *_: found)
+    monkeypatch.setattr(schedules, "_digests", lambda _: ("a",))
+    report = CaseReport(
+        case=PLAIN,
+        strategy_file="",
+        verdict="pass",
+        outcomes=(),
+        checks=(),
+        contents=Run().contents,
+    )
+    told = schedules.searched(Pool(), report, description=b"", data_fd=None, show=print)
+    assert told.contents is not None
+    two = "orders of arrival other than those of two worlds"
+    assert f"{two}, and of 198 schedules of one case" in not_shown([told.contents, Run().contents])
+    assert f"{two}, and of 198 schedules of each of 2 cases" in not_shown([told.contents] * 2)
+    assert two in not_shown([Run().contents])
 
 
 def test_many_kinds_are_cut_short() -> None:

@@ -10,7 +10,7 @@ from distcheck.errors import UsageError
 from distcheck.judge import schedules as judging
 from distcheck.plan.cases import Request, plan_cases
 from distcheck.records.schedules import Schedule, ScheduleRun, Turn, read_schedule
-from distcheck.worlds.simulated.search import RunAll, search
+from distcheck.worlds.simulated.search import Forks, RunAll, search
 
 
 @pytest.mark.parametrize("text", ["17", "3:1,7:0", "buffered", "buffered,3:1", ""])
@@ -87,7 +87,9 @@ def ran(schedule: Schedule, *, end: str = "finished", bits: bytes = b"a") -> Sch
 
 
 def all_of(one: Callable[[Schedule], ScheduleRun]) -> RunAll:
-    def run_all(schedules: Sequence[Schedule]) -> list[ScheduleRun]:
+    def run_all(
+        schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
+    ) -> list[ScheduleRun]:
         return [one(schedule) for schedule in schedules]
 
     return run_all
@@ -159,3 +161,46 @@ def test_a_deadlock_that_buffers_hide_is_named_and_another_is_not() -> None:
     assert verdict == "unknown"
     assert cause.startswith("needs-buffering: what; where a send is complete")
     assert judged(search(all_of(lambda s: ran(s, end="deadlock")), 5))[2] == []
+
+
+class Shared(Forks):
+    """Processes whose worlds find what the ones before them in the same process have left, and
+    what `one` makes of a schedule and of that.
+    """
+
+    def __init__(self, one: Callable[[Schedule, int], ScheduleRun]) -> None:
+        self._together, self._warm, self._one = True, True, one
+        self.worlds: list[int] = []  # of each process
+
+    def _in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
+        self.worlds += map(len, parts)
+        return [[self._one(one, before) for before, one in enumerate(part)] for part in parts]
+
+
+SEEDS = [read_schedule(str(seed)) for seed in range(1, 9)]
+
+
+def test_schedules_share_processes_which_end_with_the_usual_one() -> None:
+    forks = Shared(lambda s, before: ran(s))
+    found = forks.run_all(SEEDS, usual=ran(Schedule()))
+    assert [one.schedule for one in found] == [str(one) for one in SEEDS]
+    assert sum(forks.worlds) == len(SEEDS) + len(forks.worlds)
+    assert len(forks.worlds) < len(SEEDS)
+
+
+def test_a_world_that_finds_what_another_has_left_is_run_by_itself() -> None:
+    forks = Shared(lambda s, before: ran(s, bits=b"b" if before else b"a"))
+    for _ in range(2):
+        found = forks.run_all(SEEDS, usual=ran(Schedule()))
+        assert [one.results[0] for one in found] == [b"a"] * len(SEEDS)
+    assert forks.worlds[-len(SEEDS) :] == [1] * len(SEEDS)  # the second time at once
+
+
+def test_what_differs_in_a_shared_process_is_found_only_if_it_differs_alone() -> None:
+    forks = Shared(lambda s, before: ran(s, bits=b"b" if s.seed == 5 else b"a"))
+    found = forks.run_all(SEEDS, usual=ran(Schedule()))
+    assert [one.schedule for one in found] == ["1", "2", "3", "4", "5"]
+    assert found[-1].results == (b"b", b"b")
+    forks = Shared(lambda s, before: ran(s, bits=b"b" if s.seed and before == 1 else b"a"))
+    found = forks.run_all(SEEDS, usual=ran(Schedule()))
+    assert [one.results[0] for one in found] == [b"a"] * len(SEEDS)

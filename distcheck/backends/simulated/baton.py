@@ -81,6 +81,9 @@ class Baton:
         self.current = first.rank
         first.turn.release()
         self._over.wait()
+        for runner in self.runners:
+            assert runner.thread is not None
+            runner.thread.join()
 
     def block(self, waits_for: Any) -> None:
         """Gives the baton away until `wake` was called for this rank. Raises the error that it was

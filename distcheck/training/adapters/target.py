@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from distcheck.records import Adaptation
@@ -190,14 +190,24 @@ def counts(parameter: inspect.Parameter) -> bool:
 
 _Nodes = tuple[ast.AST, ...]
 _seen: dict[int, tuple[Any, _Nodes]] = {}  # by id, since objects of a user's may not be hashable
+_of_code: dict[tuple[str, CodeType], _Nodes] = {}  # which ranks that share a process load again
 
 
 def _nodes_of(function: Any) -> _Nodes:
     """Every node of a function's syntax tree: each form looks at it, and each part of a form."""
+    code = getattr(inspect.unwrap(function), "__code__", None)  # of what getsource() shows
+    if isinstance(code, CodeType):
+        place = (code.co_filename, code)
+        if place not in _of_code:
+            _of_code[place] = _parsed(function)
+        return _of_code[place]
     if id(function) not in _seen:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        _seen[id(function)] = function, tuple(ast.walk(tree))
+        _seen[id(function)] = function, _parsed(function)
     return _seen[id(function)][1]
+
+
+def _parsed(function: Any) -> _Nodes:
+    return tuple(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
 
 
 class Source:

@@ -4,6 +4,8 @@ Every class has a coarse pattern of its own; a sample is its class's pattern und
 same index gives the same bits in every process, whatever was drawn before.
 """
 
+from functools import cache
+
 import torch
 
 _PATTERN_STRENGTH = 0.25
@@ -65,7 +67,7 @@ class SyntheticSamples:
         ids = ids if train else ids + _TEST_OFFSET
         labels = hash24(ids * 8191 + 1) % _CLASSES
         pixels = torch.arange(_CHANNELS * _SIZE * _SIZE)
-        patterns = self._patterns(dtype)
+        patterns = _patterns(dtype)
         images = torch.empty(len(ids), *self.shape, dtype=dtype)
         blocks = zip(images.split(_BLOCK), ids.split(_BLOCK), labels.split(_BLOCK), strict=True)
         for image, keys, of_class in blocks:
@@ -74,8 +76,11 @@ class SyntheticSamples:
             torch.add(noise.view_as(image), pattern, alpha=_PATTERN_STRENGTH, out=image)
         return images, labels
 
-    def _patterns(self, dtype: torch.dtype) -> torch.Tensor:
-        cells = torch.arange(_CLASSES * _CHANNELS * _GRID * _GRID)
-        coarse = _uniform(cells - 10**9, dtype).view(_CLASSES, _CHANNELS, _GRID, _GRID)
-        block = _SIZE // _GRID
-        return coarse.repeat_interleave(block, 2).repeat_interleave(block, 3)
+
+@cache
+def _patterns(dtype: torch.dtype) -> torch.Tensor:
+    """Every class's, which no one writes to."""
+    cells = torch.arange(_CLASSES * _CHANNELS * _GRID * _GRID)
+    coarse = _uniform(cells - 10**9, dtype).view(_CLASSES, _CHANNELS, _GRID, _GRID)
+    block = _SIZE // _GRID
+    return coarse.repeat_interleave(block, 2).repeat_interleave(block, 3)

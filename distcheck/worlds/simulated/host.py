@@ -131,12 +131,11 @@ class Host:
         c10d._set_thread_isolation_mode(True)
         flight.record_from(self._recorded)
         self._reporter.tell_stacks = self.tell_stacks
-        limits.install(self._world)
+        limits.install()
         threading.stack_size(_STACK_BYTES)
-        own_streams = sys.stdout, sys.stderr
         self._isolation.begin(0)
         self._world.baton.run(self._live)
-        sys.stdout, sys.stderr = own_streams
+        self._isolation.end()
 
     def _switch(self, before: int, after: int) -> None:
         self._isolation.switch(before, after)

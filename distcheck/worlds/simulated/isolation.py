@@ -20,6 +20,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +63,8 @@ class Isolation:
         self, environments: Sequence[Mapping[str, str]], streams: Sequence[tuple[TextIO, TextIO]]
     ) -> None:
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
-        self._folders_differ = False
+        _hear_of_folders()
+        _folders.differ = False
         self._shared = _shared_folders()
         self._c10d = {name: vars(c10d)[name] for name in _C10D_NAMES if hasattr(c10d, name)}
         self._counted = len(sys.modules)
@@ -70,7 +72,10 @@ class Isolation:
             self._beginning(dict(variables), own)
             for variables, own in zip(environments, streams, strict=True)
         ]
-        sys.addaudithook(self._hear)
+        self._before = self._beginning({}, (sys.stdout, sys.stderr))
+        environ: Any = os.environ
+        self._before.environment = environ._data
+        self._before.module_locks = self._locks._module_locks
 
     def begin(self, rank: int) -> None:
         """Gives this process to the first rank that runs."""
@@ -80,6 +85,11 @@ class Isolation:
         """Takes what the one rank has, and gives the other what it had."""
         self._leave(self._own[before])
         self._enter(self._own[after])
+
+    def end(self) -> None:
+        """Gives this process back what it had before its first rank ran, after the last one."""
+        self._take_modules()
+        self._enter(self._before)
 
     def _beginning(self, variables: dict[str, str], streams: tuple[TextIO, TextIO]) -> Own:
         environ: Any = os.environ
@@ -106,7 +116,7 @@ class Isolation:
         own.streams = (sys.stdout, sys.stderr)
         own.dtype = torch.get_default_dtype()
         own.modules = self._take_modules()
-        if self._folders_differ:
+        if _folders.differ:
             own.folder = os.getcwd()
 
     def _enter(self, own: Own) -> None:
@@ -126,7 +136,7 @@ class Isolation:
             if (parent := self._shared_parent(name, own.modules)) is not None:
                 setattr(parent, name.rpartition(".")[2], module)
         self._locks._module_locks = own.module_locks
-        if self._folders_differ:
+        if _folders.differ:
             os.chdir(own.folder)
 
     def _take_modules(self) -> dict[str, ModuleType]:
@@ -162,9 +172,23 @@ class Isolation:
             return False
         return not os.path.abspath(file).startswith(self._shared)
 
-    def _hear(self, event: str, _: tuple[Any, ...]) -> None:
+
+class _Folders:
+    """Whether a rank of the world that runs has changed its working directory."""
+
+    differ = False
+
+
+_folders = _Folders()
+
+
+@cache
+def _hear_of_folders() -> None:
+    def hear(event: str, _: tuple[Any, ...]) -> None:
         if event == "os.chdir":
-            self._folders_differ = True
+            _folders.differ = True
+
+    sys.addaudithook(hear)
 
 
 def _numpy_state() -> Any:

@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
-from distcheck.backends.simulated.world import SimulatedWorld
+from distcheck.backends.simulated.world import here
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
@@ -28,31 +28,32 @@ class RankLeftError(BaseException):
         self.status = status
 
 
-def install(world: SimulatedWorld) -> None:
-    """Puts them in place in this process, for good."""
+@cache
+def install() -> None:
+    """Puts them in place in this process, for good, and for every world that it runs."""
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 
     def sleep_or_give_way(seconds: float, /) -> None:
-        if world.baton.rank is None:
+        if here().baton.rank is None:
             sleep(seconds)
         else:
-            world.baton.sleep(seconds)
+            here().baton.sleep(seconds)
 
     def refuse_signal(number: Any, handler: Any, /) -> Any:
-        if world.baton.rank is not None:
-            world.refuse("it sets a handler of a signal")
+        if here().baton.rank is not None:
+            here().refuse("it sets a handler of a signal")
         return set_signal(number, handler)
 
     def leave_rank(status: int) -> NoReturn:
-        if world.baton.rank is not None:
+        if here().baton.rank is not None:
             raise RankLeftError(status)
         leave(status)
 
     def refuse_start(self: Any) -> None:
-        world.refuse("it starts a process")
+        here().refuse("it starts a process")
 
     def refuse_rpc(*_: Any, **__: Any) -> NoReturn:
-        world.refuse("it starts RPC, which has threads and sockets of its own")
+        here().refuse("it starts RPC, which has threads and sockets of its own")
 
     module: Any = time
     module.sleep = sleep_or_give_way
@@ -62,16 +63,13 @@ def install(world: SimulatedWorld) -> None:
     module.signal = refuse_signal
     os._exit = leave_rank
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
-    sys.addaudithook(_hearing(world))
+    sys.addaudithook(_hear)
 
 
-def _hearing(world: SimulatedWorld) -> Callable[[str, tuple[Any, ...]], None]:
-    def hear(event: str, given: tuple[Any, ...]) -> None:
-        if world.baton.rank is None:
-            return
-        if event in _FORKS:
-            world.refuse(f"it calls {event}")
-        if event == "import" and given[0] in _OWN_TRANSPORT:
-            world.refuse(f"it imports {given[0]}, which moves data by itself")
-
-    return hear
+def _hear(event: str, given: tuple[Any, ...]) -> None:
+    if here().baton.rank is None:
+        return
+    if event in _FORKS:
+        here().refuse(f"it calls {event}")
+    if event == "import" and given[0] in _OWN_TRANSPORT:
+        here().refuse(f"it imports {given[0]}, which moves data by itself")

@@ -1,19 +1,22 @@
-"""The process that tries schedules: each in a fork of itself, which runs one simulated world.
+"""The process that tries schedules: in forks of itself, each of which runs one simulated world, or
+several, one after the other.
 
-What a fork begins with is the same each time, so that two runs of one schedule differ only by what
+What a world begins with is the same each time, so that two runs of one schedule differ only by what
 no schedule controls. A schedule that comes to something else than the usual one is shrunk to the
 fewest switches, by leaving out ever smaller parts of them.
 """
 
+import gc
 import importlib
 import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -28,7 +31,7 @@ from distcheck.records.schedules import (
     read_schedule,
 )
 from distcheck.worlds import messages
-from distcheck.worlds.framing import write_all
+from distcheck.worlds.framing import Frames, frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.simulated.host import Host
@@ -39,9 +42,23 @@ _MOST_SHRINKING = 80  # runs; chosen
 _SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
 _NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which accuses no one
 _STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
+_NO_WORD = "its process ended without a word"
 _TURNS = 400  # of one run that are kept
 _WORDS = 4000
-RunAll = Callable[[Sequence[Schedule]], list[ScheduleRun]]
+_FIRST_ROUND, _LAST_ROUND = 4 * len(KINDS), 32 * len(KINDS)  # schedules; chosen
+_MOST_TOGETHER = 32  # schedules that one process runs; chosen
+
+
+class RunAll(Protocol):
+    """Runs worlds: what each schedule comes to, in order. Each in a process of its own; where the
+    `usual` run is given, several in one, and the list ends with the first that differs from it.
+    """
+
+    def __call__(
+        self, schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
+    ) -> list[ScheduleRun]:
+        """See above."""
+        ...
 
 
 @SEARCH.does
@@ -58,9 +75,8 @@ def search(run_all: RunAll, schedules: int) -> Searched:
         return Searched(usual, again, buffered=buffered)
     ran, distinct = 0, {usual.turns}
     late: list[str] = []
-    seeds = range(1, schedules + 1)
-    for first in range(0, schedules, _BATCH):
-        runs = run_all([read_schedule(str(seed)) for seed in seeds[first : first + _BATCH]])
+    for seeds in _rounds(schedules):
+        runs = run_all([read_schedule(str(seed)) for seed in seeds], usual=usual)
         ran += len(runs)
         distinct |= {one.turns for one in runs}
         late += [one.schedule for one in runs if one.end in _NOT_SEEN]
@@ -82,7 +98,12 @@ def search(run_all: RunAll, schedules: int) -> Searched:
     return Searched(usual, again, ran, len(distinct), late=tuple(late))
 
 
-_BATCH = 4 * len(KINDS)
+def _rounds(schedules: int) -> Iterator[range]:
+    """Seeds, few at first: what most schedules show is found soon."""
+    first, size = 1, _FIRST_ROUND
+    while first <= schedules:
+        yield range(first, min(first + size, schedules + 1))
+        first, size = first + size, min(2 * size, _LAST_ROUND)
 
 
 def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[ScheduleRun, int]:
@@ -125,85 +146,121 @@ class Forks:
 
     def __init__(self, asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
-        self._ran, self._warm = 0, False
+        self._ran, self._warm, self._together = 0, False, True
 
-    def run_all(self, schedules: Sequence[Schedule]) -> list[ScheduleRun]:
-        """What each comes to, in order."""
-        waiting = list(enumerate(schedules))
-        found: dict[int, ScheduleRun] = {}
+    def run_all(
+        self, schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
+    ) -> list[ScheduleRun]:
+        """What each comes to, in order: see `RunAll`.
+
+        A process that runs several ends with the usual schedule. Where that comes to something
+        else, code under test has left something behind, and each gets a process of its own.
+        """
+        if usual is None:
+            runs = [run for (run,) in self._in_forks([[schedule] for schedule in schedules])]
+            if not self._warm:
+                self._warm = True
+                _import_once([name for run in runs for name in run.imported])
+                gc.freeze()  # a fork that looks for garbage would copy all that lies here
+            return runs
+        count = -(-len(schedules) // cores())
+        size = min(count, _MOST_TOGETHER) if self._together else 1
+        parts = [schedules[first : first + size] for first in range(0, len(schedules), size)]
+        last = [Schedule()] if self._together else []
+        found: list[ScheduleRun] = []
+        for part, runs in zip(parts, self._in_forks([[*p, *last] for p in parts]), strict=True):
+            sound = not last or runs[-1].came_to == usual.came_to
+            self._together = self._together and sound
+            for schedule, run in zip(part, runs, strict=False):
+                if last and (not sound or run.came_to != usual.came_to):
+                    (run,) = self.run_all([schedule])
+                found.append(run)
+                if run.came_to != usual.came_to and run.end not in _NOT_SEEN:
+                    return found
+        return found
+
+    def _in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
+        """What the schedules of each part come to, which one process runs."""
+        waiting = list(enumerate(parts))
+        found: dict[int, list[ScheduleRun]] = {}
         running: dict[int, _Fork] = {}
         while waiting or running:
             while waiting and len(running) < cores():
-                place, schedule = waiting.pop(0)
-                fork = _Fork(place, schedule, self._begin(schedule), self._asked.deadline_s)
+                place, part = waiting.pop(0)
+                fork = _Fork(place, part, self._begin(part), self._asked.deadline_s)
                 running[fork.fd] = fork
             ready, _, _ = select.select(list(running), [], [], 0.1)
             for fork in [*running.values()]:
+                before = len(fork.runs)
                 if fork.over(ready=fork.fd in ready):
                     del running[fork.fd]
-                    found[fork.place] = fork.result()
-                    self._ran += 1
+                    found[fork.place] = fork.runs
+                if len(fork.runs) > before:
+                    self._ran += len(fork.runs) - before
                     self._reporter.progress(self._ran, "schedules")
-        if not self._warm:
-            self._warm = True
-            _import_once([name for run in found.values() for name in run.imported])
-        return [found[place] for place in range(len(schedules))]
+        return [found[place] for place in range(len(parts))]
 
-    def _begin(self, schedule: Schedule) -> tuple[int, int]:
+    def _begin(self, schedules: Sequence[Schedule]) -> tuple[int, int]:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            self._live(schedule, writing)
+            self._live(schedules, writing)
         os.close(writing)
         return pid, reading
 
-    def _live(self, schedule: Schedule, fd: int) -> NoReturn:
-        collected = _Collected(schedule, fd)
+    def _live(self, schedules: Sequence[Schedule], fd: int) -> NoReturn:
         try:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
-            host = Host(self._asked.host, self._fds, collected, schedule)
-            collected.host = host
-            host.run()
-            collected.finish()
-        except BaseException as error:
-            collected.tell("raised", f"{type(error).__name__}: {error}")
+            for schedule in schedules:
+                collected = _Collected(schedule, fd)
+                try:
+                    collected.host = Host(self._asked.host, self._fds, collected, schedule)
+                    collected.host.run()
+                except BaseException as error:
+                    collected.tell("raised", f"{type(error).__name__}: {error}")
+                    break
+                if not collected.finish() or threading.active_count() > 1:
+                    break  # what this world has left is not what the next one must begin with
         finally:
             _leave(0)
 
 
 class _Fork:
-    """A fork that runs one schedule."""
+    """A fork that runs some schedules, one after the other; `runs` are those that it has run, and
+    in the end all.
+    """
 
     def __init__(
-        self, place: int, schedule: Schedule, begun: tuple[int, int], deadline_s: float
+        self, place: int, schedules: Sequence[Schedule], begun: tuple[int, int], deadline_s: float
     ) -> None:
-        self.place, self._schedule = place, schedule
+        self.place, self._schedules, self._deadline_s = place, schedules, deadline_s
         self._pid, self.fd = begun
-        self._until, self._told = time.monotonic() + deadline_s, b""
+        self._until, self._frames = time.monotonic() + deadline_s, Frames(ScheduleRun)
+        self.runs: list[ScheduleRun] = []
 
     def over(self, *, ready: bool) -> bool:
         """Whether it has ended; one that takes too long is ended."""
+        late = False
         if not ready:
-            if time.monotonic() < self._until:
+            late = time.monotonic() >= self._until
+            if not late:
                 return False
             os.kill(self._pid, signal.SIGKILL)
         elif chunk := os.read(self.fd, 1 << 16):
-            self._told += chunk
+            with suppress(msgspec.MsgspecError):
+                if said := self._frames.feed(chunk):
+                    self.runs += said
+                    self._until = time.monotonic() + self._deadline_s
             return False
         os.close(self.fd)
         os.waitpid(self._pid, 0)
+        end, what = ("hung", "it did not end in time") if late else ("killed", _NO_WORD)
+        for schedule in self._schedules[len(self.runs) :]:
+            self.runs.append(ScheduleRun(str(schedule), end, what))
         return True
-
-    def result(self) -> ScheduleRun:
-        """What it came to."""
-        with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(self._told, type=ScheduleRun)
-        late = time.monotonic() >= self._until
-        what = "it did not end in time" if late else "its process ended without a word"
-        return ScheduleRun(str(self._schedule), "hung" if late else "killed", what)
 
 
 class _Collected(Reporter):
@@ -223,6 +280,7 @@ class _Collected(Reporter):
             if self._raised is None or event.how != "refused":
                 self._raised = (event.how, event.what)
             self.finish()
+            _leave(0)
         if not isinstance(event, messages.OfRank):
             return
         own = event.event
@@ -235,10 +293,10 @@ class _Collected(Reporter):
         elif isinstance(own, messages.Left) and self._raised is None:
             self._raised = ("left", f"rank {event.rank} called os._exit({own.code})")
 
-    def finish(self) -> NoReturn:
-        """Writes what has been noted, and ends this process."""
+    def finish(self) -> bool:
+        """Writes what has been noted; returns whether all ranks have finished."""
         self.tell(*(self._raised or ("finished", "")))
-        _leave(0)
+        return self._raised is None
 
     def _is_shared(self, name: str) -> bool:
         return name not in self._known and name.partition(".")[0] in _SHARED
@@ -250,7 +308,7 @@ class _Collected(Reporter):
         results = tuple(self._results[rank] for rank in sorted(self._results))
         write_all(
             self._out,
-            msgspec.msgpack.encode(
+            frame(
                 ScheduleRun(
                     schedule=str(self._schedule),
                     end=end,
