@@ -103,17 +103,20 @@ def test_means_and_distances() -> None:
 
 def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
     forks = Forks(tmp_path)
-    right, wrong = Role(1), Role(2, draw=1)
-    found = forks.run([right, wrong])
+    right, wrong, raises = Role(1), Role(2, draw=1), Role(3)
+    found = forks.run([right, wrong, raises])
     if isinstance(found, Role):  # in a copy
         if found == wrong:
-            os._exit(3)
+            os.abort()
+        if found == raises:
+            sys.excepthook(ValueError, ValueError("no such sample\nand more"), None)
         forks.leave(found, {"w": torch.tensor([float(found.rank)])})
         return
     gradients = found[right]
     assert gradients is not None
     assert gradients["w"].tolist() == [1]
-    assert found[wrong] is None
+    assert found[wrong] is found[raises] is None
+    assert forks.why == {wrong: "it was ended by signal 6", raises: "ValueError: no such sample"}
 
 
 def test_what_a_sum_was_divided_by() -> None:

@@ -4,13 +4,15 @@ A copy is forked where a step begins. It is handed other batches or slightly oth
 trains on until the script is about to use the gradients, writes them down, and is gone.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,7 @@ from distcheck.worlds import linux
 
 _PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch
 _FAILED = 9
+_MOST_SAID = 300  # characters of what a copy raised
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.why: dict[Role, str] = {}  # of copies that failed
 
     def _file(self, role: Role) -> Path:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
@@ -57,18 +61,33 @@ class Forks:
                 child = os.fork()
                 if child == 0:
                     linux.die_with_parent(parent)
-                    _become_a_copy()
+                    _become_a_copy(self._reasons(role))
                     return role
                 running[child], begun[child] = role, time.monotonic()
                 continue
             for child in list(running):
-                ended, _ = os.waitpid(child, os.WNOHANG)
+                ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
-                    del running[child]
+                    self._note(running.pop(child), status)
                 elif time.monotonic() - begun[child] > _PATIENCE_S:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
         return {role: self._read(role) for role in roles}
+
+    def _reasons(self, role: Role) -> Path:
+        return self._file(role).with_suffix(".raised")
+
+    def _note(self, role: Role, status: int) -> None:
+        """Keeps why a copy failed: what it raised, or how it ended."""
+        self.why.pop(role, None)
+        code = os.waitstatus_to_exitcode(status)
+        said = self._reasons(role)
+        if said.exists():
+            self.why[role] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
+            said.unlink()
+        elif code:
+            by = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            self.why[role] = f"it {by}"
 
     def _read(self, role: Role) -> dict[str, torch.Tensor] | None:
         file = self._file(role)
@@ -86,11 +105,19 @@ class Forks:
         os._exit(0)
 
 
-def _become_a_copy() -> None:
-    """What the script prints is printed by the parent; what it raises ends the copy."""
+def _become_a_copy(reasons: Path) -> None:
+    """What the script prints is printed by the parent; what it raises ends the copy, and is noted
+    for the parent.
+    """
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    leave: Callable[..., None] = lambda *_: os._exit(_FAILED)  # noqa: E731
+
+    def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        first = str(error).strip().partition("\n")[0]
+        with contextlib.suppress(OSError):
+            reasons.write_text(f"{kind.__name__}: {first}", errors="backslashreplace")
+        os._exit(_FAILED)
+
     sys.excepthook = leave
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

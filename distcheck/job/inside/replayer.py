@@ -26,6 +26,7 @@ from distcheck.job.inside.recorder import numbers_of
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Replayed, Seen, Settings
 
 DRAWS = 2
+_FAILS = "as one process the script fails in its first step"
 _SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 
 
@@ -70,10 +71,9 @@ class Replayer:
         self._begun = True
         if not self._mode and self._choose():
             return
-        draws = range(1, DRAWS + 1)
-        roles = [Role(ALL, draw) for draw in draws]
+        roles = [Role(ALL, draw) for draw in range(1, DRAWS + 1)]
         if self._mode == BY_RANK:
-            roles = [Role(r, d) for r in range(self._job.world) for d in (0, *draws)]
+            roles = [Role(r, d) for r in range(self._job.world) for d in range(DRAWS + 1)]
         roles += self._folding.roles(self._step, DRAWS)
         found = self._forks.run(roles)
         if not isinstance(found, Role):
@@ -99,7 +99,7 @@ class Replayer:
             found = tried[role]
             if mode == "probe":
                 if found is None:
-                    self._fail("as one process the script fails in its first step")
+                    self._fail(f"{_FAILS}: {self._forks.why.get(role, 'nothing was said')}")
                 elif "more" in found:
                     self._mode = IN_TURN
                     self._why = "the script makes more backward passes where there are fewer ranks"
