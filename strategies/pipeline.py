@@ -19,19 +19,34 @@ from distcheck.contract import Batch, LossOf, Step, strategy
 MICRO_BATCHES = 4  # torch wants them of one size: a shard must be divisible by their number
 
 
-def layers_of(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
-    """A stage's part of a chain of layers: its share of those with parameters, and what comes
-    before them. Raises ValueError where there are fewer of those than stages.
+def chain_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a chain, one after the other. A network of `features` and a linear
+    `classifier`, as VGG11, is such a chain, with a flatten between them.
     """
-    layers = list(model.children())
+    parts = dict(model.named_children())
+    if isinstance(model, nn.Sequential):
+        return list(parts.values())
+    if list(parts) != ["features", "classifier"]:
+        return []
+    features, classifier = parts.values()
+    is_linear = isinstance(features, nn.Sequential) and isinstance(classifier, nn.Linear)
+    return [*features.children(), nn.Flatten(), classifier] if is_linear else []
+
+
+def layers_of(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
+    """A stage's part of a chain of layers: its share of those with parameters, and what comes after
+    each. So no later stage begins with a ReLU, which could not work in place on what was received.
+    Raises ValueError where there are fewer layers than stages.
+    """
+    layers = chain_of(model)
     heavy = [place for place, layer in enumerate(layers) if list(layer.parameters())]
-    if not isinstance(model, nn.Sequential) or len(heavy) < stages:
+    if len(heavy) < stages:
         raise ValueError(
             f"{stages} stages need an nn.Sequential of at least {stages} layers with parameters; "
-            f"this model is a {type(model).__name__} with {len(heavy)}"
+            f"this model is a {type(model).__name__} with {len(heavy)} in a chain"
         )
-    ends = [heavy[len(heavy) * (n + 1) // stages - 1] + 1 for n in range(stages - 1)]
-    cuts = [0, *ends, len(layers)]
+    begins = [heavy[len(heavy) * n // stages] for n in range(1, stages)]
+    cuts = [0, *begins, len(layers)]
     return nn.Sequential(*layers[cuts[stage] : cuts[stage + 1]])
 
 
