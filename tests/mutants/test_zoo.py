@@ -61,11 +61,10 @@ def test_every_mutant_says_what_it_is_called() -> None:
 
 def test_every_cause_has_a_mutant() -> None:
     # Of a machine that is lost, in tests/launchers; of schedules, in tests/world/test_simulated.py;
-    # of calls that are misused, in tests/wrong_programs.
+    # of ranks that wait for each other and calls that are misused, in tests/wrong_programs.
     elsewhere = {
-        "unreachable", "depends-on-schedule", "needs-buffering",
-        "buffer-in-flight", "work-not-waited", "work-waited-twice", "unmatched-message",
-        "message-race",
+        "unreachable", "depends-on-schedule", "needs-buffering", "hang",
+        "buffer-in-flight", "work-not-waited", "work-waited-twice", "message-race",
     }  # fmt: skip
     assert set().union(*CAUSES.values()) == set(diagnosis.CAUSES) - elsewhere
 
