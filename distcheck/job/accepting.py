@@ -91,7 +91,7 @@ def _rates(kind: str, job: Recording, reference: Reference, result: CheckResult)
     compare = _scaled if kind == RATES else _later
     for step, name, actual, expected in compare(job, reference, tally):
         tally.count(parameter=name, rank=0, step=step, elements=1)
-        if abs(actual - expected) > _SAME_RATE * abs(expected):
+        if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is not as accepted
             tally.fail(
                 f"step {step}: {name} is {actual:.9g}, and by what was accepted {expected:.9g}",
                 parameter=name, rank=0, step=step, actual=actual, expected=expected,

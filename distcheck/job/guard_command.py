@@ -69,7 +69,8 @@ def guard_job(asked: Asked) -> tuple[Report, int]:
         if not found or (folder / "defect").exists():
             running.check_recorded(folder, ran, command)
     case = _judge(asked, found, ran)
-    report = Report(environment={}, cases=(case,), made=made, not_shown=_NOT_SHOWN)
+    not_checked = tuple(accepting.KINDS[kind][1] for kind in asked.accept)
+    report = Report(environment={}, cases=(case,), made=made, not_shown=(*not_checked, *_NOT_SHOWN))
     differs = any(check.verdict == "fail" for check in case.checks if check.check != "outcome")
     code = report.exit_code
     if differs:

@@ -57,6 +57,7 @@ def test_what_is_not_accepted_still_fails(tmp_path: Path) -> None:
     [
         (accepting.RATES, lambda step: LR / 2, "pass", []),
         (accepting.RATES, lambda step: LR / (2 + step), "fail", ["scheduler-steps-per-rank"]),
+        (accepting.RATES, lambda step: float("nan"), "fail", ["learning-rate-differs"]),
         # The job steps its schedule twice at each of its steps: 2, 6, 10 after 2, 4, 6, 8, 10.
         (accepting.SCHEDULE, lambda step: 2.0 + 2 * step, "pass", []),
         (accepting.SCHEDULE, lambda step: 2.0 + 3 * step, "fail", ["scheduler-steps-per-rank"]),

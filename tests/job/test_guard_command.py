@@ -16,6 +16,7 @@ from distcheck.job.guard.checked import Checked
 from distcheck.job.guard.records import Divergence, Finding
 from distcheck.job.guard_command import Asked, guard_job
 from distcheck.job.running import Ran
+from distcheck.job.settings import Settings, read
 
 LOSES_A_REPLICA = """
 import sys, torch, torch.distributed as dist
@@ -96,6 +97,26 @@ def test_exit_codes(
 ) -> None:
     found = [checked(rank, **changes) for rank in range(2)]
     assert judged(monkeypatch, found, code) == expected
+
+
+@pytest.mark.parametrize("accept", [(), ("same-randomness",)], ids=str)
+def test_one_seed_for_all_ranks_may_be_meant(
+    monkeypatch: pytest.MonkeyPatch, accept: tuple[str, ...]
+) -> None:
+    """Ranks are not asked to draw different numbers, and the report does not say that they did."""
+    asked: list[Settings] = []
+
+    def run(command: Any, settings: Path, **_: Any) -> Ran:
+        asked.append(read(settings))
+        for rank in range(2):
+            file = settings.parent / f"guard-{rank:04d}-{rank}-0.json"
+            file.write_bytes(msgspec.json.encode(checked(rank)))
+        return Ran(0, ())
+
+    monkeypatch.setattr(running, "run", run)
+    report, _ = guard_job(Asked(words=(sys.executable, "train.py"), accept=accept))
+    assert [one.randomness for one in asked] == [not accept]
+    assert ("whether random streams differ" in report.not_shown) == bool(accept)
 
 
 def test_nothing_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Starting worlds of the jobs in jobs.py."""
 
+import time
 from typing import Any
 
 from distcheck.records import Outcome
@@ -40,6 +41,25 @@ def start(
     )
 
 
+def run_to_end(pool: Pool, ranks: World) -> tuple[list[Outcome], float]:
+    """The outcomes, causes first, of ranks that all say how far they are; and how many seconds it
+    took from there.
+    """
+    _until_all_have_said(pool, ranks)
+    begun = time.monotonic()
+    run_until_over(pool, ranks)
+    spent_s = time.monotonic() - begun
+    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    ranks.close()
+    return outcomes, spent_s
+
+
+def _until_all_have_said(pool: Pool, ranks: World) -> None:
+    while not all(child.progress or child.gone for child in ranks.children):
+        pool.pump(0.02)
+        ranks.tick()
+
+
 def hang(
     pool: Pool, job: str, world: int, *, backend: str = "gloo", **about: Any
 ) -> tuple[World, list[Outcome]]:
@@ -49,9 +69,7 @@ def hang(
     may be that long in meeting each other.
     """
     ranks = start(pool, job, world, backend=backend, deadline_s=60.0, **about)
-    while not all(child.progress or child.gone for child in ranks.children):
-        pool.pump(0.05)
-        ranks.tick()
+    _until_all_have_said(pool, ranks)
     ranks.begin_again(1.0)
     run_until_over(pool, ranks)
     outcomes = blame.outcomes(ranks.children, hung=ranks.hung)

@@ -1,17 +1,13 @@
 """Worlds of processes that hang are ended as soon as that is proven, and others are not."""
 
-import time
-
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.worlds import blame
-from distcheck.worlds.launch import run_until_over
 from distcheck.worlds.pool import Pool
 from tests.world import hanging_jobs
-from tests.world.launching import start
+from tests.world.launching import run_to_end, start
 
 _DEADLINE_S = 60.0
 _PROVEN_S = 15.0  # on a crowded machine; on a quiet one it takes 0.6 s
@@ -31,15 +27,7 @@ def ends_of(pool: Pool, program: str, *, wrong: bool) -> tuple[list[Outcome], fl
     """How the four ranks end, and after how many seconds since they met."""
     job = "tests.world.hanging_jobs:runs"
     ranks = start(pool, job, 4, deadline_s=_DEADLINE_S, program=program, wrong=wrong)
-    while not all(child.progress or child.gone for child in ranks.children):
-        pool.pump(0.02)
-        ranks.tick()
-    begun = time.monotonic()
-    run_until_over(pool, ranks)
-    spent_s = time.monotonic() - begun
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
-    ranks.close()
-    return outcomes, spent_s
+    return run_to_end(pool, ranks)
 
 
 @pytest.mark.parametrize("name", others(hanging_jobs.WRONG, "skips_one", "receives_first"))

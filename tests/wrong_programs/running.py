@@ -14,7 +14,6 @@ from distcheck.judge import schedules
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.worlds import blame
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.local.child import Reporter
@@ -22,7 +21,7 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
 from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 from tests.world.jobs import Asked
-from tests.world.launching import start
+from tests.world.launching import run_to_end, start
 from tests.wrong_programs import PROGRAMS, WORLD, Program
 
 JOB = "tests.wrong_programs.running:runs"
@@ -66,15 +65,7 @@ def named(
     ranks = start(
         pool, JOB, WORLD, backend=backend, deadline_s=deadline_s, program=program.name, wrong=wrong
     )
-    while not all(child.progress or child.gone for child in ranks.children):
-        pool.pump(0.02)
-        ranks.tick()
-    begun = time.monotonic()
-    run_until_over(pool, ranks)
-    spent_s = time.monotonic() - begun
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
-    ranks.close()
-    return _of_outcomes(outcomes, spent_s)
+    return _of_outcomes(*run_to_end(pool, ranks))
 
 
 def _of_outcomes(outcomes: list[Outcome], spent_s: float) -> Named:
