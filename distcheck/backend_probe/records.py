@@ -92,7 +92,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) -> ExitCode:
-    """The exit code. What a baseline has as it is now, or worse, counts for nothing.
+    """The exit code. A cell with the same verdict in the baseline, or a worse one, does not count.
 
     A wrong answer outweighs a rank that failed, as in `distcheck verify`.
     """

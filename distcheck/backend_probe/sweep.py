@@ -109,7 +109,7 @@ class _Episode:
         return self._end(begun, outcomes, hung=hung)
 
     def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
-        """What a rank says once others are being killed is about a peer that it lost."""
+        """Reads reports until ranks are killed: after that, reports are about lost peers only."""
         if not ranks.hung:
             self._hear(rank, said)
 

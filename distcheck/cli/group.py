@@ -63,7 +63,7 @@ class Command(click.Command):
                 formatter.write_dl(list(records.values()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, but a word too many is answered with the option that takes it."""
+        """Parses as click does; for an extra word, the error names the option that takes it."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -73,7 +73,7 @@ class Command(click.Command):
             raise
 
     def _explain(self, ctx: click.Context, given: list[str]) -> None:
-        """Raises a better error for words that are no option's."""
+        """Raises a clearer error for words that belong to no option."""
         try:
             _, extra, _ = self.make_parser(ctx).parse_args(given)
         except click.UsageError:

@@ -89,7 +89,7 @@ def run(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Has a launcher end its ranks, as Ctrl-C does; and then by force."""
+    """Makes a launcher end its ranks, as Ctrl-C does; and then by force."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(how)

@@ -47,7 +47,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     feedback: bool = True
 
     @property
-    def owes_mean(self) -> bool:
+    def requires_mean(self) -> bool:
         """Whether gradients must be the mean over the ranks, within some bound."""
         return self.family in ("low-precision", "quantised")
 
@@ -133,10 +133,10 @@ def contract_under(case: Case, contract: Contract) -> Contract:
     return msgspec.structs.replace(contract, wire=accepted.wire)
 
 
-def owes_full_batch(text: str | None) -> bool:
+def requires_full_batch(text: str | None) -> bool:
     """Whether gradients must be the whole batch's, within some bound: S32 and S64."""
     accepted = read(text)
-    return accepted is None or accepted.owes_mean
+    return accepted is None or accepted.requires_mean
 
 
 def keeps_scalars(text: str | None) -> bool:

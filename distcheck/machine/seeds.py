@@ -173,7 +173,7 @@ def _compute_float32_in_float32() -> None:
 
 
 def pin_default_dtype(dtype: str) -> None:
-    """Has code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
+    """Makes code that names no dtype (`torch.empty(p.grad.size())`) make float64 in a case of
     float64, as in a script that trains in it: such a script sets torch's default dtype. Call it
     before code under test is loaded, and in every reference. Models are built in float32 all the
     same (`Ingredients.model`). Shorter dtypes are cast to by scripts, and leave the default.

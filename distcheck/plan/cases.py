@@ -248,7 +248,7 @@ def _against_cpu(case: Case) -> Case:
 def _dtypes(request: Request, workload: str) -> list[str]:
     if request.dtype is not None:
         return [request.dtype]
-    quick = about(workload).in_float64 and acceptance.owes_full_batch(request.accept)
+    quick = about(workload).in_float64 and acceptance.requires_full_batch(request.accept)
     quick = quick and (bool(request.workloads) or DEFAULT_RUN[workload].in_float64)
     return ["float32", "float64"] if quick else ["float32"]
 
@@ -257,7 +257,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     name = strategy.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
     place = workload.rpartition("/")[2].replace(".py:", "-").replace(":", "-")
     layers = known_layers.layers_of(dtype)
-    if not acceptance.owes_full_batch(request.accept):
+    if not acceptance.requires_full_batch(request.accept):
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
     cell, known = CELLS.get(workload), about(workload)
     without = known.without if cell is None else cell.without

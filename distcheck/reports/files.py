@@ -124,7 +124,7 @@ def damage_said(*files: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def errors_told(files: Mapping[str, str]) -> Iterator[None]:
+def errors_annotated(files: Mapping[str, str]) -> Iterator[None]:
     """Annotates, where GitHub is to know, an error that leaves nothing to write a report of."""
     try:
         yield

@@ -68,7 +68,7 @@ def _is_deep(value: Any, most: int) -> bool:
     return any(most == 0 or _is_deep(one, most - 1) for one in inner)
 
 
-class CaseTold(msgspec.Struct, frozen=True):
+class CaseInReport(msgspec.Struct, frozen=True):
     """What other commands rely on in a case of a document."""
 
     id: str
@@ -78,10 +78,10 @@ class CaseTold(msgspec.Struct, frozen=True):
 
 
 class _Told(msgspec.Struct, frozen=True):
-    cases: list[CaseTold]
+    cases: list[CaseInReport]
 
 
-def told_cases(document: dict[str, Any], path: Path) -> list[CaseTold]:
+def cases_read(document: dict[str, Any], path: Path) -> list[CaseInReport]:
     """The cases of a document that was read from `path`. Raises UsageError where it is damaged."""
     try:
         return msgspec.convert(document, _Told).cases

@@ -30,7 +30,7 @@ from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded
-from distcheck.reports.json_report import CaseTold, read_document, told_cases
+from distcheck.reports.json_report import CaseInReport, cases_read, read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
 from distcheck.training import loading
@@ -86,7 +86,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
     report = read_document(place) if place.is_file() else None
-    told = [] if report is None else told_cases(report, place)
+    told = [] if report is None else cases_read(report, place)
     remarks: list[str] = []
     members: dict[str, bytes] = {}
     sources = list(_sources(cases, files, told, members, remarks))
@@ -242,7 +242,7 @@ def _moved(case: Case, moved: dict[str, str]) -> Case:
 def _sources(
     cases: list[Case],
     files: list[Path],
-    told: list[CaseTold],
+    told: list[CaseInReport],
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[Source]:

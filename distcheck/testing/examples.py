@@ -95,7 +95,7 @@ def refuse(values: Iterable[object]) -> None:
 
 
 def reject(reason: str) -> NoReturn:
-    """Has hypothesis try another example, as `assume()` does that failed on every rank."""
+    """Makes hypothesis try another example, as `assume()` does that failed on every rank."""
     from hypothesis.errors import UnsatisfiedAssumption
 
     raise UnsatisfiedAssumption(reason)

@@ -161,7 +161,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
 
 
 def _make_own(item: pytest.Function, names: list[str]) -> None:
-    """Has pytest set these up here, and tear down here what it sets up here, nothing else: the
+    """Makes pytest set these up here, and tear down here what it sets up here, nothing else: the
     rest belongs to the pytest process, or to an earlier test in this rank.
     """
     stack = item.session._setupstate.stack
@@ -220,7 +220,7 @@ def fill_in(value: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def own_streams(item: pytest.Function) -> Iterator[None]:
-    """Has capsys and its like capture this rank's own streams, and lets go of what is left."""
+    """Makes capsys and its like capture this rank's own streams, and lets go of what is left."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
     _inherited.extend(capture._capture for capture in captures)

@@ -139,7 +139,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Has a world keep pytest-timeout's limit by itself; pytest-timeout sets its timer as ever."""
+    """Makes a world keep pytest-timeout's limit by itself; otherwise the timer is set as usual."""
     if item.get_closest_marker(marker.NAME) is not None:
         from distcheck.testing import timeouts
 

@@ -74,7 +74,7 @@ def hearing(item: pytest.Function) -> Iterator[None]:
 
 
 def with_unheard(item: pytest.Function, error: BaseException | None) -> BaseException | None:
-    """Has pytest warn, in this process, of what threads and finalizers raised. Under `-W error`
+    """Makes pytest warn, in this process, of what threads and finalizers raised. Under `-W error`
     that is how the test has failed, or is noted where it has on its own account.
     """
     __tracebackhide__ = True

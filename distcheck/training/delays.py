@@ -35,7 +35,7 @@ class Lateness:
         self._entered = 0
 
     def install(self) -> None:
-        """Has every collective of `torch.distributed` ask first who is late in this thread: ranks
+        """Makes every collective of `torch.distributed` ask first who is late in this thread: ranks
         of a simulated world are threads.
         """
         _of_thread[threading.get_ident()] = self

@@ -48,7 +48,7 @@ class LeafHook:
         return is_ours and _references(self._leaf) >= self._alive
 
     def put_back(self) -> None:
-        """Has torch call the hook again, and the code's own only where torch still called those
+        """Makes torch call the hook again, and the code's own only where torch still called those
         without distcheck.
         """
         if self.is_read:

@@ -129,7 +129,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
 
 
 def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
-    """Has one of torch's own optimizers step as `implementation` says of another."""
+    """Makes one of torch's own optimizers step as `implementation` says of another."""
     optimizer = innermost(optimizer)
     if not is_torchs_own(optimizer):
         return

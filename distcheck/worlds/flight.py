@@ -25,7 +25,7 @@ _source: Callable[[], list[dict[str, Any]]] | None = None
 
 
 def record_from(source: Callable[[], list[dict[str, Any]]]) -> None:
-    """Has `entries` ask another recorder, whose entries look the same."""
+    """Makes `entries` ask another recorder, whose entries look the same."""
     global _source
     _source = source
 

@@ -20,7 +20,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; ends at once if it already has.
+    """Makes the kernel kill this process when its parent ends; ends at once if it already has.
 
     The kernel means the parent *thread* (prctl(2)), so the parent must be single-threaded.
     """
@@ -36,7 +36,7 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def without_name_servers() -> Iterator[None]:
-    """Has the C library know host names from /etc/hosts alone, and then as it was configured.
+    """Makes the C library know host names from /etc/hosts alone, and then as it was configured.
 
     torch asks for the name of each address that it connects to, and ::ffff:127.0.0.1, as which it
     sees loopback, stands in no /etc/hosts: a name server is asked, and where none answers, or one

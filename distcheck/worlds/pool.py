@@ -93,7 +93,7 @@ class Pool:
         self._selector.register(ours, selectors.EVENT_READ, self._on_notices)
 
     def will_need(self, modules: Iterable[str]) -> None:
-        """Has the helper import modules of distcheck's, or torch's compiler, once for all."""
+        """Makes the helper import modules of distcheck's, or torch's compiler, once for all."""
         self._imports.update(dict.fromkeys(modules))
 
     def wait_ready(self) -> str:
@@ -160,7 +160,7 @@ class Pool:
         return "127.0.0.1"
 
     def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
-        """Has `pump` call `on_readable` whenever there is something to read from `source`."""
+        """Makes `pump` call `on_readable` whenever there is something to read from `source`."""
         self._selector.register(source, selectors.EVENT_READ, on_readable)
 
     def unwatch(self, source: Readable | int) -> None:
@@ -169,7 +169,7 @@ class Pool:
             self._selector.unregister(source)
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Has processes elsewhere read the data set too; what each found, by its name."""
+        """Makes processes elsewhere read the data set too; what each found, by its name."""
         return {}
 
     def ranks_here(self, world: int) -> int:

@@ -131,7 +131,7 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Has this process note its calls from now on; once, and only where torch offers what it
+    """Makes this process note its calls from now on; once, and only where torch offers what it
     takes.
     """
     global _installed

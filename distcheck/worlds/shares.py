@@ -74,7 +74,7 @@ class Share(Protocol):
         ...
 
     def ask(self) -> None:
-        """Has every rank tell what it is doing."""
+        """Makes every rank tell what it is doing."""
         ...
 
     def release(self) -> None:

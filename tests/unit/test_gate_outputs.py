@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Report
 from distcheck.reports import github, junit
-from distcheck.reports.files import check_outputs, errors_told
+from distcheck.reports.files import check_outputs, errors_annotated
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.json_report import as_document
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of, parsed
@@ -156,10 +156,10 @@ def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
 def test_github_is_told_of_errors_before_any_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UsageError), errors_told({"github": ""}):
+    with pytest.raises(UsageError), errors_annotated({"github": ""}):
         raise UsageError("unknown strategy\nx")
     assert capsys.readouterr().out == "::error title=distcheck::unknown strategy%0Ax\n"
-    with pytest.raises(UsageError), errors_told({}):
+    with pytest.raises(UsageError), errors_annotated({}):
         raise UsageError("x")
     assert capsys.readouterr().out == ""
     with pytest.raises(CannotRunError, match="GITHUB_STEP_SUMMARY /proc/x cannot be written"):

@@ -14,8 +14,9 @@ from distcheck.backends.mpi import library
 
 
 def stand_alone() -> None:
-    """Has mpi4py found, left uninitialised, and its world be this process. Nothing where there is
-    no mpi4py, or no library for it.
+    """Finds mpi4py, leaves it uninitialised, and makes this process its world.
+
+    Does nothing where mpi4py, or a library for it, is not installed.
     """
     with contextlib.suppress(ImportError, RuntimeError):
         import mpi4py

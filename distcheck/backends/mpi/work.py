@@ -30,7 +30,7 @@ _one_at_a_time = threading.RLock()  # no two threads may ask about the same requ
 
 
 class MPIWork(Work):
-    """An operation, of which `str` tells what it is, where it was called, and if it is finished.
+    """A started operation; `str` says what it is, which line called it, and whether it is finished.
 
     Completes when all of `requests` have; then `finish` copies results to where they belong.
 

@@ -148,7 +148,7 @@ class SimulatedWorld:
             self.baton.block(f"the store's keys {', '.join(keys)}")
 
     def wake_store(self) -> None:
-        """Has ranks that wait for the store look again."""
+        """Makes ranks that wait for the store look again."""
         for runner in self.baton.runners:
             if isinstance(runner.waits_for, str):
                 self.baton.wake(runner.rank)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, taken_from
 from distcheck.worlds.launchers import is_elsewhere
 
 
@@ -29,5 +29,5 @@ def command(then: str, now: str | None, bits: bool, quiet: bool, **asked: Any) -
     from distcheck.compare.command import compare_command
 
     files = taken_from(asked)
-    with errors_told(files):
+    with errors_annotated(files):
         return compare_command(then, now, bits=bits, files=files, quiet=quiet)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, taken_from
 
 
 @click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
@@ -66,7 +66,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     if "-" in files.values():
         raise UsageError("the command writes to standard output as well; give the report a file")
     check_outputs(files)
-    with errors_told(files):
+    with errors_annotated(files):
         report, code = _run(words, asked)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     write_outputs(files, report)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
-from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, taken_from
 from distcheck.worlds.launchers import is_elsewhere
 
 
@@ -24,5 +24,5 @@ def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
     from distcheck.verification.merging import merge_command
 
     files = taken_from(asked)
-    with errors_told(files):
+    with errors_annotated(files):
         return merge_command(parts, files=files, quiet=quiet)

@@ -14,7 +14,7 @@ from distcheck.cli.options import (
     matrix_options,
     setting_options,
 )
-from distcheck.reports.files import errors_told, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, taken_from
 
 
 @click.command("verify", cls=Command)
@@ -108,7 +108,7 @@ def command(
     from distcheck.cli.forecast import say_cost
     from distcheck.cli.show_and_keep import verify_command
 
-    with errors_told(files):
+    with errors_annotated(files):
         planned = plan()
         if asked["thorough"] or planned.beside.searches:
             say_cost(planned, quiet=quiet)

@@ -90,7 +90,7 @@ class Guard:
         return len(self._peers.ranks)
 
     def begin(self, *, hears: bool) -> "Guard":
-        """Has every step of the optimizer heard from now on, unless `stepped` is called for it."""
+        """Counts every step of the optimizer from now on, unless `stepped` is called for it."""
         if hears:
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
         if len(self._peers.ranks) == 1:
@@ -153,7 +153,7 @@ class Guard:
         return self._judge(own, [dict(zip(FIELDS, row, strict=True)) for row in rows])
 
     def _own(self) -> tuple[State, dict[str, int]]:
-        """What this rank holds. A failure of ours is one of all ranks, and ends no training."""
+        """What this rank holds. A failure here ends the checks on all ranks, not the training."""
         try:
             if self._watched is not None and self._watched.failure is not None:
                 raise self._watched.failure
@@ -213,7 +213,7 @@ class Guard:
     def _look_closer(
         self, kinds: Sequence[str], own: State, rows: Sequence[dict[str, int]]
     ) -> tuple[tuple[Finding, ...], tuple[Sums, ...]]:
-        """Has ranks send their names and digests, and then sums of the first that differ."""
+        """Makes ranks send their names and digests, and then sums of the first that differ."""
         others = self._documents(own)
         ranks = self._peers.ranks
         findings: list[Finding] = []
@@ -310,7 +310,7 @@ class Guard:
         return difference
 
     def _saved(self, difference: Divergence) -> Divergence:
-        """Has the first rank write a bundle; the others name the same file."""
+        """Makes the first rank write a bundle; the others name the same file."""
         name = b""
         if self._peers.rank == 0:
             try:

@@ -144,7 +144,7 @@ class Alone(ProcessGroup):
 
 
 def install() -> None:
-    """Has a script that asks for a group of many ranks get this one."""
+    """Gives this group to a script that asks for one of many ranks."""
     _without_device_threads()
     dist.Backend.register_backend(
         NAME, lambda options, _: Alone(options), extended_api=True, devices=["cpu"]

@@ -111,7 +111,7 @@ def install(listener: Listener, on_defect: Callable[[], None]) -> None:
 
 
 def _say(what: str, *given: Any) -> Any:
-    """Has the listener hear something; None where there is none, or it failed."""
+    """Calls the listener, if there is one; None where there is none, or it failed."""
     global _listener
     if _listener is None:
         return None

@@ -1,4 +1,4 @@
-"""Has the recorder, or a replay, listen to the hooks; a defect of ours never ends the job."""
+"""Lets the recorder or a replay listen to the hooks; a defect of distcheck never ends the job."""
 
 import os
 import traceback

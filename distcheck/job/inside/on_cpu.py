@@ -29,7 +29,7 @@ _MEMORY = 16 << 30  # of a GPU, for scripts that size their batches by it
 
 
 class _Devices(TorchFunctionMode):
-    """Has every call of torch that names a GPU name the CPU."""
+    """Replaces a GPU by the CPU in every call of torch that names one."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -35,7 +35,7 @@ def note(settings: str, what: str) -> None:
 
 
 def _note_what_ends_it(settings: str) -> None:
-    """An exception that ends the process is shown as ever, and noted for the report."""
+    """Notes an exception that ends the process, which is still shown as usual."""
 
     def show(kind: Any, error: Any, trace: Any) -> None:
         rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
@@ -61,7 +61,7 @@ def _install(settings: str) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds torch as ever, and has its import followed by ours."""
+    """Finds torch as usual, and installs the hooks after its import."""
 
     def __init__(self, settings: str) -> None:
         self._settings = settings

@@ -35,7 +35,7 @@ class Reading:
     counts: tuple[int, ...] = ()
 
     def agrees_with(self, other: "Reading") -> bool:
-        """Whether two ranks' results can be read as one and the same."""
+        """Whether two ranks' results have the same reading."""
         same = (self.kind, self.source, self.counts) == (other.kind, other.source, other.counts)
         return same and abs(self.factor - other.factor) <= 2 * (self.tolerance + other.tolerance)
 

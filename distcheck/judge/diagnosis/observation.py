@@ -85,7 +85,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
         facts = look.at_update(facts)
         if look.mesh is not None:
             return look.at_layout(facts, look.mesh)
-        if accepted is not None and not accepted.owes_mean:
+        if accepted is not None and not accepted.requires_mean:
             return look.at_design(facts, accepted)
         if lost := look.lost():
             return msgspec.structs.replace(facts, lost=lost)

@@ -108,7 +108,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
 
 
 def _tell_before_exit(reporter: Reporter) -> None:
-    """Has `os._exit` tell where it was called, which could not be asked afterwards; not in
+    """Makes `os._exit` tell where it was called, which could not be asked afterwards; not in
     processes that this one forks.
     """
     own = os.getpid()
@@ -179,8 +179,8 @@ def _settle(request: messages.Spawn, fds: list[int]) -> None:
 
 
 def keep_folder() -> None:
-    """Has Python refuse to remove or rename the folder that all ranks and the front work in, or one
-    that it lies in: the rank that tries it says where it does.
+    """Makes Python refuse to remove or rename the folder that all ranks and the front work in, or
+    one that it lies in: the rank that tries it says where it does.
     """
     here = Path.cwd()
     kept = [os.stat(folder) for folder in (here, *here.parents)]

@@ -38,7 +38,7 @@ class ManyForks:
 
 
 def gather_memory() -> None:
-    """Has the kernel put the memory that this process has written into large pages, if it can."""
+    """Makes the kernel put the memory that this process has written into large pages, if it can."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start, end in _anonymous(Path("/proc/self/maps").read_text()):

@@ -58,7 +58,7 @@ class LocalShare(Share):
                 self._places[rank].signal(child, number)
 
     def ask(self) -> None:
-        """Has every rank tell what it is doing."""
+        """Makes every rank tell what it is doing."""
         self._close_pipe("_dump")
 
     def release(self) -> None:

@@ -127,7 +127,7 @@ class Fleet(Pool):
         return shares
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Has every other process read the data; what each found. Raises CannotRunError."""
+        """Makes every other process read the data; what each found. Raises CannotRunError."""
         for link in self._links:
             link.prepared = None
             link.send(wire.Prepare(name, data_dir, download))
@@ -187,7 +187,7 @@ class Fleet(Pool):
             raise RankLostError(link.lost)
 
     def dismiss(self, exit_code: int, summary: str) -> None:
-        """Has every other process leave with the verdict's code, and waits for that shortly."""
+        """Makes every other process leave with the verdict's code, and waits for that shortly."""
         for link in self._links:
             link.send(wire.Over(exit_code, summary))
         deadline = time.monotonic() + _BYE_S

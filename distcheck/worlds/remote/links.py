@@ -141,7 +141,7 @@ class Link:
         return share
 
     def forget(self, world: int) -> None:
-        """Has the other end drop a share."""
+        """Makes the other end drop a share."""
         self._shares.pop(world, None)
         self.send(wire.CloseRanks(world))
 
@@ -162,7 +162,7 @@ class RemoteShare(Share):
         self._link.send(wire.SignalRank(self._world, rank, number))
 
     def ask(self) -> None:
-        """Has every rank tell what it is doing."""
+        """Makes every rank tell what it is doing."""
         self._link.send(wire.AskRanks(self._world))
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class RemoteShare(Share):
         self._link.send(wire.ReleaseRanks(self._world))
 
     def close(self) -> None:
-        """Has the other end forget them."""
+        """Makes the other end forget them."""
         self._link.forget(self._world)
 
     def lose(self) -> None:

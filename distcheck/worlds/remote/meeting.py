@@ -163,7 +163,7 @@ def listen_here(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def announced_in(path: str, place: str) -> Iterator[None]:
-    """Has a file say where rank 0 listens, for as long as it does."""
+    """Makes a file say where rank 0 listens, for as long as it does."""
     target = Path(path)
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:

@@ -183,7 +183,7 @@ class SimulatedShare(Share):
         self._share.signal(self._host, number)
 
     def ask(self) -> None:
-        """Has every rank tell what it is doing."""
+        """Makes every rank tell what it is doing."""
         self._share.ask()
 
     def release(self) -> None:

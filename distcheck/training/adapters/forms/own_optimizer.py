@@ -83,7 +83,7 @@ class Watched:
         self.optim.zero_grad()
 
     def before_update(self, begins: Callable[..., Any]) -> Any:
-        """Has `begins` called where gradients are final; returns a handle with `remove()`."""
+        """Makes `begins` called where gradients are final; returns a handle with `remove()`."""
         self._begun = [begins]
         return self
 

@@ -119,7 +119,7 @@ def _takes_optimizer(target: Target) -> bool:
 
 @contextlib.contextmanager
 def _plain_sgd(scene: Scene) -> Iterator[None]:
-    """Has the code find plain SGD where it asks for the optimizer."""
+    """Makes the code find plain SGD where it asks for the optimizer."""
     own = scene.optimizer
     scene.optimizer = torch.optim.SGD(scene.parameters(), lr=scene.rate or RATE)
     try:
