@@ -316,6 +316,9 @@ def plan_checks(
     if local_sgd:
         exact, bounded = BITWISE, ""  # each rank's own, to the bit
         gradient_layers = [BITWISE]
+    returned = facts.output.elements if facts.contract.parallel and facts.output else 0
+    if returned:
+        planned += [owes.outputs(layer, returned) for layer in semantic]
     if seen and (exact or bounded):
         planned.append(owes.check("local gradients", own, model.parameters))
     planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
@@ -341,7 +344,7 @@ def plan_checks(
     if facts.must_happen:
         planned.append(owes.purpose())
     if case.rerun:
-        planned.append(owes.rerun())
+        planned.append(owes.rerun(returned))
     note = _fallback_note(case, facts, sizes, calibration_failure)
     return [
         msgspec.structs.replace(p, note=note)

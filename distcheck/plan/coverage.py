@@ -100,6 +100,14 @@ class Coverage:
             required = Compared(tensors=1, elements=data * steps, ranks=data, steps=steps)
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
+    def outputs(self, layer: str, numbers: int) -> PlannedCheck:
+        """What the model returns for every sample, on one rank of each data coordinate."""
+        readers = () if self._mesh is None else self._mesh.readers
+        samples = sum(sizes[rank] for sizes in self._sizes for rank in readers)
+        elements, steps = samples * numbers, self._case.steps
+        required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
+        return PlannedCheck(check="outputs", layer=layer, scope="step", required=required)
+
     def outcome(self) -> Compared:
         """Every rank."""
         return Compared(ranks=self._case.world)
@@ -123,16 +131,19 @@ class Coverage:
         """What the workload is for: every step of every rank with data, with all its samples."""
         return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=self.data())
 
-    def rerun(self) -> PlannedCheck:
-        """Everything that a rank records, in a second world."""
+    def rerun(self, numbers: int = 0) -> PlannedCheck:
+        """Everything that a rank records, in a second world; `numbers` are those that its model
+        returns for a sample, where they are recorded.
+        """
         model, case = self._model, self._case
         state = (*model.parameters, *model.buffers, *model.optimizer)
         seen = self._contract.sync != "out-of-sight"
         gradients = (*model.parameters, *(model.parameters if seen else ()))
         per_step = sum(t.elements for t in (*gradients, *state))
         before = sum(t.elements for t in state)
-        elements = case.world * (case.steps * per_step + before)
-        tensors = len(gradients) + len(state)
+        returned = numbers * max(map(max, self._sizes))
+        elements = case.world * (case.steps * (per_step + returned) + before)
+        tensors = len(gradients) + len(state) + (numbers > 0)
         required = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
         return PlannedCheck(check="rerun", layer="-", scope="run", required=required)
 

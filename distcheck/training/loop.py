@@ -242,7 +242,8 @@ class Loop:
 
     def _backward(self, batch: Batch, step: Step) -> float:
         """Leaves the shard's gradients, and returns its mean loss."""
-        loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped)
+        saw = self._observer.returned if self._mesh is not None else None
+        loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped, saw)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
             own = OwnBackward(

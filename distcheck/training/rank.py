@@ -201,6 +201,9 @@ class Unwatched(Observer):
     def counted(self, batch: Batch) -> None:
         """Nothing."""
 
+    def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Nothing."""
+
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Nothing."""
 

@@ -89,7 +89,7 @@ class _ByHand:
             received = torch.empty(len(part.ids), *self.shape(batch))
             dist.recv(received, self.peer)
             inputs.append(received if self.detaches else received.requires_grad_())
-            loss = loss_of.given(self.layers(inputs[-1]), part)
+            loss = loss_of.given(self.made(self.layers(inputs[-1])), part)
             share = len(part.ids) / step.samples
             (loss * share).backward()
             total += loss.detach() * share
@@ -101,6 +101,9 @@ class _ByHand:
         return (next(iter(self.layers.parameters())).shape[1],)
 
     def sent(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return outputs
+
+    def made(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs
 
     def returned(self, total: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -214,3 +217,12 @@ class OneStageIsNotAveraged(_TwoPipelines):
     def sync(self, model: nn.Module, step: Step) -> None:
         if not self.first:
             self.average(step)
+
+
+@mutant(caught="outputs S32", world=2, steps=1, seldom=True)
+@strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
+class TakesTheLogarithmTwice(_ByHand):
+    """The last stage returns log-probabilities, and cross-entropy takes their log-softmax again."""
+
+    def made(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.log_softmax(1)
