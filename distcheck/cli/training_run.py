@@ -214,7 +214,7 @@ class _Table:
         row: dict[str, Any] = {
             "epoch": first.epoch + 1,
             "loss": loss,
-            "accuracy": first.correct / first.tested,
+            "accuracy": first.correct / max(1, first.tested),
             "tested": first.tested,
             "steps": len(first.step_s),
             "first_step_s": first.step_s[0],

@@ -103,8 +103,7 @@ class Coverage:
     def outputs(self, layer: str, numbers: int) -> PlannedCheck:
         """What the model returns for every sample, on one rank of each data coordinate."""
         readers = () if self._mesh is None else self._mesh.readers
-        samples = sum(sizes[rank] for sizes in self._sizes for rank in readers)
-        elements, steps = samples * numbers, self._case.steps
+        elements, steps = self._samples_of(readers) * numbers, self._case.steps
         required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
         return PlannedCheck(check="outputs", layer=layer, scope="step", required=required)
 
@@ -128,8 +127,19 @@ class Coverage:
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
     def purpose(self) -> PlannedCheck:
-        """What the workload is for: every step of every rank with data, with all its samples."""
-        return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=self.data())
+        """What the workload is for: every step of every rank with data, with all its samples; in a
+        mesh, of one rank of each data coordinate.
+        """
+        required = self.data()
+        if self._mesh is not None:
+            readers, steps = self._mesh.readers, self._case.steps
+            samples = self._samples_of(readers)
+            required = Compared(tensors=0, elements=samples, ranks=len(readers), steps=steps)
+        return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=required)
+
+    def _samples_of(self, readers: Sequence[int]) -> int:
+        """How many these ranks read over all steps."""
+        return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self, numbers: int = 0) -> PlannedCheck:
         """Everything that a rank records, in a second world; `numbers` are those that its model

@@ -201,8 +201,17 @@ def _factors(facts: LayoutFacts, factor: float) -> Iterator[tuple[str, str, str]
                 f"the axis {axis} has {size} ranks, over which it was averaged",
                 f"divide once by the {size} data coordinates"
                 if axis == "data"
-                else f"do not divide by the ranks of the axis {axis}, which share one batch",
+                else _share_one_batch(facts, axis),
             )
+
+
+def _share_one_batch(facts: LayoutFacts, axis: str) -> str:
+    if facts.by_tokens:
+        return (
+            f"do not divide by the ranks of the axis {axis}, and do not add up tokens over it: its "
+            "ranks read the same ones, which count once"
+        )
+    return f"do not divide by the ranks of the axis {axis}, which share one batch"
 
 
 def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
