@@ -123,6 +123,7 @@ def recorded(ingredients: Ingredients) -> TraceReader:
 
     fake = SimpleNamespace(
         layout=SimpleNamespace(
+            outputs=(),
             world=len(SHARDS), model=describe_model(ingredients, ingredients.model())
         ),
         header=lambda rank, step: SimpleNamespace(ids=SHARDS[rank], settings=0),

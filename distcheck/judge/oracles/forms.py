@@ -128,8 +128,8 @@ class RankLosses:
 @dataclass(frozen=True)
 class Outputs:
     """What a model returns for the samples of each data coordinate, [samples, numbers], and how far
-    it may be off, as an L2 norm. What is off by at most `rounding` cannot be told from what the
-    reference itself is off by; 0 where that did not have to be measured.
+    it may be off, as an L2 norm. An error of at most `rounding` may be rounding alone, since the
+    reference has one of that size as well; 0 where that did not have to be measured.
     """
 
     expected: tuple[torch.Tensor, ...]

@@ -16,12 +16,12 @@ a gradient. So the L2 norm of the difference is at most
     normalises a batch of N samples
 
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
-was measured at up to 12 % of it in one process (VGG11, 1.5e-6 of 1.2e-5 for 32 images).
+was measured at up to 11 % of it in one process (VGG11, 1.5e-6 of 1.4e-5 for 32 images).
 
 Where a model's last sum cancels, as in a difference of two values, its outputs are rounded by more
 than their norm says, in one process as well. So where S32 refuses, the reference's own rounding is
-measured: its outputs are taken again in float64, from the same state. What is off by at most
-`_LIKE_ROUNDING` times as much as the reference itself can not be told from rounding.
+measured: its outputs are taken again in float64, from the same state. An error of at most
+`_LIKE_ROUNDING` times the reference's own may be rounding alone, and the check is then unknown.
 """
 
 from collections.abc import Sequence
