@@ -180,7 +180,13 @@ class RightMasks:
         return model
 
 
-@mutant(caught="gradients S32, loss S32", world=2, workload=".small:Dropping", steps=1, seldom=True)
+@mutant(
+    caught="gradients S32, loss S32, outputs S32",
+    world=2,
+    workload=".small:Dropping",
+    steps=1,
+    seldom=True,
+)
 @strategy(parallel={"tensor": -1})
 class MasksAlike(RightMasks):
     """Every rank drops the same of its units, which are other ones."""
@@ -189,7 +195,7 @@ class MasksAlike(RightMasks):
 
 
 @mutant(
-    caught="gradients S32, loss S32, agreement",
+    caught="gradients S32, loss S32, outputs S32, agreement",
     world=2,
     workload=".small:Dropping",
     steps=1,

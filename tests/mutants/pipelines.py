@@ -155,7 +155,7 @@ class GradientsOfOtherMicroBatches(_ByHand):
         super().run_backward(outputs, received[::-1], step)
 
 
-@mutant(caught="gradients S32, loss S32", world=2, seldom=True)
+@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class ActivationsOfOtherMicroBatches(_ByHand):
     """A buffer is sent before it is filled: each micro-batch gets the one before."""
