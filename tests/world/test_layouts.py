@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from distcheck_strategies.row_parallel import RowParallel
+from torch import nn
 
 import distcheck
 from distcheck.errors import UsageError
@@ -88,6 +90,46 @@ def test_samples_at_a_kink_may_be_on_either_side_of_it() -> None:
     report.raise_for_verdict()
     (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
     assert "on which side of a kink" in gradients.reason
+
+
+class OffByOne(RowParallel):
+    """Every output is larger by one, which cross-entropy does not see."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        super().wrap(model).register_forward_hook(lambda m, given, outputs: outputs + 1.0)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "verdict"),
+    [
+        ("row_parallel", "float32", "unknown"),
+        sweep("row_parallel", "float64", "pass"),
+        (f"{__name__}:OffByOne", "float32", "fail"),
+    ],
+)
+def test_outputs_that_cancel_are_not_accused_of_their_rounding(
+    name: str, dtype: str, verdict: str
+) -> None:
+    report = distcheck.verify(
+        name, world=2, workload="tests.unusual.cancelling:Cancelling", dtype=dtype, batch=64,
+        steps=1, separate=False,
+    )  # fmt: skip
+    (case,) = report.cases
+    assert {c.check: c.verdict for c in case.checks if c.verdict != "pass"} == (
+        {} if verdict == "pass" else {"outputs": verdict}
+    )
+
+
+@pytest.mark.sweep
+def test_outputs_that_no_loss_function_was_given_are_not_compared_and_it_is_said() -> None:
+    (case,) = distcheck.verify(
+        "tests.mutants.divided:RightVocabulary", world=2, workload=SMALL, dtype="float32", steps=1,
+        batch=32, separate=False,
+    ).cases  # fmt: skip
+    assert case.verdict == "pass"
+    assert "outputs" not in {check.check for check in case.checks}
+    assert any(note.startswith("outputs are not compared") for note in case.notes)
 
 
 def accessed(name: str) -> CaseReport:

@@ -94,7 +94,7 @@ def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutp
     return WrongOutputs(
         rank=rank,
         factor=factor if float((found - factor * right).norm()) <= _LEFT_OVER * norm else None,
-        shifted=found.shape[1] > 1 and float((off - mean).norm()) <= _LEFT_OVER * norm,
+        shifted=found.shape[1] > 1 and float((off - mean).norm()) <= _LEFT_OVER * float(off.norm()),
         reordered=float((found - right[nearest]).norm()) <= _LEFT_OVER * norm,
         distance=float(off.norm()) / norm,
     )
