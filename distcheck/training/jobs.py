@@ -134,7 +134,8 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One rank's epoch: summed loss over its samples, and seconds of every step. `losses` are the
     steps' mean losses over `sizes` samples; 0 samples where the rank has no loss.
 
-    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0.
+    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0, and
+    where no rank has the whole model.
     """
 
     rank: int

@@ -310,6 +310,10 @@ class Loop:
         with no_sync() if no_sync is not None and not last else contextlib.nullcontext():
             yield
 
+    def buffers_are_whole(self) -> bool:
+        """Puts the buffers of all ranks into the model, and says whether it has all of them."""
+        return self._strategy.buffers()
+
     def close(self) -> None:
         """Lets the strategy end what it started."""
         self._strategy.close()

@@ -1,6 +1,8 @@
 """Model-parallel layouts: right code passes, and what does not fit is refused in one sentence."""
 
 import os
+import re
+import subprocess
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,6 +16,7 @@ from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
 from tests.mutants.divided import RIGHT
 from tests.mutants.small import Small
+from tests.world.command import COMMAND, ROOT
 
 SMALL = "tests.mutants.small:Small"
 sweep = partial(pytest.param, marks=pytest.mark.sweep)
@@ -208,3 +211,14 @@ def test_ranks_that_share_a_model_must_read_the_same_samples() -> None:
         steps=1, separate=False,
     )  # fmt: skip
     assert "data" in {c.check for c in report.cases[0].checks if c.verdict == "fail"}
+
+
+@pytest.mark.sweep
+def test_accuracy_of_a_pipeline_is_taken_with_the_statistics_of_every_stage() -> None:
+    workload = "tests/unusual/statistics_on_a_stage.py:Shifted"
+    words = ["train", "--strategy", "pipeline", "--world", "2", "--steps", "20"]
+    ran = subprocess.run(
+        [*COMMAND, *words, "--workload", workload], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"accuracy (100\.00|99\.\d\d) %", ran.stdout), ran.stdout
