@@ -214,7 +214,7 @@ class _Table:
         row: dict[str, Any] = {
             "epoch": first.epoch + 1,
             "loss": loss,
-            "accuracy": first.correct / first.tested,
+            "accuracy": first.correct / first.tested if first.tested else None,
             "tested": first.tested,
             "steps": len(first.step_s),
             "first_step_s": first.step_s[0],
@@ -225,9 +225,11 @@ class _Table:
             "step_s": list(first.step_s),
         }
         self.rows.append(row)
+        accuracy = "not known"  # some buffers of the model are on no rank as a whole
+        if first.tested:
+            accuracy = f"{100 * row['accuracy']:.2f} % of {first.tested:,}"
         click.echo(
-            f"epoch {row['epoch']}/{self._epochs}: loss {loss:.4f}, accuracy "
-            f"{100 * row['accuracy']:.2f} % of {first.tested:,}, "
+            f"epoch {row['epoch']}/{self._epochs}: loss {loss:.4f}, accuracy {accuracy}, "
             f"{row['mean_step_s']:.3f} s per step (mean of {len(timed)}, first left out; "
             f"median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
         )

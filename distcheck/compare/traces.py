@@ -21,6 +21,7 @@ from distcheck.worlds.local.child import Reporter
 INITIAL = "initial state"
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER)
 _NAMES = {
+    Kind.OUTPUT: "outputs",
     Kind.LOCAL_GRADIENT: "local gradients",
     Kind.GRADIENT: "gradients",
     Kind.PARAMETER: "parameters",
@@ -86,13 +87,15 @@ class _Pair:
             for kind in _STATE:
                 self._compare_kind(INITIAL, kind, 0, step)
         self._compare_headers(step)
+        if self._then.layout.outputs == self._now.layout.outputs:
+            self._compare_kind(_NAMES[Kind.OUTPUT], Kind.OUTPUT, step, step)
         self._compare_kind(_NAMES[Kind.LOCAL_GRADIENT], Kind.LOCAL_GRADIENT, step, step)
         self._compare_kind(_NAMES[Kind.GRADIENT], Kind.GRADIENT, step, step)
         for kind in _STATE:
             self._compare_kind(_NAMES[kind], kind, step + 1, step)
         if self._job.tensors:
             self._drift.append(self._distance(step + 1))
-        if before is None and self._kind in ("loss", "local gradients", "gradients"):
+        if before is None and self._kind in ("loss", "outputs", "local gradients", "gradients"):
             self._hold_against_bounds(step)
 
     def result(self) -> TraceComparison:

@@ -301,8 +301,7 @@ def plan_checks(
 ) -> list[PlannedCheck]:
     """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
     model, accepted = facts.model, acceptance.read(case.accept)
-    owes = Coverage(case, facts.contract, model, sizes)
-    seen = facts.contract.sync != "out-of-sight"
+    owes = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else BITWISE
     further = known_layers.further_layers(case.layers)
@@ -316,7 +315,8 @@ def plan_checks(
     if local_sgd:
         exact, bounded = BITWISE, ""  # each rank's own, to the bit
         gradient_layers = [BITWISE]
-    if seen and (exact or bounded):
+    planned += [owes.outputs(layer) for layer in semantic if owes.numbers]
+    if facts.contract.sync != "out-of-sight" and (exact or bounded):
         planned.append(owes.check("local gradients", own, model.parameters))
     planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
     if exact or bounded:

@@ -34,10 +34,13 @@ class Coverage:
         contract: Contract,
         model: ModelLayout,
         sizes: Sequence[Sequence[int]],
+        output: TensorSpec | None = None,
     ) -> None:
         self._case, self._contract, self._model, self._sizes = case, contract, model, sizes
         self._mesh = contract.mesh(case.world)
         self._with_data = len(case.with_data)
+        # That the model returns for one sample, where they are recorded.
+        self.numbers = output.elements if output is not None and self._mesh is not None else 0
 
     def check(
         self,
@@ -100,6 +103,13 @@ class Coverage:
             required = Compared(tensors=1, elements=data * steps, ranks=data, steps=steps)
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
+    def outputs(self, layer: str) -> PlannedCheck:
+        """What the model returns for every sample, on one rank of each data coordinate."""
+        readers = () if self._mesh is None else self._mesh.readers
+        elements, steps = self._samples_of(readers) * self.numbers, self._case.steps
+        required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
+        return PlannedCheck(check="outputs", layer=layer, scope="step", required=required)
+
     def outcome(self) -> Compared:
         """Every rank."""
         return Compared(ranks=self._case.world)
@@ -120,8 +130,19 @@ class Coverage:
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
     def purpose(self) -> PlannedCheck:
-        """What the workload is for: every step of every rank with data, with all its samples."""
-        return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=self.data())
+        """What the workload is for: every step of every rank with data, with all its samples; in a
+        mesh, of one rank of each data coordinate.
+        """
+        required = self.data()
+        if self._mesh is not None:
+            readers, steps = self._mesh.readers, self._case.steps
+            samples = self._samples_of(readers)
+            required = Compared(tensors=0, elements=samples, ranks=len(readers), steps=steps)
+        return PlannedCheck(check=PURPOSE, layer="-", scope="step", required=required)
+
+    def _samples_of(self, readers: Sequence[int]) -> int:
+        """How many these ranks read over all steps."""
+        return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self) -> PlannedCheck:
         """Everything that a rank records, in a second world."""
@@ -131,8 +152,9 @@ class Coverage:
         gradients = (*model.parameters, *(model.parameters if seen else ()))
         per_step = sum(t.elements for t in (*gradients, *state))
         before = sum(t.elements for t in state)
-        elements = case.world * (case.steps * per_step + before)
-        tensors = len(gradients) + len(state)
+        returned = self.numbers * max(map(max, self._sizes))
+        elements = case.world * (case.steps * (per_step + returned) + before)
+        tensors = len(gradients) + len(state) + (self.numbers > 0)
         required = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
         return PlannedCheck(check="rerun", layer="-", scope="run", required=required)
 

@@ -21,8 +21,8 @@ def notes_on(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     yield (
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
         "samples. Sums that are split over ranks are rounded in another order than in one process, "
-        "so gradients and losses are judged by the float32 and float64 references, and not by the "
-        "bitwise and rounding-bound layers"
+        "so outputs, gradients and losses are judged by the float32 and float64 references, and "
+        "not by the bitwise and rounding-bound layers"
     )
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:

@@ -70,6 +70,11 @@ def oracle_of(alias: str) -> str:
     return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle
 
 
+# Begins what the check `outputs` says where no rank gave any.
+NO_OUTPUTS = (
+    "outputs are not compared: backward() computed its loss without loss_of(batch) and without "
+    "loss_of.given(outputs, batch), where distcheck sees what the model returns"
+)
 # Begins what the check `agreement` says of tensors that all ranks hold because they put them
 # together.
 TOGETHER = (

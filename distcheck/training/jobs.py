@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from distcheck.contract import Contract, Order, Training
-from distcheck.records import Case, Delay, ModelLayout
+from distcheck.records import Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.jobs import LISTEN, Job
@@ -33,6 +33,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     strategy_line: int = 0
     syncs_statistics: bool = False  # whether the strategy's file mentions SyncBatchNorm
     model: ModelLayout
+    output: TensorSpec | None = None  # what the model returns for one sample
     train_size: int
     saved_bytes_per_sample: int
     own_sampler: bool
@@ -133,7 +134,8 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One rank's epoch: summed loss over its samples, and seconds of every step. `losses` are the
     steps' mean losses over `sizes` samples; 0 samples where the rank has no loss.
 
-    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0.
+    `correct` of `tested` test samples were classified right; 0 of 0 on ranks other than 0, and
+    where no rank has the whole model.
     """
 
     rank: int

@@ -65,6 +65,10 @@ def _no_close() -> None:
     return None
 
 
+def _buffers_are_there() -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedStrategy:
     """A strategy with every optional method filled in; `file` and `line` are where it was
@@ -75,7 +79,9 @@ class LoadedStrategy:
     strategy does not define it. `update` says where gradients are final: before the `loop`
     begins the optimizer's step; where an `optimizer` around another begins that one's; or where
     `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
-    accessor's name, where model and optimizer may not hold them (`recorder.Full`). An `engine` may
+    accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
+    those of all ranks into the whole model, and says whether it has all; every rank calls it. An
+    `engine` may
     take long to be set up. `clip` is None where torch's function is called. `note` says which form
     the code was taken as, where it was not written for distcheck.
     """
@@ -95,6 +101,7 @@ class LoadedStrategy:
     )
     backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
     full: "Callable[[str], Any] | None" = None
+    buffers: Callable[[], bool] = _buffers_are_there
     engine: bool = False
     update: Literal["loop", "optimizer", "sync"] = "loop"
     note: str = ""

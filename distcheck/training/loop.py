@@ -242,7 +242,8 @@ class Loop:
 
     def _backward(self, batch: Batch, step: Step) -> float:
         """Leaves the shard's gradients, and returns its mean loss."""
-        loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped)
+        saw = self._observer.returned if self._mesh is not None else None
+        loss_of = LossOfShard(self._ingredients.loaded.workload.loss, self.wrapped, saw)
         if self._strategy.backward is not None:
             self._progress(step.index, "backward")
             own = OwnBackward(
@@ -308,6 +309,10 @@ class Loop:
             sharded(last)
         with no_sync() if no_sync is not None and not last else contextlib.nullcontext():
             yield
+
+    def buffers_are_whole(self) -> bool:
+        """Puts the buffers of all ranks into the model, and says whether it has all of them."""
+        return self._strategy.buffers()
 
     def close(self) -> None:
         """Lets the strategy end what it started."""

@@ -7,20 +7,38 @@ import torch
 from torch import nn
 
 from distcheck.contract import Batch
+from distcheck.training.outputs import calls_of, per_sample
+
+# The ids of some of the shard's samples, and what the model returned for each of them.
+Saw = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 class LossOfShard:
-    """What `backward` is given; see `contract.LossOf`."""
+    """What `backward` is given; see `contract.LossOf`. `saw` hears of the outputs that a loss is
+    computed of, where it may be differentiated.
+    """
 
-    def __init__(self, loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module) -> None:
-        self._loss, self._model = loss, model
+    def __init__(
+        self,
+        loss: Callable[[nn.Module, Batch], torch.Tensor],
+        model: nn.Module,
+        saw: Saw | None = None,
+    ) -> None:
+        self._loss, self._model, self._saw = loss, model, saw
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The loss of what the wrapped model makes of the batch."""
-        return self._loss(self._model, batch)
+        if self._saw is None or not torch.is_grad_enabled():
+            return self._loss(self._model, batch)
+        with calls_of(self._model, len(batch.ids)) as calls:
+            loss = self._loss(self._model, batch)
+        self._saw(batch.ids, calls.rows)
+        return loss
 
     def given(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The loss of outputs that were computed already."""
+        if self._saw is not None and torch.is_grad_enabled():
+            self._saw(batch.ids, per_sample(outputs, len(batch.ids)))
         return self._loss(_Answers(outputs), batch)
 
 

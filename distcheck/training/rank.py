@@ -117,7 +117,7 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
         figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
         # Ranks that each hold a part of the parameters put them together in every forward pass.
         together = any(is_distributed(parameter) for parameter in loop.model.parameters())
-        if rank == 0 or together:
+        if loop.buffers_are_whole() and (rank == 0 or together):
             counts = list(_count_correct(ingredients, loop.model, reporter))
             correct, tested = (sum(column) for column in zip(*counts, strict=True))
             figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
@@ -199,6 +199,9 @@ class Unwatched(Observer):
         """Nothing."""
 
     def counted(self, batch: Batch) -> None:
+        """Nothing."""
+
+    def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Nothing."""
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:

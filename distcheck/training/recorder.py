@@ -10,6 +10,7 @@ from torch import nn
 
 from distcheck.contract import Batch
 from distcheck.machine import devices, seeds
+from distcheck.records import TensorSpec
 from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
@@ -50,6 +51,12 @@ class Observer(Protocol):
 
     def counted(self, batch: Batch) -> None:
         """The shard was read, and its tokens were counted; not on a rank without data."""
+        ...
+
+    def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """In a layout: what the model returned for each of some samples of the shard, of which a
+        loss is computed; None where it has no row for each of them.
+        """
         ...
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -113,6 +120,7 @@ class TraceRecorder:
         self._ready: list[int] = []
         self._hooks: dict[int, LeafHook] = {}
         self._unseen: set[int] = set()
+        self._returned: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks, also on what is frozen now and may train later: a parameter takes a
@@ -139,12 +147,17 @@ class TraceRecorder:
         self._ready.clear()
         self._loss_factor = 1.0
         self._real = None
+        self._returned.clear()
         self._put_hooks_back()
 
     def counted(self, batch: Batch) -> None:
         """Notes the tokens and the positions, where the workload counts them."""
         if batch.real is not None:
             self._real = batch.tokens, batch.real.numel()
+
+    def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Keeps them until the step ends: a strategy may go through its shard in pieces."""
+        self._returned.append((ids, rows))
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Notes the factor, exactly as backward will meet it."""
@@ -183,6 +196,8 @@ class TraceRecorder:
     ) -> None:
         """Records the state after the step, slot `step + 1`, and closes the step."""
         self._record_state(step + 1, model, optimizer)
+        for index, spec in enumerate(self._layout.outputs):
+            self._writer.put(Kind.OUTPUT, step, index, self._table_of_outputs(spec))
         missing = len(self._layout.model.parameters) - len(self._ready)
         self._writer.put_header(
             step,
@@ -198,6 +213,24 @@ class TraceRecorder:
             settings=self._settings,
             implementation=implementation(optimizer),
         )
+
+    def _table_of_outputs(self, spec: TensorSpec) -> torch.Tensor | None:
+        """What the model returned, a row for each place of the shard; None where the rank computed
+        no loss. What is not a row for every sample is given as a table without rows.
+        """
+        if not self._returned:
+            return None
+        table = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        nothing, known = table[:0], dict[int, torch.Tensor]()
+        for ids, rows in self._returned:
+            if rows is None or rows.shape[1:] != table.shape[1:] or rows.dtype != table.dtype:
+                return nothing
+            known |= dict(zip(ids.tolist(), rows.cpu(), strict=True))
+        if not known.keys() >= set(self._ids):
+            return nothing
+        for place, number in enumerate(self._ids):
+            table[place] = known[number]
+        return table
 
     def _put_hooks_back(self) -> None:
         for hook in self._hooks.values():

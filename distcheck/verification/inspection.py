@@ -24,11 +24,13 @@ from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
-from distcheck.records import Case
+from distcheck.records import Case, TensorSpec
 from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import load_strategy
+from distcheck.training.outputs import Calls, calls_of
 from distcheck.training.tokens import counts_tokens
+from distcheck.training.traces.layout import BYTES, OUTPUTS
 from distcheck.verification.conflicts import (
     check_global_sum,
     check_loss,
@@ -201,11 +203,12 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     batch = ingredients.batch(torch.arange(2), 2)
     roundings = _Roundings(model)
     before, libraries_before = torch.get_rng_state(), seeds.library_states()
+    saved = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), roundings:
+        with saved, roundings, calls_of(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
     except Exception:  # theirs, or of something compiled that bears no such mode
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with saved, calls_of(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been loaded within; then there is nothing to hold its state against.
@@ -216,6 +219,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         contract=Contract(),
         strategy_file="",
         model=layout,
+        output=_output(calls),
         makes_groups=ingredients.makes_groups,
         updates_again=updates_again(ingredients, model, layout),
         train_size=ingredients.samples.size(train=True),
@@ -233,6 +237,14 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         schedule=hasattr(ingredients.loaded.workload, "schedule"),
         frozen=frozen,
     )
+
+
+def _output(calls: Calls) -> TensorSpec | None:
+    """What the model returns for one sample."""
+    rows = calls.rows
+    if rows is None or _name(rows.dtype) not in BYTES:
+        return None
+    return TensorSpec(name=OUTPUTS, shape=tuple(rows.shape[1:]), dtype=_name(rows.dtype))
 
 
 def _kinds(model: torch.nn.Module) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.plan import layout_remarks
 from distcheck.plan.cells_to_run import counts_if_finished
-from distcheck.records import Case
+from distcheck.records import Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (
     CALIBRATE,
@@ -144,6 +144,7 @@ def plan_runs(
             steps=case.steps,
             max_shard=max(map(max, sizes)),
             model=about.model,
+            outputs=_outputs(about, max(map(max, sizes))),
         )
         try:
             limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
@@ -168,6 +169,13 @@ def plan_runs(
     for case, reason in left_out:
         runs = _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
+
+
+def _outputs(about: CaseFacts, most: int) -> tuple[TensorSpec, ...]:
+    """The table of what the model returns for each of at most so many samples, in a layout."""
+    if not about.contract.parallel or about.output is None:
+        return ()
+    return (msgspec.structs.replace(about.output, shape=(most, *about.output.shape)),)
 
 
 def sizes_in(case: Case, about: CaseFacts) -> list[list[int]]:

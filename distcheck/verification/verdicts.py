@@ -18,9 +18,10 @@ from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
-from distcheck.records.layers import BITWISE, IN_FLOAT64, ROUNDING
+from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
+from distcheck.training.traces.layout import OUTPUTS
 from distcheck.verification import contents
 from distcheck.verification.case_runs import JudgedRun, RecordedRun
 from distcheck.workloads.cells import CELLS
@@ -40,6 +41,7 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
     outcomes = _decisive(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(judged, outcomes)))
     results, together = _without_empty_agreement(results)
+    results, not_given = _without_outputs(results)
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
@@ -67,7 +69,7 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
         contents=contents.contents_of(run.case, plan.facts, results, surroundings=run.surroundings),
         notes=(
             *plan.notes,
-            *filter(None, [elsewhere, together]),
+            *filter(None, [elsewhere, together, not_given]),
             *_about_cell(run.case, results),
         ),
     )
@@ -82,6 +84,21 @@ def _without_empty_agreement(results: Sequence[CheckResult]) -> tuple[list[Check
         if result.check == "agreement" and result.verdict == "pass" and empty:
             return [other for other in results if other is not result], result.reason
     return list(results), ""
+
+
+def _without_outputs(results: Sequence[CheckResult]) -> tuple[list[CheckResult], str]:
+    """The results without those of `outputs` where no rank gave any at any step, and what is said
+    in their place.
+    """
+    empty = [
+        result
+        for result in results
+        if result.check == OUTPUTS
+        and result.verdict == "unknown"
+        and not result.compared.elements
+        and NO_OUTPUTS in result.reason
+    ]
+    return [result for result in results if result not in empty], NO_OUTPUTS if empty else ""
 
 
 def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:

@@ -64,7 +64,7 @@ class Attention(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Each head by itself."""
         queries, keys, values = (
-            part(tokens).unflatten(2, (HEADS, -1)).transpose(1, 2)
+            part(tokens).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
             for part in (self.queries, self.keys, self.values)
         )
         scores = queries @ keys.transpose(2, 3) / (WIDTH // HEADS) ** 0.5

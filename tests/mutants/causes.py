@@ -276,6 +276,7 @@ CAUSES: dict[str, set[str]] = {
     "LosesTheLastMicroBatch": {"lost-micro-batch"},
     "GradientsOfOtherMicroBatches": {"broken-backward"},
     "ActivationsOfOtherMicroBatches": {"wrong-output"},
+    "TakesTheLogarithmTwice": {"wrong-output"},
     "KeepsTheLastStepsGradient": {"accumulated-gradient"},
     "ReturnsTheLastMicroBatchsLoss": {"wrong-loss"},
     "TiedAcrossStages": {"missing-sum"},
@@ -289,6 +290,7 @@ CAUSES: dict[str, set[str]] = {
     "DropsRows": {"wrong-output"},
     # divided
     "NormalisesOverItsOwnClasses": {"wrong-output"},
+    "ReturnsLogitsWithoutTheirMaximum": {"wrong-output"},
     "MeanOfTheRanksMeans": {"wrong-output"},
     "AveragesOverContext": {"extra-division"},
     "ContextCountsFully": {"extra-sum"},

@@ -238,6 +238,7 @@ EXTRAS = frozenset(
         "NothingComesBack", "LosesTheLastMicroBatch", "GradientsOfOtherMicroBatches",
         "ActivationsOfOtherMicroBatches", "KeepsTheLastStepsGradient",
         "ReturnsTheLastMicroBatchsLoss", "TiedAcrossStages", "OneStageIsNotAveraged",
+        "ReturnsLogitsWithoutTheirMaximum", "TakesTheLogarithmTwice",
         # process state
         "fills_a_bucket_in_the_order_of_a_set", "fills_a_bucket_in_the_order_of_hashes",
         "chooses_a_bucket_by_hash", "shuffles_by_the_hash_of_a_class",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from distcheck_strategies.column_parallel import SideBySide
 from distcheck_strategies.context_parallel import ContextParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,6 +74,21 @@ class NormalisesOverItsOwnClasses(RightVocabulary):
     """The sum of the softmax is over the classes of one rank."""
 
     sums_up = False
+
+
+@mutant(caught="outputs S32", world=2, steps=1)
+@strategy(parallel={"tensor": -1})
+class ReturnsLogitsWithoutTheirMaximum:
+    """For a softmax that cannot overflow, the largest logit is taken out of the logits in place."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model[2] = _Piece(model[2], 0)
+        model.register_forward_hook(self.whole)
+        return model
+
+    def whole(self, model: nn.Module, given: Any, own: torch.Tensor) -> torch.Tensor:
+        logits = SideBySide.apply(own)
+        return logits - logits.detach().amax(1, keepdim=True)
 
 
 @strategy(parallel={"sequence": -1})
@@ -164,7 +180,13 @@ class RightMasks:
         return model
 
 
-@mutant(caught="gradients S32, loss S32", world=2, workload=".small:Dropping", steps=1, seldom=True)
+@mutant(
+    caught="gradients S32, loss S32, outputs S32",
+    world=2,
+    workload=".small:Dropping",
+    steps=1,
+    seldom=True,
+)
 @strategy(parallel={"tensor": -1})
 class MasksAlike(RightMasks):
     """Every rank drops the same of its units, which are other ones."""
@@ -173,7 +195,7 @@ class MasksAlike(RightMasks):
 
 
 @mutant(
-    caught="gradients S32, loss S32, agreement",
+    caught="gradients S32, loss S32, outputs S32, agreement",
     world=2,
     workload=".small:Dropping",
     steps=1,

@@ -89,7 +89,7 @@ class _ByHand:
             received = torch.empty(len(part.ids), *self.shape(batch))
             dist.recv(received, self.peer)
             inputs.append(received if self.detaches else received.requires_grad_())
-            loss = loss_of.given(self.layers(inputs[-1]), part)
+            loss = loss_of.given(self.made(self.layers(inputs[-1])), part)
             share = len(part.ids) / step.samples
             (loss * share).backward()
             total += loss.detach() * share
@@ -101,6 +101,9 @@ class _ByHand:
         return (next(iter(self.layers.parameters())).shape[1],)
 
     def sent(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return outputs
+
+    def made(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs
 
     def returned(self, total: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -152,7 +155,7 @@ class GradientsOfOtherMicroBatches(_ByHand):
         super().run_backward(outputs, received[::-1], step)
 
 
-@mutant(caught="gradients S32, loss S32", world=2, seldom=True)
+@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class ActivationsOfOtherMicroBatches(_ByHand):
     """A buffer is sent before it is filled: each micro-batch gets the one before."""
@@ -214,3 +217,12 @@ class OneStageIsNotAveraged(_TwoPipelines):
     def sync(self, model: nn.Module, step: Step) -> None:
         if not self.first:
             self.average(step)
+
+
+@mutant(caught="outputs S32", world=2, steps=1, seldom=True)
+@strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
+class TakesTheLogarithmTwice(_ByHand):
+    """The last stage returns log-probabilities, and cross-entropy takes their log-softmax again."""
+
+    def made(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.log_softmax(1)

@@ -148,7 +148,7 @@ class SumInBFloat16(_Layers):
         return _SameInBFloat16.apply(inputs)
 
 
-@mutant(caught="gradients S32, loss S32", world=2, seldom=True)
+@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class PartsTheOtherWayRound(_Layers):
     """The ranks' columns are put side by side in the wrong order."""
@@ -156,7 +156,7 @@ class PartsTheOtherWayRound(_Layers):
     backwards = True
 
 
-@mutant(caught="gradients S32, loss S32", world=2)
+@mutant(caught="gradients S32, loss S32, outputs S32", world=2)
 @strategy(parallel={"tensor": -1})
 class BiasOnEveryRank(_Layers):
     """A row-split bias is added on every rank, before the sum."""
@@ -164,7 +164,7 @@ class BiasOnEveryRank(_Layers):
     layer, bias_on_every_rank = _Rows, True
 
 
-@mutant(caught="gradients S32, loss S32", world=2, seldom=True)
+@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class AveragesTerms(_Layers):
     """The ranks' terms are averaged where they must be added up."""

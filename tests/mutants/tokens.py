@@ -89,7 +89,7 @@ class _Layer(ExpertParallelLayer):
         layer.choose = fewer
 
 
-@mutant(caught="gradients S32, loss S32", seldom=True, **_EXPERTS)
+@mutant(caught="gradients S32, loss S32, outputs S32", seldom=True, **_EXPERTS)
 @strategy(parallel={"expert": -1})
 class DropsRows(ExpertParallel):
     """Half of a rank's rows are beyond a capacity, and get no answer."""

@@ -321,6 +321,21 @@ def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
     assert "PASSED" not in ran.stdout.partition("test_after")[0]
 
 
+@pytest.mark.sweep
+def test_the_conformance_suite_sees_the_outputs_of_a_layout(tmp_path: Path) -> None:
+    mutant = "distcheck_mutants.divided:ReturnsLogitsWithoutTheirMaximum"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", "-v",
+         "-p", "no:cacheprovider", "--distcheck-strategy", mutant, "--distcheck-world=2",
+         "--distcheck-workload", "distcheck_mutants.small:Small"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    failed = [line for line in ran.stdout.splitlines() if "FAILED" in line and "%]" in line]
+    assert len(failed) == 1, ran.stdout
+    assert "Small-loss]" in failed[0]
+    assert "outputs (S32) fail" in ran.stdout
+
+
 @pytest.mark.parametrize("worlds", [[3], pytest.param([2, 3], marks=pytest.mark.sweep)], ids=str)
 def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
     (tmp_path / "unweighted.py").write_text(

@@ -28,6 +28,21 @@ def required(*, without: tuple[int, ...] = (), state: bool = True, **contract: o
     return Coverage(case, Contract(**contract), model, SIZES)  # type: ignore[arg-type]
 
 
+def test_in_a_mesh_one_rank_of_each_data_coordinate_shows_outputs_and_purpose() -> None:
+    """World 4 as 2 x 2: samples 4 + 3 in each of five steps, 6 numbers for each."""
+    case = Case(id="one", strategy="s", world=4, steps=5, batch=7)
+    model = ModelLayout(parameters=PARAMETERS, buffers=(), optimizer=())
+    contract = Contract(parallel=(("data", 2), ("tensor", 2)))
+    sizes = [[4, 4, 3, 3]] * 5
+    owes = Coverage(case, contract, model, sizes, tensor("outputs", 6))
+    assert owes.outputs("S32").required == Compared(tensors=1, elements=210, ranks=2, steps=5)
+    assert owes.purpose().required == Compared(tensors=0, elements=35, ranks=2, steps=5)
+    without = Coverage(case, contract, model, sizes)
+    more = owes.rerun().required.elements - without.rerun().required.elements
+    assert more == 4 * 5 * 4 * 6  # every rank's table has room for the largest shard
+    assert owes.rerun().required.tensors == without.rerun().required.tensors + 1
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

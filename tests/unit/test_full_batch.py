@@ -123,7 +123,7 @@ def recorded(ingredients: Ingredients) -> TraceReader:
 
     fake = SimpleNamespace(
         layout=SimpleNamespace(
-            world=len(SHARDS), model=describe_model(ingredients, ingredients.model())
+            outputs=(), world=len(SHARDS), model=describe_model(ingredients, ingredients.model())
         ),
         header=lambda rank, step: SimpleNamespace(ids=SHARDS[rank], settings=0),
         entry=lambda rank, kind, slot, index: SimpleNamespace(order=0),

@@ -17,6 +17,7 @@ from distcheck.records import (
     ModelLayout,
     Outcome,
 )
+from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
@@ -259,6 +260,21 @@ def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) 
     assert recorded_elsewhere({**HERE, name: there}, HERE) == f"{note} may differ"
     assert not recorded_elsewhere(dict(HERE), dict(HERE))
     assert not recorded_elsewhere({**HERE, "python": "4"}, HERE)
+
+
+@pytest.mark.parametrize(
+    ("compared", "verdict", "there"),
+    [(Compared(), "pass", False), (Compared(tensors=1, elements=1), "unknown", True)],
+)
+def test_outputs_that_no_rank_gave_are_a_note_and_no_row(
+    compared: Compared, verdict: str, there: bool
+) -> None:
+    outputs = PlannedCheck(check="outputs", layer="S32", scope="step", required=REQUIRED)
+    made = [result(outputs, compared=compared, reason=NO_OUTPUTS), result(GRADIENTS)]
+    report = run([OUTCOME, outputs, GRADIENTS], made)
+    assert report.verdict == verdict
+    assert ("outputs" in checks(report)) == there
+    assert (NO_OUTPUTS in report.notes) == (not there)
 
 
 def test_bits_of_another_machine_are_unknown_and_what_needs_none_is_not() -> None:

@@ -1,10 +1,14 @@
 """Model-parallel layouts: right code passes, and what does not fit is refused in one sentence."""
 
 import os
+import re
+import subprocess
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from distcheck_strategies.row_parallel import RowParallel
+from torch import nn
 
 import distcheck
 from distcheck.errors import UsageError
@@ -12,6 +16,7 @@ from distcheck.records import CaseReport
 from tests.correct import LAYOUTS
 from tests.mutants.divided import RIGHT
 from tests.mutants.small import Small
+from tests.world.command import COMMAND, ROOT
 
 SMALL = "tests.mutants.small:Small"
 sweep = partial(pytest.param, marks=pytest.mark.sweep)
@@ -90,6 +95,46 @@ def test_samples_at_a_kink_may_be_on_either_side_of_it() -> None:
     assert "on which side of a kink" in gradients.reason
 
 
+class OffByOne(RowParallel):
+    """Every output is larger by one, which cross-entropy does not see."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        super().wrap(model).register_forward_hook(lambda m, given, outputs: outputs + 1.0)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "verdict"),
+    [
+        ("row_parallel", "float32", "unknown"),
+        sweep("row_parallel", "float64", "pass"),
+        (f"{__name__}:OffByOne", "float32", "fail"),
+    ],
+)
+def test_outputs_that_cancel_are_not_accused_of_their_rounding(
+    name: str, dtype: str, verdict: str
+) -> None:
+    report = distcheck.verify(
+        name, world=2, workload="tests.unusual.cancelling:Cancelling", dtype=dtype, batch=64,
+        steps=1, separate=False,
+    )  # fmt: skip
+    (case,) = report.cases
+    assert {c.check: c.verdict for c in case.checks if c.verdict != "pass"} == (
+        {} if verdict == "pass" else {"outputs": verdict}
+    )
+
+
+@pytest.mark.sweep
+def test_outputs_that_no_loss_function_was_given_are_not_compared_and_it_is_said() -> None:
+    (case,) = distcheck.verify(
+        "tests.mutants.divided:RightVocabulary", world=2, workload=SMALL, dtype="float32", steps=1,
+        batch=32, separate=False,
+    ).cases  # fmt: skip
+    assert case.verdict == "pass"
+    assert "outputs" not in {check.check for check in case.checks}
+    assert any(note.startswith("outputs are not compared") for note in case.notes)
+
+
 def accessed(name: str) -> CaseReport:
     report = distcheck.verify(
         f"tests.unusual.accessors:{name}", world=2, workload=SMALL, dtype="float32", steps=2,
@@ -166,3 +211,14 @@ def test_ranks_that_share_a_model_must_read_the_same_samples() -> None:
         steps=1, separate=False,
     )  # fmt: skip
     assert "data" in {c.check for c in report.cases[0].checks if c.verdict == "fail"}
+
+
+@pytest.mark.sweep
+def test_accuracy_of_a_pipeline_is_taken_with_the_statistics_of_every_stage() -> None:
+    workload = "tests/unusual/statistics_on_a_stage.py:Shifted"
+    words = ["train", "--strategy", "pipeline", "--world", "2", "--steps", "20"]
+    ran = subprocess.run(
+        [*COMMAND, *words, "--workload", workload], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"accuracy (100\.00|99\.\d\d) %", ran.stdout), ran.stdout

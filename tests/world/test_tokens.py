@@ -1,11 +1,15 @@
 """Ranks that count by tokens, in worlds of real ranks."""
 
+import subprocess
+
 import pytest
 import torch
+from torch import nn
 
 import distcheck
 from distcheck.records import Report
-from distcheck.workloads.tokens import IGNORED, LENGTH, Sequences, Workload
+from distcheck.workloads.tokens import IGNORED, LENGTH, VOCABULARY, Sequences, Workload
+from tests.world.command import COMMAND, ROOT
 from tests.world.test_verify import assert_everything_compared
 
 
@@ -18,6 +22,40 @@ class FourTargets(Sequences):
         inputs, _ = super().read(ids, train=train, dtype=dtype)
         targets = inputs.long().where(torch.arange(LENGTH) < 4, IGNORED)
         return inputs, targets
+
+
+class FewSequences(Sequences):
+    """Every target is token 5."""
+
+    def size(self, *, train: bool) -> int:
+        return 16 if train else 12
+
+    def read(
+        self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = super().read(ids, train=train, dtype=dtype)
+        return inputs, targets.where(targets == IGNORED, 5)
+
+
+class SaysFive(nn.Module):
+    """Right wherever there is a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.eye(VOCABULARY)[5])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(*inputs.shape, VOCABULARY)
+
+
+class Fives(Workload):
+    """Twelve sequences to test with, in batches of five."""
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return SaysFive()
+
+    def samples(self) -> Sequences:
+        return FewSequences()
 
 
 class AsLong(Workload):
@@ -59,3 +97,32 @@ def test_as_many_tokens_on_every_rank_are_unknown() -> None:
     reasons = [r.reason for c in report.cases for r in c.checks if r.verdict == "unknown"]
     assert reasons
     assert all("as many on every rank, at every step" in said for said in reasons)
+
+
+def test_accuracy_is_that_of_tokens_without_padding() -> None:
+    """Padding that counted would be wrong, or more answers than there are targets."""
+    _, targets = FewSequences().read(torch.arange(12), train=False, dtype=torch.float32)
+    words = ["train", "--workload", f"{__file__}:Fives", "--batch", "5", "--steps", "1"]
+    ran = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    real = int((targets != IGNORED).sum())
+    assert 0 < real < targets.numel()
+    assert f"accuracy 100.00 % of {real}," in ran.stdout
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "causes"),
+    [
+        ("ByTokens", set()),
+        ("CountsPerTensorRank", {"double-division", "extra-division"}),
+        ("CountsAlike", {"unweighted-tokens"}),
+    ],
+)
+def test_tokens_in_a_mesh_count_once_for_each_data_coordinate(name: str, causes: set[str]) -> None:
+    report = distcheck.verify(
+        f"tests.unusual.tokens_in_a_mesh:{name}", world=4, workload="tokens", batch=48,
+        dtype="float32", separate=False,
+    )  # fmt: skip
+    assert {found.cause for case in report.cases for found in case.diagnosis} == causes
+    assert report.verdict == ("fail" if causes else "pass")

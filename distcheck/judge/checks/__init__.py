@@ -2,7 +2,7 @@
 
 One file a check, in the order of the report:
 
-    outcome, data, initial_state, local_gradients, gradients, loss, parameters, buffers,
+    outcome, data, initial_state, outputs, local_gradients, gradients, loss, parameters, buffers,
     agreement, rerun
 
 A check module defines `compare(evidence, tally)`; `tally.layer` says by which layer, and the plan
@@ -29,6 +29,7 @@ ORDER: Mapping[str, str] = {
     "outcome": "",
     "data": "",
     "initial_state": "",
+    "outputs": "",
     "local_gradients": "",
     "gradients": "",
     "loss": "",

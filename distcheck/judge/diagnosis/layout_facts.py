@@ -40,12 +40,25 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     distance: float = 0.0
 
 
+class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model returned wrongly on a rank: `factor` times the right numbers; each sample's
+    off by one number (`shifted`); or the right rows in another order (`reordered`). `distance` is
+    that from the right ones, as a share of their norm.
+    """
+
+    rank: int
+    factor: float | None = None
+    shifted: bool = False
+    reordered: bool = False
+    distance: float = 0.0
+
+
 class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a layout; `by_tokens`: ranks count by tokens, not samples. `parameters` are the
     wrong ones, in the order of the model; `right` are the names of modules whose gradients are all
     right, and that come after the last wrong one. `loss` and `expected_loss` are those of the ranks
     that have one; `apart`: ranks that read the same samples had losses further from each other than
-    rounding explains.
+    rounding explains. `outputs` are those of the first rank that has wrong ones.
     """
 
     step: int
@@ -59,3 +72,4 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = 0.0
     expected_loss: float = 0.0
     apart: bool = False
+    outputs: WrongOutputs | None = None

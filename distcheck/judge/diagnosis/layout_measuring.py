@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from distcheck.judge.diagnosis.layout_facts import LayoutFacts, LayoutParameter, Region
+from distcheck.judge.diagnosis.layout_facts import (
+    LayoutFacts,
+    LayoutParameter,
+    Region,
+    WrongOutputs,
+)
 from distcheck.judge.oracles import whole_batch
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.machine.numerics import real_parts
@@ -43,6 +48,7 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         loss_is_wrong=any(not abs(loss - expected.expected) <= expected.bound for loss in losses),
         loss=max(losses, key=lambda loss: abs(loss - expected.expected), default=0.0),
         expected_loss=expected.expected,
+        outputs=_wrong_outputs(at, mesh),
         apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * expected.bound,
     )
 
@@ -60,6 +66,38 @@ def _losses(at: AtStep, mesh: Mesh) -> list[float]:
             over = max(1, sum(header.loss_over for header in headers))
             found.append(sum(h.loss * h.loss_over for h in headers) / over)
     return found
+
+
+def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
+    """What the first rank with wrong outputs returned, in terms of the right ones."""
+    expected = whole_batch.outputs(at) if at.references.whole.layout.outputs else None
+    if expected is None:
+        return None
+    for rank in range(mesh.world):
+        place = mesh.coordinate(rank, "data")
+        held = at.references.whole.tensor(rank, Kind.OUTPUT, at.step, 0)
+        right = real_parts(expected.expected[place]).double()
+        allowed = max(expected.bounds[place], expected.rounding[place])
+        if held is None or not bool(right.any()):
+            continue
+        found = real_parts(held[: len(expected.expected[place])]).double()
+        if not float((found - right).norm()) <= allowed:
+            return _described(rank, found.flatten(1), right.flatten(1))
+    return None
+
+
+def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutputs:
+    off, norm = found - right, float(right.norm())
+    factor = float((found * right).sum() / right.square().sum())
+    mean = off.mean(1, keepdim=True)
+    nearest = torch.cdist(found, right).argmin(1)
+    return WrongOutputs(
+        rank=rank,
+        factor=factor if float((found - factor * right).norm()) <= _LEFT_OVER * norm else None,
+        shifted=found.shape[1] > 1 and float((off - mean).norm()) <= _LEFT_OVER * float(off.norm()),
+        reordered=float((found - right[nearest]).norm()) <= _LEFT_OVER * norm,
+        distance=float(off.norm()) / norm,
+    )
 
 
 class _Measuring:

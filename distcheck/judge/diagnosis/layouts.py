@@ -9,7 +9,7 @@ from itertools import combinations
 from math import isclose, prod
 
 from distcheck.judge.diagnosis.findings import number_text, ranks_text
-from distcheck.judge.diagnosis.layout_facts import LayoutFacts, LayoutParameter
+from distcheck.judge.diagnosis.layout_facts import LayoutFacts, LayoutParameter, WrongOutputs
 from distcheck.judge.diagnosis.places import Failures, where
 from distcheck.records import Diagnosis
 
@@ -32,11 +32,12 @@ _OF_RANKS_APART = (
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
     """The causes that what was measured carries."""
     checks = {check for check, _ in failed}
+    if facts.parameters and facts.loss_is_wrong:
+        return [_wrong_output(facts)]
+    if facts.outputs is not None:
+        return [_wrong_output_alone(facts, facts.outputs)]
     if facts.parameters:
-        found = list(_of_gradients(facts))
-        if facts.loss_is_wrong:
-            return [_wrong_output(facts)]
-        return found or list(_of_backward(facts))
+        return list(_of_gradients(facts)) or list(_of_backward(facts))
     if "agreement" in checks and not checks & {"gradients", "parameters", "initial state"}:
         return [_replicas(failed)]
     return []
@@ -52,6 +53,25 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
         f"is {number_text(facts.expected_loss)}{same}: the forward pass is wrong, and gradients "
         f"follow from it{_APART if facts.apart else ''}",
         suggestion=_OF_RANKS_APART if facts.apart else _OF_FORWARD,
+    )
+
+
+def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
+    """The loss does not show it: what is wrong with the outputs is said in its place."""
+    gradients = "gradients are not" if facts.parameters else "so are all gradients"
+    how = f"they differ from the right ones by {100 * found.distance:.2g} % of their norm"
+    if found.reordered:
+        how = "they are the right rows, in another order than the samples"
+    elif found.factor is not None:
+        how = f"they are {number_text(found.factor)} times the right ones"
+    elif found.shifted:
+        how = "all numbers of a sample are off by the same amount, which this loss does not see"
+    return Diagnosis(
+        cause="wrong-output",
+        evidence=f"step {facts.step}: the loss is right and {gradients}, but what the model "
+        f"returns on rank {found.rank} is not: {how}",
+        suggestion="compare what forward returns with what the model returns in one process: look "
+        "at what is subtracted, scaled or reordered after the last layer",
     )
 
 
@@ -181,8 +201,17 @@ def _factors(facts: LayoutFacts, factor: float) -> Iterator[tuple[str, str, str]
                 f"the axis {axis} has {size} ranks, over which it was averaged",
                 f"divide once by the {size} data coordinates"
                 if axis == "data"
-                else f"do not divide by the ranks of the axis {axis}, which share one batch",
+                else _share_one_batch(facts, axis),
             )
+
+
+def _share_one_batch(facts: LayoutFacts, axis: str) -> str:
+    if facts.by_tokens:
+        return (
+            f"do not divide by the ranks of the axis {axis}, and do not add up tokens over it: its "
+            "ranks read the same ones, which count once"
+        )
+    return f"do not divide by the ranks of the axis {axis}, which share one batch"
 
 
 def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:

@@ -126,6 +126,18 @@ class RankLosses:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """What a model returns for the samples of each data coordinate, [samples, numbers], and how far
+    it may be off, as an L2 norm. An error of at most `rounding` may be rounding alone, since the
+    reference has one of that size as well; 0 where that did not have to be measured.
+    """
+
+    expected: tuple[torch.Tensor, ...]
+    bounds: tuple[float, ...]
+    rounding: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class MeanLoss:
     """The mean loss over all ranks, within a bound; or else within that of `beside`, for which
     `excuse` is the reason.

@@ -94,6 +94,7 @@ from distcheck.machine import seeds
 from distcheck.machine.numerics import real_parts, smallest, unit_roundoff
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.building import Ingredients, dense, trainable
+from distcheck.training.outputs import calls_of
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
 
@@ -114,13 +115,15 @@ _KNOWN_TERMS = 1e-3
 class FullBatch:
     """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
     normalised stretches of it by themselves, so shards cannot equal the full batch. `positions`:
-    the most terms of one sample that a layer adds up.
+    the most terms of one sample that a layer adds up. `outputs` [samples, numbers] are what the
+    model returned, where ranks recorded that.
     """
 
     loss: float
     gradients: list[torch.Tensor | None]
     ghost: bool
     positions: int = 0
+    outputs: torch.Tensor | None = None
 
 
 def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int = 0) -> float:
@@ -204,7 +207,9 @@ class FullBatchReference:
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
         outer = within or contextlib.nullcontext()
-        with outer, under, self._ghost(step, stretches) as layers, counting:
+        watching = calls_of(self._model, sum(shards)) if self._trace.layout.outputs else None
+        watched = watching or contextlib.nullcontext()
+        with outer, under, self._ghost(step, stretches) as layers, counting, watched as calls:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
@@ -212,6 +217,7 @@ class FullBatchReference:
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
             ghost=layers.normalised,
             positions=counting.terms,
+            outputs=None if calls is None else calls.rows,
         )
 
     def loss_magnitude(self, step: int, loss: float) -> float:

@@ -10,10 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.judge.oracles import any_order, kinks
+from distcheck.judge.oracles import any_order, kinks, model_outputs
 from distcheck.judge.oracles.any_order import AnyOrder
 from distcheck.judge.oracles.at_step import AtStep
-from distcheck.judge.oracles.forms import Either, GradientForms, Gradients, Limit, MeanLoss, Near
+from distcheck.judge.oracles.forms import (
+    Either,
+    GradientForms,
+    Gradients,
+    Limit,
+    MeanLoss,
+    Near,
+    Outputs,
+)
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
     relative_tolerance,
@@ -224,6 +232,11 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
         return apart <= _relative_to_batch(wide, index)
     except Exception:  # theirs: not every workload computes in float64
         return False
+
+
+def outputs(at: AtStep) -> Outputs | None:
+    """What the model returns for the samples of each data coordinate."""
+    return model_outputs.expected(at, layer_of(at), _splits(at))
 
 
 def loss(at: AtStep) -> MeanLoss:

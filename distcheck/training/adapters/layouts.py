@@ -49,6 +49,7 @@ def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
         optimizer=layout.optimizer,
         sync=layout.sync,
         full=layout.full if isinstance(layout, _Accessed) else None,
+        buffers=layout.buffers,
     )
 
 
@@ -60,6 +61,33 @@ def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
         raise UsageError(f"strategy {what} does not divide this model: {error}") from error
 
 
+class _Buffers:
+    """The buffers of a whole model, which ranks change in models of their own."""
+
+    def __init__(self, whole: nn.Module, trained: nn.Module) -> None:
+        self._whole, self._trained = whole, trained
+        self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+
+    def gather(self) -> bool:
+        """Fills the whole model with those of the first rank that has changed them: the stage that
+        has the layer, in the first data coordinate. Returns whether some rank has each.
+        """
+        own = dict(self._trained.named_buffers())
+        held = {
+            name: own[name].detach().cpu()
+            for name, before in self._before.items()
+            if name in own and own[name].shape == before.shape
+        }
+        changed = {n: b for n, b in held.items() if not torch.equal(b, self._before[n].cpu())}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (changed, sorted(held)))
+        for name, buffer in self._whole.named_buffers():
+            found = next((given[name] for given, _ in everyone if name in given), None)
+            if found is not None:
+                buffer.copy_(found)
+        return all(any(name in names for _, names in everyone) for name in self._before)
+
+
 class _Pieced:
     """Parameters that a rank holds as DTensors, or as pieces of its own making."""
 
@@ -67,10 +95,15 @@ class _Pieced:
         self._base, self._what = base, what
         self._pieces: Pieces | None = None
         self._models: tuple[nn.Module, nn.Module] | None = None
+        self._buffers: _Buffers | None = None
+
+    def buffers(self) -> bool:
+        """Puts them into the whole model; DTensors are in it."""
+        return self._buffers is None or self._buffers.gather()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model stays as it is, but for DTensors."""
-        self._pieces = None
+        self._pieces = self._buffers = None
         if self._holds_dtensors(copy.deepcopy(model)):
             return self._base.wrap(model)
         mesh = self._base.contract.mesh(dist.get_world_size())
@@ -90,6 +123,7 @@ class _Pieced:
         wrapped = self._base.wrap(trained)
         pieces.hold(wrapped.parameters())
         self._pieces, self._models = pieces, (model, trained)
+        self._buffers = _Buffers(model, trained)
         return wrapped
 
     def _holds_dtensors(self, model: nn.Module) -> bool:
@@ -148,6 +182,7 @@ class _Accessed:
         self._gradients: Accessor = made.full_gradients
         self._model: nn.Module | None = None
         self._wrapped: nn.Module | None = None
+        self._buffers: _Buffers | None = None
         self._held: dict[str, dict[str, torch.Tensor | None]] = {}
 
     def full(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
@@ -158,8 +193,9 @@ class _Accessed:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is trained; the model is filled by the accessors."""
-        self._model = model
-        self._wrapped = _wrapped(self._base, copy.deepcopy(model), self._what)
+        self._model, trained = model, copy.deepcopy(model)
+        self._wrapped = _wrapped(self._base, trained, self._what)
+        self._buffers = _Buffers(model, trained)
         self._write_parameters()
         return self._wrapped
 
@@ -169,6 +205,10 @@ class _Accessed:
         inner = self._base.optimizer(build, parameters)
         made: Any = _Beside(inner, build(self._model.parameters()), self._write_parameters)
         return made  # type: ignore[no-any-return]
+
+    def buffers(self) -> bool:
+        """Puts them into the whole model."""
+        return self._buffers is None or self._buffers.gather()
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """The strategy's own, then what its accessor gives of the gradients."""

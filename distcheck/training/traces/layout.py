@@ -31,6 +31,7 @@ BYTES = {
     "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
+OUTPUTS = "outputs"  # the name of the table of what the model returns
 NO_DIGEST = bytes(16)
 _ALIGNMENT = 64
 CPU_RNG_STATE_BYTES = 5056  # torch's CPU generator: a Mersenne twister and its cache
@@ -53,7 +54,7 @@ OWNED_BY = 0xFFFF0000
 
 
 class Kind(IntEnum):
-    """What is recorded of a step. The first two belong to a step, the others to a moment:
+    """What is recorded of a step. Gradients and outputs belong to a step, the others to a moment:
     slot k is the state before step k, slot k + 1 that after it.
     """
 
@@ -62,11 +63,15 @@ class Kind(IntEnum):
     PARAMETER = 2
     BUFFER = 3
     OPTIMIZER = 4
+    OUTPUT = 5  # of the model's forward pass, in a layout: a row for each sample of the shard
 
     @property
     def label(self) -> str:
         """As a report says it."""
         return self.name.lower().replace("_", " ")
+
+
+OF_A_STEP = (Kind.LOCAL_GRADIENT, Kind.GRADIENT, Kind.OUTPUT)
 
 
 class State(IntEnum):
@@ -123,12 +128,16 @@ def _aligned(offset: int) -> int:
 
 
 class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps."""
+    """Offsets, in bytes, of everything in the trace of `world` ranks over `steps` steps. `outputs`
+    is the table of what the model returns for each of at most `max_shard` samples, where that is
+    recorded.
+    """
 
     world: int
     steps: int
     max_shard: int
     model: ModelLayout
+    outputs: tuple[TensorSpec, ...] = ()
 
     def specs(self, kind: Kind) -> tuple[TensorSpec, ...]:
         """The tensors of a kind; gradients are shaped like parameters."""
@@ -136,11 +145,13 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.model.buffers
         if kind is Kind.OPTIMIZER:
             return self.model.optimizer
+        if kind is Kind.OUTPUT:
+            return self.outputs
         return self.model.parameters
 
     def slots(self, kind: Kind) -> int:
         """How many slots a kind has: one per step, or one more for the state before the first."""
-        return self.steps if kind in (Kind.LOCAL_GRADIENT, Kind.GRADIENT) else self.steps + 1
+        return self.steps if kind in OF_A_STEP else self.steps + 1
 
     @cached_property
     def header_bytes(self) -> int:

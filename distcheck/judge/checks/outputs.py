@@ -1,0 +1,70 @@
+"""In a layout: what the model returned for each sample is what one process makes of the samples.
+
+A loss does not show all that its model may get wrong: cross-entropy is the same for logits that are
+all too large by one number, and a mean over the samples for rows in another order.
+"""
+
+from collections.abc import Sequence
+
+from distcheck.judge.checks.comparison import Comparison, by_norm
+from distcheck.judge.checks.evidence import Evidence, Expectation
+from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles.forms import Outputs
+from distcheck.records import TensorSpec
+from distcheck.records.layers import NO_OUTPUTS
+from distcheck.training.traces.layout import OUTPUTS, Kind, State
+
+_ROUNDING = (
+    "the model's outputs are rounded by more than the bound, in one process as well (its last sum "
+    "cancels): float32 does not show whether they are right; give --dtype float64"
+)
+
+
+def compare(evidence: Evidence, tally: Tally) -> None:
+    """Every rank that has outputs, against those of its data coordinate's samples."""
+    mesh = evidence.mesh
+    if mesh is None:
+        return
+    for expectation in evidence.expectations:
+        written = all(header.written for header in expectation.headers)
+        if not written or not isinstance(expectation.what, Outputs):
+            continue
+        for data in range(mesh.data):
+            _compare_shard(evidence, expectation, data, mesh.ranks_of(data), tally)
+
+
+def _compare_shard(
+    evidence: Evidence, expectation: Expectation, data: int, ranks: Sequence[int], tally: Tally
+) -> None:
+    trace, step, outputs = evidence.trace, expectation.step, expectation.what
+    expected, known, given = outputs.expected[data], dict[bytes, Comparison](), False
+    for rank in ranks:
+        entry = trace.entry(rank, Kind.OUTPUT, step, 0)
+        given = given or entry.state.is_there
+        if entry.state is State.MALFORMED:
+            tally.missing(
+                f"at step {step}, rank {rank} computed its loss of outputs that have not the shape "
+                f"and dtype of one row for each of its samples ({_shape(trace.layout.outputs[0])})"
+            )
+        if entry.state is not State.STORED:
+            continue
+        if entry.digest not in known:
+            tensor = trace.tensor(rank, Kind.OUTPUT, step, 0)
+            assert tensor is not None, "what is stored has bytes"
+            known[entry.digest] = by_norm(tensor[: len(expected)], expected, outputs.bounds[data])
+        comparison = known[entry.digest]
+        if not comparison.ok and _error(comparison) <= outputs.rounding[data]:
+            tally.missing(_ROUNDING)
+        else:
+            tally.add(comparison, parameter=OUTPUTS, rank=rank, step=step)
+    if not given:
+        tally.remark(NO_OUTPUTS)
+
+
+def _error(comparison: Comparison) -> float:
+    assert comparison.worst is not None, "a comparison by norm has one place"
+    return comparison.worst.error
+
+
+def _shape(spec: TensorSpec) -> str:
+    return f"{' x '.join(map(str, spec.shape[1:]))} {spec.dtype}"

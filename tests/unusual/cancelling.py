@@ -1,0 +1,32 @@
+"""Outputs that are a difference of nearly equal numbers: rounded by more than their norm says."""
+
+import torch
+from torch import nn
+
+from tests.mutants.small import Small
+
+
+class Difference(nn.Module):
+    """Two layers that began as one, but for a ten-thousandth."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
+        with torch.no_grad():
+            for ours, theirs in zip(self.one.parameters(), self.other.parameters(), strict=True):
+                theirs.copy_(ours * 0.9999)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One less the other."""
+        difference: torch.Tensor = self.one(inputs) - self.other(inputs)
+        return difference
+
+
+class Cancelling(Small):
+    """One layer, which is such a difference."""
+
+    def model(self, *, sample_shape, classes):
+        return nn.Sequential(Difference(*sample_shape, classes))
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.0)  # so that they stay close
