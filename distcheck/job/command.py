@@ -128,7 +128,8 @@ def _judge(
         results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
         results += with_reference(job, reference)
         folded = [*accumulation(job, reference)]
-        if folded:  # it has judged the scale of losses that are not torch's, too
+        # It has judged the scale of losses that are not torch's, too, but not that of terms.
+        if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
     elif asked.reference and not asked.from_step and job.world > 1:

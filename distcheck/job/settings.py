@@ -17,7 +17,8 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
     how many `draws` its tolerances are measured by;
-    `folded` is what its passes' losses are, where they were made once more as one batch.
+    `folded` is what its passes' losses are, where they were made once more as one batch: a mean, a
+    sum, or several terms.
     """
 
     step: int
@@ -25,7 +26,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float, ...]
     draws: int
     skipped: bool = False
-    folded: Literal["", "mean", "sum"] = ""
+    folded: Literal["", "mean", "sum", "terms"] = ""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):

@@ -322,3 +322,37 @@ def test_a_loss_is_heard_once_under_a_mode_of_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", MODES], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert ran.stdout.strip() == "['target', 'losses', 'backward']", ran.stdout + ran.stderr
+
+
+CHECKPOINTS = """
+import sys, torch
+from torch.utils.checkpoint import checkpoint
+from distcheck.job.inside import hooks
+
+class Listener:
+    def __init__(self): self.heard = []
+    def __getattr__(self, name):
+        return lambda *given: self.heard.append(name)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=sys.argv[1] == "reentrant")
+
+listener = Listener()
+hooks.install(listener, lambda: sys.exit(9))
+Model()(torch.ones(4, 3, requires_grad=True)).sum().backward()
+print([name for name in listener.heard if name in ("enters", "leaves", "backward")])
+"""
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not"])
+def test_parts_that_are_computed_again_in_backward_are_no_pass(kind: str, tmp_path: Path) -> None:
+    """Activation checkpoints call parts of the model while gradients are computed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", CHECKPOINTS, kind],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "['enters', 'leaves', 'backward']", ran.stdout + ran.stderr

@@ -12,6 +12,7 @@ from distcheck.job import recording
 from distcheck.job.inside import tensors
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.step_file import StepFile
+from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.recording import Call, Clip, LossCall, Pass
 from distcheck.job.settings import Settings
 from distcheck.training.leaf_hooks import LeafHook
@@ -49,6 +50,7 @@ class Recorder:
         self._before: StepFile | None = None
         self._passes: list[Pass] = []
         self._losses: list[LossCall] = []
+        self._heard: list[Heard] = []
         self._clips: list[Clip] = []
         self._calls: list[Call] = []
         self._local: dict[str, torch.Tensor] = {}
@@ -127,13 +129,18 @@ class Recorder:
         self._losses.append(
             LossCall(name=name, reduction=reduction, counted=counted, value=number, target=kept)
         )
+        self._heard.append((name, reduction, value))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss."""
         if self._active and self._passes and loss.numel() == 1:
             held = tensors.any_held(self._parameters.values())
-            self._change_pass(loss=float(loss.detach()), losses=tuple(self._losses), holds=held)
-        self._losses = []
+            terms, unread = terms_of(loss, self._heard)
+            self._change_pass(
+                loss=float(loss.detach()), losses=tuple(self._losses), holds=held, terms=terms,
+                unread=unread,
+            )  # fmt: skip
+        self._losses, self._heard = [], []
 
     def backward_over(self) -> None:
         """Nothing: local gradients came by hooks."""

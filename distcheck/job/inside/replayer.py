@@ -247,14 +247,15 @@ class Replayer:
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Counts the losses of a pass, and adds those up that are sums over targets."""
         self._calls += 1
-        self._folding.heard(reduction, value)
+        self._folding.heard(name, reduction, value)
         is_sum = reduction == "sum" and value.numel() == 1
         self._sum += float(value.detach()) if is_sum else float("nan")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss; a copy with several passes in one batch is done."""
         if self._copy is not None and self._copy.pairs:
-            self._forks.leave(self._copy, self._folding.take(loss, self._parameters))
+            taken = self._folding.take(self._copy, loss, self._parameters)
+            self._forks.leave(self._copy, taken)
         if loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
