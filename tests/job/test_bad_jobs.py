@@ -95,6 +95,8 @@ def before(model):
 def after(step, model):
     if dist.get_rank() == 0:
         torch.save({"model": model.module.state_dict(), "step": step + 1}, "snapshot.pt")
+        with open("log.txt", "a") as log:
+            log.write(f"{step}\\n")
     dist.barrier()
 
 train(9, before, after)
@@ -209,9 +211,14 @@ def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_script_that_resumes_is_replayed_from_the_same_snapshot(tmp_path: Path) -> None:
-    for first in (0, 4):
+    """What the replay writes is in its copy: the log has the job's own lines alone."""
+    for first, written in ((0, "012"), (3, "012345")):  # a job is ended within its last step
         ran, case = run(tmp_path, RESUMES)
         assert (ran.returncode, case["verdict"]) == (0, "pass"), f"from {first}: {ran.stdout}"
+        assert (tmp_path / "log.txt").read_text().split() == list(written)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "log.txt", "report.json", "snapshot.pt", "train.py",
+        ]  # fmt: skip
 
 
 SLEEPS = (

@@ -129,5 +129,6 @@ def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
     weight = f" in its weight {numbers[0]:.6g}" if numbers else ""
     return Counted(
         why=f"its term {others[0]} is divided by the number of passes, and {alone[0].name} is "
-        f"not, unless that is{weight or ' within it'}; divide the sum of the terms to have it judged"
+        f"not, unless that is{weight or ' within it'}; divide the sum of the terms, to have it "
+        "judged"
     )

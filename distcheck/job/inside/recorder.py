@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distcheck.job import recording
-from distcheck.job.inside import tensors
+from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.inside.terms import Heard, terms_of
@@ -325,17 +325,13 @@ class Recorder:
 
     def _end(self) -> None:
         """Ends the process when every rank has written its last step, as one that succeeded."""
-        last = self._steps - 1
         mine = recording.rank_folder(self._folder, self._rank)
         (mine / "ended").touch()
         until = time.monotonic() + _WAIT_S
         others = [recording.rank_folder(self._folder, rank) for rank in range(self._world)]
         while time.monotonic() < until and not all((one / "ended").exists() for one in others):
             time.sleep(0.01)
-        assert last >= 0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        ending.leave()
 
 
 def exchanges(model: torch.nn.Module) -> bool | None:

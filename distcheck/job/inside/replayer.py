@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from distcheck.job import reading, recording
 from distcheck.job.checks.exchange import token_weights
-from distcheck.job.inside import state, tensors
+from distcheck.job.inside import ending, state, tensors
 from distcheck.job.inside.feeding import ALL, Feeding, Pairs
 from distcheck.job.inside.folding import Folding, interacts, limit_memory
 from distcheck.job.inside.forks import Forks, Role
@@ -130,7 +130,7 @@ class Replayer:
         if self._copy is not None:
             os._exit(1)
         self._write(why)
-        os._exit(0)
+        ending.leave()
 
     def _write(self, failure: str = "") -> None:
         replayed = Replayed(
@@ -396,6 +396,5 @@ class Replayer:
         self._write()
         steps = self._job.steps
         if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
-            sys.stdout.flush()
-            os._exit(0)
+            ending.leave()
         self._begin()
