@@ -3,6 +3,8 @@
 python bench/jobs.py                  right scripts at worlds 2, 3, 4, planted bugs, ratios
 python bench/jobs.py --worlds 2 --seeds 1 --without-bugs
 python bench/jobs.py --only ratios --scripts plain_ddp.py nanogpt_like.py
+python bench/jobs.py --only bugs --scripts nanogpt_like.py --bugs-at 2 3
+python bench/jobs.py --only right --first-seed 7 --seeds 3
 
 Prints right scripts passed / tried, and bugs caught and named / planted, with those beside which
 another cause was named; the smallest factor of the loss that is caught; and for each script two
@@ -103,13 +105,13 @@ class Lines:
         return verdict, causes
 
 
-def right_scripts(scripts: list[Path], worlds: list[int], seeds: int, lines: Lines) -> None:
+def right_scripts(scripts: list[Path], worlds: list[int], seeds: range, lines: Lines) -> None:
     """Right scripts passed over tried."""
     passed = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         for script in scripts:
             for world in worlds:
-                for seed in range(seeds):
+                for seed in seeds:
                     key = f"{script.name}, world {world}, seed {seed}"
                     wrong = seeded(script, seed, Path(folder))
                     verdict, causes = lines.judged(key, wrong, world)
@@ -120,22 +122,25 @@ def right_scripts(scripts: list[Path], worlds: list[int], seeds: int, lines: Lin
     print(f"right scripts passed: {passed} / {tried}")
 
 
-def planted_bugs(lines: Lines) -> None:
+def planted_bugs(scripts: list[Path], worlds: list[int], lines: Lines) -> None:
     """Bugs caught, those whose cause was named, and those with another one beside it."""
-    bugs = tomllib.loads((EXAMPLES / "planted.toml").read_text())["bug"]
+    found = tomllib.loads((EXAMPLES / "planted.toml").read_text())["bug"]
+    names = {script.name for script in scripts}
+    bugs = [(bug, world) for bug in found for world in worlds if bug["script"] in names]
     caught = named = beside = 0
     with tempfile.TemporaryDirectory() as folder:
-        for bug in bugs:
+        for bug, world in bugs:
             wrong = Path(folder) / bug["script"]
             wrong.write_text(
                 (EXAMPLES / bug["script"]).read_text().replace(bug["find"], bug["put"])
             )
-            verdict, causes = lines.judged(bug["name"], wrong, 2)
+            key = bug["name"] if world == 2 else f"{bug['name']}, world {world}"
+            verdict, causes = lines.judged(key, wrong, world)
             caught += verdict == "fail"
             named += bug["cause"] in causes
             beside += bool(set(causes) - {bug["cause"]})
             if causes != [bug["cause"]]:
-                print(f"  {bug['name']}: {verdict}, {causes}, planted {bug['cause']}")
+                print(f"  {key}: {verdict}, {causes}, planted {bug['cause']}")
     print(f"planted bugs caught: {caught} / {len(bugs)}, named: {named} / {len(bugs)}, "
           f"another cause named as well: {beside}")  # fmt: skip
 
@@ -169,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--bugs-at", type=int, nargs="*", default=[2], metavar="WORLD")
     parser.add_argument("--scripts", nargs="*", default=[])
     parser.add_argument("--only", choices=["right", "bugs", "error", "ratios"])
     parser.add_argument("--without-bugs", action="store_true")
@@ -178,9 +185,10 @@ def main() -> None:
     lines = Lines(asked.lines)
     scripts = [EXAMPLES / name for name in asked.scripts] or sorted(EXAMPLES.glob("*.py"))
     if asked.only in (None, "right") and asked.seeds and asked.worlds:
-        right_scripts(scripts, asked.worlds, asked.seeds, lines)
+        seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+        right_scripts(scripts, asked.worlds, seeds, lines)
     if asked.only in (None, "bugs") and not asked.without_bugs:
-        planted_bugs(lines)
+        planted_bugs(scripts, asked.bugs_at, lines)
     if asked.only in (None, "error"):
         smallest_error(lines)
     if asked.only in (None, "ratios") and not asked.without_ratios:

@@ -4,6 +4,7 @@ In the process that a person starts:
 
     command     the story: run the command, read what its ranks wrote, judge, report
     running     starts the command, passes its output on, says why nothing was recorded
+    leftovers   the job's folder, and those that a killed command has left; in_use marks them
     settings    what the ranks are asked for, as a file
     recording   what a rank writes of one optimizer step, and its files
     reading     reads it again; everything there may be damaged

@@ -82,10 +82,8 @@ def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
             evidence=said,
             suggestion=f"divide the loss of every pass by {one.passes}, once",
         )
-    counts = [
-        loss.counted for record in job.at(at) for each in record.passes for loss in each.losses
-    ]
-    if len(set(counts)) > 1:
+    counts = _unlike_counts(job, at)
+    if counts:
         return Diagnosis(
             cause="unweighted-tokens",
             evidence=f"step {at}: the mean losses of the backward passes count alike, over "
@@ -99,6 +97,16 @@ def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
         f"from those of one batch by more than a factor ({one.left:.2g} of their norm is left)",
         suggestion="look for what makes one backward pass count more than another",
     )
+
+
+def _unlike_counts(job: Recording, step: int) -> list[int]:
+    """Over how many targets one of the losses went in each pass, where these numbers differ."""
+    passes = [one for record in job.at(step) for one in record.passes]
+    for call in range(max(len(one.losses) for one in passes)):
+        counts = [one.losses[call].counted for one in passes if call < len(one.losses)]
+        if len(set(counts)) > 1:
+            return counts
+    return []
 
 
 def _listed(numbers: Sequence[int]) -> str:

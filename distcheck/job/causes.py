@@ -145,7 +145,8 @@ def _of_loss_scale(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagn
         suggestion="divide the loss by the number of accumulated passes once; a library that "
         "accumulates (accelerate, Trainer) divides by itself"
         if twice
-        else "divide the loss of every pass by the number of accumulated passes",
+        else "divide the loss of every pass, with all of its terms, by the number of accumulated "
+        "passes",
     )
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import UsageError
-from distcheck.job import accepting, causes, checks, reading, replaying, running, settings
+from distcheck.job import (
+    accepting,
+    causes,
+    checks,
+    leftovers,
+    reading,
+    replaying,
+    running,
+    settings,
+)
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.reference import with_reference
@@ -28,7 +37,6 @@ from distcheck.records import (
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 from distcheck.store.origin import origin_here
-from distcheck.worlds import scratch
 
 _NOT_SHOWN = (
     "steps before and after those that were recorded",
@@ -65,7 +73,7 @@ def judge_job(asked: Asked) -> Report:
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
         raise UsageError(f"--save {asked.save} is there already; give the name of a new folder")
-    with scratch.folder(prefix="distcheck-job-") as folder:
+    with leftovers.folder() as folder:
         made = origin_here()
         recorded, copy = folder / "recording", folder / "copy"
         recorded.mkdir()
@@ -128,7 +136,8 @@ def _judge(
         results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
         results += with_reference(job, reference)
         folded = [*accumulation(job, reference)]
-        if folded:  # it has judged the scale of losses that are not torch's, too
+        # It has judged the scale of losses that are not torch's, too, but not that of terms.
+        if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
     elif asked.reference and not asked.from_step and job.world > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import DistcheckError, ExitCode, UsageError
-from distcheck.job import accepting, running, settings
+from distcheck.job import accepting, leftovers, running, settings
 from distcheck.job.guard import explaining, records
 from distcheck.job.guard.checked import Checked, read
 from distcheck.job.guard.records import Divergence
@@ -26,7 +26,6 @@ from distcheck.records import (
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import NO_LAYER
 from distcheck.store.origin import origin_here
-from distcheck.worlds import scratch
 
 FOLDER = "distcheck-guard"
 _NOT_SHOWN = (
@@ -58,7 +57,7 @@ def guard_job(asked: Asked) -> tuple[Report, int]:
     """
     command = running.command_of(asked.words, asked.nproc)
     bundles = Path(asked.save or FOLDER).absolute()
-    with scratch.folder(prefix="distcheck-job-") as folder:
+    with leftovers.folder() as folder:
         made = origin_here()
         given = Settings(
             mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles),

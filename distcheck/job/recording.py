@@ -56,6 +56,27 @@ class LossCall(msgspec.Struct, frozen=True, kw_only=True):
     target: str
 
 
+class Factor(msgspec.Struct, frozen=True, kw_only=True):
+    """A number that a term of a loss was multiplied by. `computed`: the script may have put another
+    factor into it, as of `aux * (0.1 / passes)`; `outer`: the whole loss was multiplied by it.
+    """
+
+    number: float
+    computed: bool
+    outer: bool
+
+
+class Term(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the losses that a loss adds up: the number of its LossCall in the pass, -1 for a mean
+    or sum of the script's own, and what it was multiplied by.
+    """
+
+    name: str
+    reduction: str
+    call: int
+    factors: tuple[Factor, ...] = ()
+
+
 class Pass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of the model, and the backward that followed.
 
@@ -66,6 +87,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
                  own measurement; None where it has none
     random       digests of the random streams before; `draws`: whether the forward pass drew
+    terms        what the loss adds up; without them, `unread` says why
     holds        whether some gradient was there, and not zero, when its backward began; None where
                  that is not known
     """
@@ -76,6 +98,8 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     draws: bool = False
     loss: float | None = None
     losses: tuple[LossCall, ...] = ()
+    terms: tuple[Term, ...] = ()
+    unread: str = ""
     exchanges: bool | None = None
     exchange_s: float | None = None
     autocast: str = ""

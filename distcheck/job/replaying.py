@@ -1,5 +1,6 @@
 """Starts the reference: the script of rank 0 as one process, in a copy of the job's folder."""
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -51,9 +52,9 @@ class Reference:
 
 def copy_folder(target: Path) -> str:
     """Copies the folder that the job starts in; why it cannot be copied, or ""."""
-    here = Path.cwd()
+    here, own = Path.cwd(), target.parent  # which may be within, where TMPDIR is
     size = 0
-    for count, file in enumerate(_files(here)):
+    for count, file in enumerate(_files(here, own)):
         size += 0 if file.is_symlink() else file.stat().st_size
         if count > MOST_FILES or size > MOST_COPIED:
             return (
@@ -61,19 +62,22 @@ def copy_folder(target: Path) -> str:
                 "GiB, and the reference runs in a copy; start the job in a smaller folder"
             )
     try:
-        shutil.copytree(here, target, symlinks=True, ignore=_ignored)
+        shutil.copytree(here, target, symlinks=True, ignore=functools.partial(_ignored, own))
     except (OSError, shutil.Error) as error:
         return f"the folder {here} cannot be copied for the reference: {error}"
     return ""
 
 
-def _ignored(folder: str, names: list[str]) -> set[str]:
-    return {name for name in names if name in _LEFT_OUT or (Path(folder) / name).is_socket()}
+def _ignored(own: Path, folder: str, names: list[str]) -> set[str]:
+    paths = {name: Path(folder, name) for name in names}
+    return {
+        name for name, path in paths.items() if name in _LEFT_OUT or path == own or path.is_socket()
+    }
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, own: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [n for n in folders if n not in _LEFT_OUT and Path(parent, n) != own]
         for name in names:
             file = Path(parent, name)
             if os.path.lexists(file):
@@ -100,7 +104,10 @@ def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) ->
             "the first step was beyond --budget, so its parameters were not kept"
         )
     words = _in_copy(words, copy)
-    asked = Settings(mode="replay", steps=len(job.steps), recording=str(job.folder), on_cpu=on_cpu)
+    asked = Settings(
+        mode="replay", steps=len(job.steps), recording=str(job.folder), parent=os.getpid(),
+        on_cpu=on_cpu,
+    )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     file = settings.write(asked, folder)
     ran = running.run(

@@ -1,5 +1,6 @@
 """Starts a job's command with recording switched on, and says why nothing was recorded."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.settings import VARIABLE
@@ -89,7 +92,8 @@ def run(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Makes a launcher end its ranks, as Ctrl-C does; and then by force."""
+    """Makes a launcher end its ranks, as Ctrl-C does; then by force, with all that it started."""
+    below = _started_by(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(how)
@@ -97,6 +101,21 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 continue
+    for left in below:  # a shell ends without what it has started
+        with contextlib.suppress(psutil.Error):
+            left.terminate()
+    for left in psutil.wait_procs(below, timeout=_PATIENCE_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+
+
+def _started_by(process: int) -> list[psutil.Process]:
+    """The processes below one that have not been detached from it."""
+    try:
+        found: list[psutil.Process] = psutil.Process(process).children(recursive=True)
+    except psutil.Error:
+        return []
+    return found
 
 
 def _raised(folder: Path) -> tuple[tuple[int, str], ...]:

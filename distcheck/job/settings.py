@@ -17,7 +17,8 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
     how many `draws` its tolerances are measured by;
-    `folded` is what its passes' losses are, where they were made once more as one batch.
+    `folded` is what its passes' losses are, where they were made once more as one batch: a mean, a
+    sum, or several terms.
     """
 
     step: int
@@ -25,7 +26,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float, ...]
     draws: int
     skipped: bool = False
-    folded: Literal["", "mean", "sum"] = ""
+    folded: Literal["", "mean", "sum", "terms"] = ""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
+    parent            in a replay: the process that it ends with
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
@@ -59,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 4 << 30
     keep_going: bool = False
     recording: str = ""
+    parent: int = 0
     on_cpu: bool = False
     every: int = 100
     warns: bool = False

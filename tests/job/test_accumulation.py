@@ -150,6 +150,7 @@ def test_gradients_may_be_divided_after_the_last_pass(
         (lambda v: v.mean() / 4, 0.25),
         (lambda v: 0.5 * (-v.mean() / 2).clone(), -0.25),
         (lambda v: v.mean(), 1.0),
+        (lambda v: (v / 4).mean() / 2, 0.125),
         (lambda v: v.sum() / 4, 0.0),
         (lambda v: v.mean() * v.sum(), 0.0),
         (lambda v: v.mean() + v.sum(), 0.0),
@@ -177,8 +178,8 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Fold
     def taken(reduction: str, of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         folding._heard.clear()
         value = F.cross_entropy(model(inputs), targets, reduction=reduction)
-        folding.heard(reduction, value)
-        return folding.take(of(value), parameters)
+        folding.heard("cross_entropy", reduction, value)
+        return folding.take(Role(ALL), of(value), parameters)
 
     plain = taken("mean", lambda v: v)
     scaled = taken("mean", lambda v: v / 12)
@@ -187,10 +188,10 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Fold
     sums = taken("sum", lambda v: v / 7)
     assert float(sums["kind"]) == 2
     assert torch.allclose(sums["weight"], 3 * plain["weight"])
-    more = taken("mean", lambda v: v + model.weight.square().sum())
-    assert float(more["kind"]) == 0
+    other = taken("mean", lambda v: v * model.weight.square().sum())
+    assert float(other["kind"]) == 0
     folding._heard.clear()
-    own = folding.take((model(inputs) ** 2).mean() / 12, parameters)
+    own = folding.take(Role(ALL), (model(inputs) ** 2).mean() / 12, parameters)
     right = torch.autograd.grad((model(inputs) ** 2).mean(), model.weight)[0]
     assert float(own["kind"]) == 1
     assert torch.allclose(own["weight"], right)

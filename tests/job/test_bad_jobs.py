@@ -95,6 +95,8 @@ def before(model):
 def after(step, model):
     if dist.get_rank() == 0:
         torch.save({"model": model.module.state_dict(), "step": step + 1}, "snapshot.pt")
+        with open("log.txt", "a") as log:
+            log.write(f"{step}\\n")
     dist.barrier()
 
 train(9, before, after)
@@ -209,9 +211,14 @@ def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_script_that_resumes_is_replayed_from_the_same_snapshot(tmp_path: Path) -> None:
-    for first in (0, 4):
+    """What the replay writes is in its copy: the log has the job's own lines alone."""
+    for first, written in ((0, "012"), (3, "012345")):  # a job is ended within its last step
         ran, case = run(tmp_path, RESUMES)
         assert (ran.returncode, case["verdict"]) == (0, "pass"), f"from {first}: {ran.stdout}"
+        assert (tmp_path / "log.txt").read_text().split() == list(written)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "log.txt", "report.json", "snapshot.pt", "train.py",
+        ]  # fmt: skip
 
 
 SLEEPS = (
@@ -322,3 +329,37 @@ def test_a_loss_is_heard_once_under_a_mode_of_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", MODES], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert ran.stdout.strip() == "['target', 'losses', 'backward']", ran.stdout + ran.stderr
+
+
+CHECKPOINTS = """
+import sys, torch
+from torch.utils.checkpoint import checkpoint
+from distcheck.job.inside import hooks
+
+class Listener:
+    def __init__(self): self.heard = []
+    def __getattr__(self, name):
+        return lambda *given: self.heard.append(name)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=sys.argv[1] == "reentrant")
+
+listener = Listener()
+hooks.install(listener, lambda: sys.exit(9))
+Model()(torch.ones(4, 3, requires_grad=True)).sum().backward()
+print([name for name in listener.heard if name in ("enters", "leaves", "backward")])
+"""
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not"])
+def test_parts_that_are_computed_again_in_backward_are_no_pass(kind: str, tmp_path: Path) -> None:
+    """Activation checkpoints call parts of the model while gradients are computed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", CHECKPOINTS, kind],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "['enters', 'leaves', 'backward']", ran.stdout + ran.stderr

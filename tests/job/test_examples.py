@@ -66,6 +66,15 @@ def test_a_planted_bug_is_named(name: str, tmp_path: Path) -> None:
     assert bug.cause in {found["cause"] for found in case["diagnosis"]}
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [bug.name for bug in BUGS if bug.script == "nanogpt_like.py"])
+def test_a_bug_in_accumulation_is_named_at_world_3(name: str, tmp_path: Path) -> None:
+    """As one process, nanoGPT's script makes three times as many passes."""
+    bug: Bug = next(bug for bug in BUGS if bug.name == name)
+    code, case = judge(plant(bug, tmp_path), tmp_path, world=3)
+    assert (code, [found["cause"] for found in case["diagnosis"]]) == (1, [bug.cause])
+
+
 LAUNCH = (
     "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
     "--dynamo_backend", "no", "--main_process_port", "0",

@@ -3,6 +3,7 @@
 samples     which samples the ranks had, and in which order
 ranks       what must be the same on all ranks, and what must not
 exchange    gradients are the mean of the ranks' gradients; clipping; the scale of the loss
+terms       that scale, of a loss that adds several terms up
 """
 
 from distcheck.job.checks import exchange, ranks, samples

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from distcheck.job import sketches
+from distcheck.job.checks import terms
 from distcheck.job.reading import Recording
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
@@ -267,7 +268,7 @@ def divided_later(job: Recording, step: int) -> float:
     """What a script multiplies gradients by after the last pass because it has not scaled its
     losses: one over their number. 1 where it scales them, or that is not known.
     """
-    factors = loss_factors(job, step) or summed_factors(job, step)
+    factors = _times(job, step)
     passes = sum(one.loss is not None for one in job.records[0, step].passes)
     if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
@@ -282,6 +283,17 @@ def divided_later(job: Recording, step: int) -> float:
     return 1 / passes if abs(found * passes - 1) <= _SAME_FACTOR else 1.0
 
 
+def _times(job: Recording, step: int) -> list[float] | None:
+    """By rank: how often the mean loss counts, over the passes of a step; None where a loss has
+    several terms that do not count alike, or that is not known.
+    """
+    factors = loss_factors(job, step) or summed_factors(job, step)
+    if factors is not None:
+        return factors
+    found = [terms.counted(job, rank, step) for rank in range(job.world)]
+    return None if any(one.why or one.alone for one in found) else [one.times for one in found]
+
+
 def loss_scale(job: Recording) -> Iterator[CheckResult]:
     """Accumulated over several backward passes, the loss is divided by their number, once."""
     steps = [s for s in job.steps if all(len(r.passes) > 1 for r in job.at(s))]
@@ -289,13 +301,14 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
         return
     tally = Tally("loss scale", NO_LAYER)
     for step in steps:
-        factors = loss_factors(job, step) or summed_factors(job, step)
+        factors = _times(job, step)
         if factors is None:
+            _of_terms(job, tally, step)
             continue
         later = divided_later(job, step)
         for rank, factor in enumerate(factors):
             total = factor * later
-            passes = sum(one.loss is not None for one in job.records[rank, step].passes)
+            passes = _count(job, rank, step)
             tally.count(parameter="loss", rank=rank, step=step, elements=passes)
             for wrong in (float(passes), 1 / passes):
                 if abs(total - wrong) <= _SAME_FACTOR * wrong and passes > 1:
@@ -304,9 +317,23 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
                         f"{total:.6g} times",
                         parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
                     )  # fmt: skip
-    result = tally.result()
-    if not result.compared.elements:
-        tally.remark(
-            "the loss is not a multiple of one of torch's mean losses; its scale is not judged"
-        )
     yield tally.result()
+
+
+def _of_terms(job: Recording, tally: Tally, step: int) -> None:
+    """The terms of a loss that do not count alike, or why that is not known."""
+    for rank in range(job.world):
+        found, passes = terms.counted(job, rank, step), _count(job, rank, step)
+        if not found.alone or passes < 2:
+            tally.remark(f"the scale of the loss is not judged, since {found.why}")
+            return
+        tally.count(parameter="loss", rank=rank, step=step, elements=passes)
+        tally.fail(
+            f"step {step}: over {passes} backward passes {found.alone[0]} counts {passes} times, "
+            f"and {found.others[0]} once",
+            parameter="loss", rank=rank, step=step, actual=float(passes), expected=1.0,
+        )  # fmt: skip
+
+
+def _count(job: Recording, rank: int, step: int) -> int:
+    return sum(one.loss is not None for one in job.records[rank, step].passes)

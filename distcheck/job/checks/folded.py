@@ -3,8 +3,9 @@ to one backward pass over all micro-batches of all ranks.
 
 This is about mistakes that the script makes with one rank as well. A factor is the script's own
 business (a loss may have a weight) unless it is the number of passes, or one over it, or changes
-with the number of passes from step to step. A gradient in another direction is a mistake: some
-micro-batch counts more than another.
+with the number of passes from step to step. Of a loss with several terms the factor is not judged
+here (`terms` does). A gradient in another direction is a mistake: some micro-batch counts more than
+another.
 
 A gradient is within
 
@@ -55,6 +56,7 @@ class Folded:
 def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
     """The steps of which all micro-batches were made as one batch."""
     made = 0
+    most = _most_passes(job, reference)
     for seen in reference.replayed.steps:
         passes = sum(one.loss is not None for one in job.records[0, seen.step].passes)
         made += passes
@@ -62,6 +64,9 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
             continue
         found = reference.tensors(seen.step)
         expected = _of(found, "folded/")
+        # The gradient of the script's own loss, of which every pass has its part.
+        scale = most if seen.folded == "terms" else 1
+        expected = {n: g * scale for n, g in expected.items()}
         raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
         product = sum(float((raw[n].double() * expected[n].double()).sum()) for n in raw)
         square = sum(float(expected[n].double().square().sum()) for n in raw)
@@ -79,7 +84,7 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
             ends_epoch=_ends_epoch(job, made),
             raw=raw,
             expected=expected,
-            spreads={n: _spread(found, n, by) for n in raw},
+            spreads={n: _spread(found, n, by * scale) for n in raw},
         )
 
 
@@ -90,6 +95,12 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
 def _passes(job: Recording, seen: Seen) -> int:
     """How many backward passes the script made as one process."""
     return len(seen.losses) or len(job.records[0, seen.step].passes)
+
+
+def _most_passes(job: Recording, reference: Reference) -> int:
+    """The number of passes that most steps have."""
+    counts = Counter(_passes(job, seen) for seen in reference.replayed.steps)
+    return counts.most_common(1)[0][0] if counts else 1
 
 
 def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
@@ -117,10 +128,10 @@ def usual(steps: list[Folded]) -> Folded:
 
 def expected_factor(one: Folded, common: Folded) -> float | None:
     """The factor that a right script would have, where this one is known to be wrong."""
-    if one.kind != "mean":
+    if one.kind == "sum":
         return None
     for wrong in (float(one.passes), 1 / one.passes):
-        if one.passes > 1 and one is common and _near(one.factor, wrong):
+        if one.kind == "mean" and one.passes > 1 and one is common and _near(one.factor, wrong):
             return 1.0
     ratio = one.factor / common.factor
     if one.passes != common.passes and _near(ratio, one.passes / common.passes):

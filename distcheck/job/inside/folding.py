@@ -13,7 +13,7 @@ from typing import Literal
 import psutil
 import torch
 
-from distcheck.job.inside import state
+from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.forks import Role
 from distcheck.job.reading import Recording
@@ -22,8 +22,9 @@ from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 
 Found = Mapping[Role, dict[str, torch.Tensor] | None]
-Kind = Literal["", "mean", "sum"]
-_KINDS: tuple[Kind, ...] = ("", "mean", "sum")
+Kind = Literal["", "mean", "sum", "terms"]
+_KINDS: tuple[Kind, ...] = ("", "mean", "sum", "terms")
+_TERM = "term/"  # before a gradient: it is that of a term
 # Chosen: rounding leaves 1e-6 of a gradient, and a second term of a loss, or samples that interact,
 # more than a thousandth.
 _SAME = 1e-3
@@ -48,7 +49,7 @@ class Folding:
         self._job, self._feeding = job, feeding
         self.why = ""  # they could not be made as one
         self.kind: Kind = ""
-        self._heard: list[tuple[str, torch.Tensor]] = []
+        self._heard: list[terms.Heard] = []
         self._probes: list[Role] = []
         self._draws: list[Role] = []
         passes = [p for record in job.records.values() for p in record.passes]
@@ -90,25 +91,39 @@ class Folding:
 
     # -- in a copy -------------------------------------------------------------------------------
 
-    def heard(self, reduction: str, value: torch.Tensor) -> None:
+    def heard(self, name: str, reduction: str, value: torch.Tensor) -> None:
         """Keeps a loss of torch's, of which a copy wants the gradient."""
-        self._heard.append((reduction, value))
+        self._heard.append((name, reduction, value))
 
     def take(
-        self, loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+        self, role: Role, loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
     ) -> dict[str, torch.Tensor]:
-        """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of."""
+        """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of; of
+        a loss with several terms its own, and in a copy that tries them that of each.
+        """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         whole = _gradients(loss, trained)
-        kind: Kind = ""
-        if len(self._heard) == 1 and self._heard[0][1].numel() == 1:
-            reduction, value = self._heard[0]
+        if len(self._heard) == 1 and self._heard[0][2].numel() == 1:
+            _, reduction, value = self._heard[0]
             own = _gradients(value, trained)
             if _parallel(whole, own):
-                kind, whole = ("mean" if reduction == "mean" else "sum"), own
+                return {**own, "kind": _code("mean" if reduction == "mean" else "sum")}
         elif not self._heard and (factor := factor_of_mean(loss)):
-            kind, whole = "mean", {name: g / factor for name, g in whole.items()}
-        return {**whole, "kind": torch.tensor(float(_KINDS.index(kind)))}
+            return {**{name: g / factor for name, g in whole.items()}, "kind": _code("mean")}
+        ends, _ = terms.ends_of(loss, self._heard)
+        if not ends:
+            return {**whole, "kind": _code("")}
+        out = {**whole, "kind": _code("terms")}
+        out["weights"] = torch.tensor([terms.weight(term) for term, _ in ends], dtype=torch.float64)
+        if role in self._probes:
+            for number, (_, end) in enumerate(ends):
+                found = terms.gradient_of(end, list(trained.values()))
+                out |= {
+                    f"{_TERM}{number}/{name}": g.to_dense() if g.is_sparse else g
+                    for name, g in zip(trained, found, strict=True)
+                    if g is not None
+                }
+        return out
 
     # -- in the parent ---------------------------------------------------------------------------
 
@@ -123,6 +138,8 @@ class Folding:
         kind = _KINDS[int(plain["kind"])]
         if not kind:
             self.why = "the loss is neither a mean nor a sum over samples, times a factor"
+        elif kind == "terms":
+            self.why = self._why_not_terms(found, plain["weights"], step)
         elif self._probes and not self._adds_up(found, kind, step):
             self.why = _ONE_BY_ONE
         if self.why:
@@ -148,15 +165,59 @@ class Folding:
         added = state.mean(each, weights)
         return added is not None and state.distance(added, together) <= _SAME
 
+    def _why_not_terms(self, found: Found, weights: torch.Tensor, step: int) -> str:
+        """Why one batch's loss of several terms is not what the passes add up to, if so."""
+        recorded = self._job.records[0, step].passes[0].terms
+        passes = [one for record in self._job.at(step) for one in record.passes]
+        if any(one.terms != recorded for one in passes):
+            return "the terms of the loss are weighted differently from pass to pass"
+        then = torch.tensor([terms.weight(term) for term in recorded], dtype=torch.float64)
+        if len(then) != len(weights) or not _proportional(then, weights):
+            return "the terms of the loss are weighted differently in a larger batch"
+        if not self._probes:
+            return ""
+        together, *each = (found.get(role) for role in self._probes)
+        if together is None or any(one is None for one in each):
+            return _ONE_BY_ONE
+        pairs = [role.pairs[0] for role in self._probes[1:]]
+        for number, term in enumerate(recorded):
+            if term.call >= 0 and term.reduction != "mean":
+                return f"its term {term.name} is a sum"
+            counts = [targets_of_pass(self._job.records[r, step], n, term.call) for r, n in pairs]
+            parts = [_of_term(one, number) for one in each]
+            added = state.mean(parts, [count / sum(counts) for count in counts])
+            if added is None or state.distance(added, _of_term(together, number)) > _SAME:
+                return f"its term {term.name} is not the mean of its parts' in a larger batch"
+        return ""
 
-def targets_of_pass(record: StepRecord, number: int) -> int:
+
+def targets_of_pass(record: StepRecord, number: int, call: int = 0) -> int:
     """What a mean loss counts for: its targets, or its samples where torch computed no loss."""
     one = record.passes[number]
-    return one.losses[0].counted if one.losses else len(one.rows)
+    return one.losses[call].counted if one.losses and call >= 0 else len(one.rows)
 
 
 def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: g for name, g in found.items() if name not in state.NOT_GRADIENTS}
+    return {
+        name: g
+        for name, g in found.items()
+        if name not in state.NOT_GRADIENTS and not name.startswith(_TERM)
+    }
+
+
+def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, torch.Tensor]:
+    before = f"{_TERM}{number}/"
+    return {n.removeprefix(before): g for n, g in (found or {}).items() if n.startswith(before)}
+
+
+def _proportional(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether weights are others times a factor, but for the rounding of single precision."""
+    by = one.abs().max() / other.abs().max()
+    return bool(((one - by * other).abs() <= 1e-6 * one.abs()).all())
+
+
+def _code(kind: Kind) -> torch.Tensor:
+    return torch.tensor(float(_KINDS.index(kind)))
 
 
 def _gradients(
@@ -191,29 +252,13 @@ def _total(terms: Iterable[torch.Tensor]) -> float:
 
 
 def factor_of_mean(loss: torch.Tensor) -> float:
-    """The number by which a mean over elements was multiplied to be the loss; 0 where the graph of
-    the loss does not end in a mean and multiplications by numbers.
+    """The number by which a mean over elements was multiplied to be the loss; 0 where the loss is
+    another thing than such a mean.
     """
-    node, factor = loss.grad_fn, 1.0
-    while node is not None:
-        name = node.name()
-        if name.startswith("MeanBackward"):
-            return factor
-        before = [one for one, _ in node.next_functions if one is not None]
-        other = getattr(node, "_saved_other", None)
-        is_number = isinstance(other, torch.Tensor) and other.numel() == 1
-        if len(before) != 1 or (name[:3] in ("Mul", "Div") and not is_number):
-            return 0.0
-        if name.startswith("MulBackward"):
-            factor *= float(other)  # type: ignore[arg-type]
-        elif name.startswith("DivBackward"):
-            factor /= float(other)  # type: ignore[arg-type]
-        elif name.startswith("NegBackward"):
-            factor = -factor
-        elif not name.startswith(("CloneBackward", "ToCopyBackward", "ViewBackward")):
-            return 0.0
-        node = before[0]
-    return 0.0
+    ends, _ = terms.ends_of(loss, ())
+    if len(ends) != 1 or ends[0][0].reduction != "mean":
+        return 0.0
+    return terms.weight(ends[0][0])
 
 
 def limit_memory() -> None:

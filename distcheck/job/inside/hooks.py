@@ -225,11 +225,16 @@ def _hook_backward() -> None:
 
     @functools.wraps(original)
     def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        global _depth
         if _running:
             original(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
             return
-        _say("backward", tensor)
-        _once("backward", original, tensor, *args, **kwargs)
+        _depth += 1  # activation checkpoints call parts of the model again: no pass of the script
+        try:
+            _say("backward", tensor)
+            _once("backward", original, tensor, *args, **kwargs)
+        finally:
+            _depth -= 1
         _say("backward_over")
 
     torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]

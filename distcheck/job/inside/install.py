@@ -1,5 +1,6 @@
 """Lets the recorder or a replay listen to the hooks; a defect of distcheck never ends the job."""
 
+import contextlib
 import os
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ from distcheck.errors import ExitCode
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
 from distcheck.job.inside.recorder import Recorder
+from distcheck.worlds import linux
 
 
 def install(file: str) -> None:
@@ -27,7 +29,8 @@ def install(file: str) -> None:
         return
 
     def give_up() -> None:
-        (folder / "defect").write_text(traceback.format_exc())
+        with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
+            (folder / "defect").write_text(traceback.format_exc())
         if settings.mode == "replay":
             os._exit(ExitCode.INTERNAL)
 
@@ -37,6 +40,8 @@ def install(file: str) -> None:
     from distcheck.job.inside import alone
     from distcheck.job.inside.replayer import Replayer
 
+    if os.getppid() == settings.parent:
+        linux.die_with_parent(settings.parent)
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
     alone.install()

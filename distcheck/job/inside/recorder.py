@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from distcheck.job import recording
-from distcheck.job.inside import tensors
+from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.step_file import StepFile
+from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.recording import Call, Clip, LossCall, Pass
 from distcheck.job.settings import Settings
 from distcheck.training.leaf_hooks import LeafHook
@@ -49,6 +50,7 @@ class Recorder:
         self._before: StepFile | None = None
         self._passes: list[Pass] = []
         self._losses: list[LossCall] = []
+        self._heard: list[Heard] = []
         self._clips: list[Clip] = []
         self._calls: list[Call] = []
         self._local: dict[str, torch.Tensor] = {}
@@ -127,13 +129,18 @@ class Recorder:
         self._losses.append(
             LossCall(name=name, reduction=reduction, counted=counted, value=number, target=kept)
         )
+        self._heard.append((name, reduction, value))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss."""
         if self._active and self._passes and loss.numel() == 1:
             held = tensors.any_held(self._parameters.values())
-            self._change_pass(loss=float(loss.detach()), losses=tuple(self._losses), holds=held)
-        self._losses = []
+            terms, unread = terms_of(loss, self._heard)
+            self._change_pass(
+                loss=float(loss.detach()), losses=tuple(self._losses), holds=held, terms=terms,
+                unread=unread,
+            )  # fmt: skip
+        self._losses, self._heard = [], []
 
     def backward_over(self) -> None:
         """Nothing: local gradients came by hooks."""
@@ -318,17 +325,13 @@ class Recorder:
 
     def _end(self) -> None:
         """Ends the process when every rank has written its last step, as one that succeeded."""
-        last = self._steps - 1
         mine = recording.rank_folder(self._folder, self._rank)
         (mine / "ended").touch()
         until = time.monotonic() + _WAIT_S
         others = [recording.rank_folder(self._folder, rank) for rank in range(self._world)]
         while time.monotonic() < until and not all((one / "ended").exists() for one in others):
             time.sleep(0.01)
-        assert last >= 0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        ending.leave()
 
 
 def exchanges(model: torch.nn.Module) -> bool | None:

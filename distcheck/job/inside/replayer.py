@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from distcheck.job import reading, recording
 from distcheck.job.checks.exchange import token_weights
-from distcheck.job.inside import state, tensors
+from distcheck.job.inside import ending, state, tensors
 from distcheck.job.inside.feeding import ALL, Feeding, Pairs
 from distcheck.job.inside.folding import Folding, interacts, limit_memory
 from distcheck.job.inside.forks import Forks, Role
@@ -130,7 +130,7 @@ class Replayer:
         if self._copy is not None:
             os._exit(1)
         self._write(why)
-        os._exit(0)
+        ending.leave()
 
     def _write(self, failure: str = "") -> None:
         replayed = Replayed(
@@ -247,14 +247,15 @@ class Replayer:
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Counts the losses of a pass, and adds those up that are sums over targets."""
         self._calls += 1
-        self._folding.heard(reduction, value)
+        self._folding.heard(name, reduction, value)
         is_sum = reduction == "sum" and value.numel() == 1
         self._sum += float(value.detach()) if is_sum else float("nan")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss; a copy with several passes in one batch is done."""
         if self._copy is not None and self._copy.pairs:
-            self._forks.leave(self._copy, self._folding.take(loss, self._parameters))
+            taken = self._folding.take(self._copy, loss, self._parameters)
+            self._forks.leave(self._copy, taken)
         if loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
@@ -395,6 +396,5 @@ class Replayer:
         self._write()
         steps = self._job.steps
         if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
-            sys.stdout.flush()
-            os._exit(0)
+            ending.leave()
         self._begin()

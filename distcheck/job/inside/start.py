@@ -14,12 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distcheck.job import in_use
+
 _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, of what a rank has raised and noted itself
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 
 def begin(settings: str) -> None:
     """Leaves a note that this Python was reached, and waits for torch."""
+    in_use.hold(os.path.dirname(settings))
     note(settings, "python")
     _note_what_ends_it(settings)
     if "torch" in sys.modules:

@@ -8,7 +8,8 @@ from distcheck.job.inside import tensors
 from distcheck.job.inside.tensors import plain_name
 
 Tensors = dict[str, torch.Tensor]
-NOT_GRADIENTS = ("loss", "passes", "divisor", "kind")  # what a copy writes beside its gradients
+# What a copy writes beside its gradients.
+NOT_GRADIENTS = ("loss", "passes", "divisor", "kind", "weights")
 
 
 def load(

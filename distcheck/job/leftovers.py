@@ -1,0 +1,40 @@
+"""Folders of jobs whose `distcheck job` was killed: the next one removes them."""
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from distcheck.job import in_use
+from distcheck.worlds import scratch
+
+PREFIX = "distcheck-job-"
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A new folder for a job, removed at the end of the block. Removes those that were left."""
+    clear()
+    with scratch.folder(prefix=PREFIX) as made:
+        with contextlib.suppress(OSError):  # a file system without locks: it is not cleared later
+            in_use.begin(str(made))
+        yield made
+
+
+def clear() -> None:
+    """Removes this user's folders that no process uses."""
+    with contextlib.suppress(OSError):
+        for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):
+                if _is_own(found) and in_use.is_free(str(found)):
+                    shutil.rmtree(found, ignore_errors=True)
+
+
+def _is_own(found: Path) -> bool:
+    """Whether it is a folder, and no link, of this user, in which no other user can write."""
+    about = found.lstat()
+    shared = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not shared

@@ -1,0 +1,344 @@
+"""Losses that add several terms up: what is read off the graph, and what it says of their scale."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distcheck.job import causes, checks
+from distcheck.job.checks import exchange, terms
+from distcheck.job.checks.folded import accumulation
+from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.folding import Folding
+from distcheck.job.inside.forks import Role
+from distcheck.job.inside.terms import terms_of
+from distcheck.job.recording import Factor, Term
+from tests.job.recordings import Facts, make, reference
+from tests.job.test_examples import judge
+
+Losses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _DDPSink(torch.autograd.Function):
+    """What DistributedDataParallel puts the model's outputs through."""
+
+    @staticmethod
+    def forward(ctx: Any, about: Any, *inputs: Any) -> Any:  # type: ignore[override]
+        return tuple(one.clone() for one in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None, *gradients)
+
+
+def read(of: Losses) -> tuple[tuple[Term, ...], str]:
+    logits = torch.randn(4, 3, requires_grad=True)
+    ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+    mse = F.mse_loss(logits, torch.zeros(4, 3))
+    return terms_of(of(ce, mse, logits), [("ce", "mean", ce), ("mse", "mean", mse)])
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (lambda a, b, x: a + 0.1 * b, [("ce", []), ("mse", [0.1])]),
+        (lambda a, b, x: (a + 2 * b) / 4, [("ce", [0.25]), ("mse", [0.25, 2])]),
+        (lambda a, b, x: a / 4 - torch.tensor(0.5) * b, [("ce", [0.25]), ("mse", [-1, 0.5])]),
+        (lambda a, b, x: torch.stack([a, b]).mean() * 3, [("ce", [3, 0.5]), ("mse", [3, 0.5])]),
+        (lambda a, b, x: -sum([a, b.view(1).squeeze()]).mean(), [("ce", [-1]), ("mse", [-1])]),
+        (lambda a, b, x: torch.add(a, b, alpha=3) + 7, [("ce", []), ("mse", [3])]),
+        (lambda a, b, x: a + 0 * x.sum(), [("ce", [])]),
+        (lambda a, b, x: a + ((x**2) * 0.5 / 2).mean(), [("ce", []), ("a mean", [0.5, 0.5])]),
+        (lambda a, b, x: 2 * _DDPSink.apply(None, a, b)[1], [("mse", [2])]),
+    ],
+)
+def test_terms_are_read_off_the_graph(of: Losses, expected: list[tuple[str, list[float]]]) -> None:
+    found, why = read(of)
+    assert why == ""
+    numbers = {term.name: sorted(one.number for one in term.factors) for term in found}
+    assert numbers == {name: sorted(given) for name, given in expected}
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        (lambda a, b, x: a * b, "MulBackward0 is in it"),
+        (lambda a, b, x: a + b.exp(), "ExpBackward0 is in it"),
+        (lambda a, b, x: a / b, "DivBackward0 is in it"),
+        (lambda a, b, x: a * float("inf"), "a number that is not finite"),
+        (lambda a, b, x: sum(a for _ in range(40)), "it has more than 32 terms"),
+        (lambda a, b, x: torch.tensor(1.0), "it has no graph"),
+    ],
+)
+def test_it_is_said_why_a_loss_has_no_terms(of: Losses, why: str) -> None:
+    found, said = read(of)
+    assert found == ()
+    assert why in said
+
+
+def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:
+    (one, other), _ = read(lambda a, b, x: (2 * a + 0.1 * b) / 4)
+    assert [(f.computed, f.outer) for f in one.factors] == [(True, True), (False, False)]
+    assert [(f.computed, f.outer) for f in other.factors] == [(True, True), (True, False)]
+
+
+# -- what they say of the scale ------------------------------------------------------------------
+
+
+def term(name: str, *numbers: float, computed: bool = True, **about: Any) -> Term:
+    factors = tuple(Factor(number=abs(n), computed=computed, outer=n < 0) for n in numbers)
+    return Term(name=name, factors=factors, **{"reduction": "mean", "call": 0, **about})
+
+
+def whole(name: str, number: float) -> Term:
+    return term(name, number, computed=False)
+
+
+def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts], None]:
+    """A negative number stands for a factor of the whole loss."""
+
+    def change(facts: Facts) -> None:
+        facts.passes = [
+            facts.a_pass(i, losses=(), terms=found, holds=i > 0, **about) for i in range(count)
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        (term("ce", -1 / 4), term("aux", -1 / 4, 0.1)),
+        (term("ce", -1 / 4, 0.75), term("aux", -1 / 4, 0.25)),  # the weights add up to 1
+        (term("ce", -1 / 4), term("aux", -1 / 4, 0.25)),  # a weight that looks like a division
+        (term("ce", 1 / 4), term("aux", 1 / 4), term("l2", 1 / 4, 1e-4, reduction="sum", call=-1)),
+        (term("ce", -1 / 4, -1 / 4, -4.0), term("aux", -1 / 4, -1 / 4, -4.0)),
+    ],
+)
+def test_a_right_loss_of_several_terms_passes(found: tuple[Term, ...], tmp_path: Path) -> None:
+    (result,) = exchange.loss_scale(make(tmp_path, passes_with(*found)))
+    assert (result.verdict, result.compared.elements) == ("pass", 2 * 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("found", "cause", "said"),
+    [
+        ((term("ce", 1 / 4), term("aux")), "accumulation-not-scaled",
+         "aux counts 4 times, and ce once"),
+        ((term("ce", 1 / 4), whole("aux", 2.0)), "accumulation-not-scaled",
+         "aux counts 4 times, and ce once"),
+        ((term("ce"), term("aux", 0.1)), "accumulation-not-scaled", "the mean loss counts 4 times"),
+        ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled", "loss counts 4 times"),
+        ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "scaled-twice",
+         "the mean loss counts 0.25 times"),
+    ],
+)  # fmt: skip
+def test_terms_that_are_not_divided_once_are_named(
+    found: tuple[Term, ...], cause: str, said: str, tmp_path: Path
+) -> None:
+    job = make(tmp_path, passes_with(*found))
+    results = [r for r in checks.without_reference(job) if r.compared.elements]
+    assert [r.check for r in results if r.verdict == "fail"] == ["loss scale"]
+    (named,) = causes.diagnose(job, results)
+    assert named.cause == cause
+    assert said in named.evidence
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ((term("ce", 1 / 4), term("aux", 0.1)), "aux is not, unless that is in its weight 0.1"),
+        ((term("ce", 0.4), term("aux", 0.1)), "none of its terms is divided by the number"),
+        (
+            (term("ce", 1 / 4, 1 / 4), term("aux", 1 / 4, 1 / 4)),
+            "by the number of passes twice",
+        ),
+        ((term("ce", 1 / 4), term("l2", reduction="sum", call=-1)), "unless that is within it"),
+    ],
+)
+def test_it_is_said_why_the_scale_of_terms_is_not_known(
+    found: tuple[Term, ...], why: str, tmp_path: Path
+) -> None:
+    (result,) = exchange.loss_scale(make(tmp_path, passes_with(*found)))
+    assert result.compared.elements == 0
+    assert why in result.reason
+
+
+def test_terms_that_change_from_pass_to_pass_are_not_judged(tmp_path: Path) -> None:
+    def change(facts: Facts) -> None:
+        passes_with(term("ce", 1 / 2), count=1)(facts)
+        facts.passes += [facts.a_pass(1, losses=(), terms=(term("ce", 1 / 2), term("kl")))]
+
+    job = make(tmp_path, change)
+    assert terms.counted(job, 0, 0).why == "its terms are weighted differently from pass to pass"
+
+
+def test_the_scale_of_a_scaler_is_left_out(tmp_path: Path) -> None:
+    def change(facts: Facts) -> None:
+        passes_with(term("ce", -64.0, -1 / 4), term("aux", -64.0, -1 / 4, 0.1))(facts)
+        facts.scale = 64.0
+
+    assert terms.counted(make(tmp_path, change), 0, 0) == terms.Counted()
+
+
+def test_a_last_step_with_fewer_passes_is_divided_as_the_others(tmp_path: Path) -> None:
+    def change(facts: Facts) -> None:
+        count = 2 if facts.step == 2 else 4
+        passes_with(term("ce", 1 / 4), term("aux", 1 / 4, 0.1), count=count)(facts)
+
+    (result,) = exchange.loss_scale(make(tmp_path, change))
+    assert result.verdict == "pass"
+
+
+@pytest.mark.parametrize(("divides", "verdict"), [(True, "pass"), (False, "fail")])
+def test_terms_may_be_divided_after_the_last_pass(
+    divides: bool, verdict: str, tmp_path: Path
+) -> None:
+    def change(facts: Facts) -> None:
+        passes_with(term("ce"), term("aux", 0.1))(facts)
+        if divides:
+            facts.raw = {name: gradient / 4 for name, gradient in facts.raw.items()}
+
+    results = {r.check: r for r in checks.without_reference(make(tmp_path, change))}
+    assert results["loss scale"].verdict == verdict
+    assert results["gradients"].verdict == "pass"
+
+
+# -- next to one batch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folded", "verdict", "named"),
+    [
+        (lambda s: (4.0, 0.0), "pass", []),
+        (lambda s: (1.0, 0.0), "pass", []),  # divided later: its scale is another check's
+        (lambda s: (4.0, 1e-4), "fail", ["unexplained"]),
+    ],
+)
+def test_the_direction_of_a_loss_of_several_terms_is_judged(
+    folded: Any, verdict: str, named: list[str], tmp_path: Path
+) -> None:
+    job = make(tmp_path, passes_with(term("ce", 1 / 4), term("aux", 1 / 4, 0.1)))
+    alone = reference(job, tmp_path, folded=folded, kind="terms")
+    (result,) = accumulation(job, alone)
+    assert result.verdict == verdict
+    assert [d.cause for d in causes.diagnose(job, [result], alone)] == named
+
+
+def folding_of(found: tuple[Term, ...], folder: Path) -> Folding:
+    job = make(folder, passes_with(*found, count=2))
+    return Folding(job, Feeding(job))
+
+
+def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
+    folding = folding_of((term("ce", 1 / 2), term("mse", 1 / 2, 0.1)), tmp_path)
+    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    parameters = dict(model.named_parameters())
+    probe = Role(ALL, 0, ((0, 0), (1, 0)))
+    folding._probes = [probe]
+    ce = F.cross_entropy(model(inputs), torch.tensor([0, 1, 0, 1]))
+    mse = F.mse_loss(model(inputs), torch.zeros(4, 2))
+    folding.heard("ce", "mean", ce)
+    folding.heard("mse", "mean", mse)
+    loss = (ce + 0.1 * mse + 1e-3 * model.weight.square().sum()) / 2
+    left = folding.take(probe, loss, parameters)
+    assert left["weights"].tolist() == pytest.approx([0.5, 0.05, 0.0005])
+    for number, value in enumerate((ce, mse, model.weight.square().sum())):
+        expected = torch.autograd.grad(value, model.weight, retain_graph=True)[0]
+        assert torch.equal(left[f"term/{number}/weight"], expected)
+    whole_loss = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
+    assert torch.equal(left["weight"], whole_loss)
+    other = folding.take(Role(ALL, 1, ((0, 0), (1, 0))), loss, parameters)
+    assert not [name for name in other if name.startswith("term/")]
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        ({}, ""),
+        ({"weights": [0.5, 0.06]}, "weighted differently in a larger batch"),
+        ({"weights": [0.5]}, "weighted differently in a larger batch"),
+        ({"part": 1.1}, "its term mse is not the mean of its parts' in a larger batch"),
+    ],
+)
+def test_terms_that_interact_are_seen_and_not_judged(
+    harm: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Feeding, "inputs", lambda *_: [torch.zeros(1)])
+    own = {"call": -1}
+    folding = folding_of((term("ce", 1 / 2, **own), term("mse", 1 / 2, 0.1, **own)), tmp_path)
+    roles = folding.roles(0, 2)
+    weights = torch.tensor(harm.get("weights", [0.25, 0.025]), dtype=torch.float64)
+
+    def wrote() -> dict[str, torch.Tensor]:
+        found = {name: torch.ones(2) for name in ("weight", "term/0/weight", "term/1/weight")}
+        return {**found, "kind": torch.tensor(3.0), "weights": weights}
+
+    found: dict[Role, Any] = {role: wrote() for role in roles}
+    found[roles[3]]["term/1/weight"] *= harm.get("part", 1.0)
+    left = folding.results(found, 0)
+    assert why in folding.why
+    assert bool(folding.why) == bool(why)
+    assert sorted(left) == ([] if why else ["folded/weight", "spread-folded/weight"])
+
+
+# -- whole jobs ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import torch.nn as nn, torch.nn.functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 2)
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        return self.head(hidden), self.aux(hidden)
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, passes = dist.get_rank(), 3
+for step in range(6):
+    for number in range(passes):
+        drawn = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+        inputs = torch.randn(4, 6, generator=drawn)
+        labels = torch.randint(0, 3, (4,), generator=drawn)
+        places = torch.randn(4, 2, generator=drawn)
+        model.require_backward_grad_sync = number == passes - 1
+        logits, seen = model(inputs)
+        ce, aux = F.cross_entropy(logits, labels), F.mse_loss(seen, places)
+        loss = {loss}
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+Z_LOSS = "1e-2 * logits.logsumexp(-1).square().mean()"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (f"(ce + 0.1 * aux + {Z_LOSS}) / passes", (0, "pass", [])),
+        ("ce / passes + aux", (1, "fail", ["accumulation-not-scaled"])),
+        ("ce / passes + 0.1 * aux", (5, "unknown", [])),
+        ("(ce + 0.1 * aux.sqrt()) / passes", (5, "unknown", [])),
+    ],
+)
+def test_a_job_whose_loss_has_several_terms(
+    loss: str, expected: tuple[int, str, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{loss}", loss))
+    code, case = judge(tmp_path / "train.py", tmp_path)
+    assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
+    if code == 0:
+        compared = {c["check"]: c["compared"]["elements"] for c in case["checks"]}
+        assert compared["accumulation"] > 0
+        assert compared["loss scale"] > 0
