@@ -10,6 +10,11 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Threads that wake by the clock, whether there is anything to do or not, by the names that the
+# kernel has for them: gloo's, which looks for messages a hundred times a second, and our own. On a
+# crowded machine they wait for a core most of the time, also in a rank that will never go on.
+LOOK_THREAD = "distcheck look"
+_BY_THE_CLOCK = (LOOK_THREAD.encode(), b"gloo_tcp_loop")
 
 
 def _prctl(option: int, value: int) -> None:
@@ -88,9 +93,23 @@ def name_of(pid: int) -> str:
     return ""
 
 
+def name_thread(name: str) -> None:
+    """Gives the calling thread the name that the kernel has for it, of 15 bytes at most."""
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
+
+
+def ran_ns(pid: int) -> int:
+    """How long the main thread of a process has run, in nanoseconds; 0 once it is gone."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
+    return 0
+
+
 def is_awake(pid: int) -> bool:
     """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
-    fetching something for it: a page, a file (state D).
+    fetching something for it: a page, a file (state D). Threads that wake by the clock do not
+    count.
 
     While it waits for a core, or another process has the core itself, `busy_seconds` stands still:
     the kernel adds what was waited for when it is over.
@@ -99,7 +118,9 @@ def is_awake(pid: int) -> bool:
         for task in tasks:
             with contextlib.suppress(OSError):  # this thread is
                 stat = Path(task.path, "stat").read_bytes()  # a name may be cut within a character
-                if stat.rpartition(b")")[2].split()[:1] in ([b"R"], [b"D"]):
+                before, _, after = stat.rpartition(b")")
+                by_the_clock = before.partition(b"(")[2] in _BY_THE_CLOCK
+                if after.split()[:1] in ([b"R"], [b"D"]) and not by_the_clock:
                     return True
     return False
 
@@ -115,11 +136,14 @@ def busy_seconds(pid: int) -> float:
     """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
 
     A rank that waits for a peer gathers nothing here, one that computes on a crowded machine
-    does (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds).
+    does (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds). What
+    threads that wake by the clock wait for is left out: it says how crowded the machine is.
     """
     total = 0
     with contextlib.suppress(OSError, ValueError), os.scandir(f"/proc/{pid}/task") as tasks:
         for task in tasks:
             ran, waited, _ = Path(task.path, "schedstat").read_text().split()
-            total += int(ran) + int(waited)
+            total += int(ran)
+            if Path(task.path, "comm").read_bytes().rstrip() not in _BY_THE_CLOCK:
+                total += int(waited)
     return total / 1e9

@@ -136,7 +136,8 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
     `posted` is the number of its latest collective in each group, `ranks` has the ranks of its
     groups. `messages` are the numbers of its sends and receives by (group, kind, peer, tag), a
     peer of -1 being any rank, and `received` those of its receives that have completed, by (group,
-    tag). `alone` is whether no other thread of Python's could post a call.
+    tag). `alone` is whether no other thread of Python's could post a call. `ran_ns` is how long its
+    main thread had run, where that thread does not take its word back before it goes on.
     """
 
     on: tuple[int, ...] = ()
@@ -148,6 +149,7 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
     ranks: dict[str, tuple[int, ...]] = {}
     messages: list[tuple[str, str, int, int, int]] = []
     received: list[tuple[str, int, int]] = []
+    ran_ns: int = 0
 
 
 class GoesOn(msgspec.Struct, tag=True):

@@ -15,8 +15,8 @@ from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, Waits, printable
 
 # Chosen: what all have said must stay so for this long, in which none of them runs. A collective
-# that can complete on this rank does so within milliseconds, and a rank that waits in C++ says
-# within 0.2 s that it does not wait any more.
+# that can complete on this rank does so within milliseconds. A rank that waits in C++ is awake
+# here as soon as it has run on, and says so within 0.2 s if its look has a core.
 _UNCHANGED_S = 0.25
 
 Said = Mapping[int, Waits]  # by rank

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import SETTING_UP
 
-_BUSY_SHARE = 0.02  # of the time between two looks; gloo's own threads stay far below
+# Of the time between two looks, by any one rank; gloo's threads and ours run for 0.4 % of it.
+_BUSY_SHARE = 0.02
 _BUSY_DEADLINES = 10.0
 # Chosen: a first use may compile extensions, in processes that are not counted here; DeepSpeed's
 # took 30 s of two cores.
@@ -42,7 +43,7 @@ class StallWatch:
         self._busy_s = 0.0
         self._looks = Looks(now)
         self._last_count = -1
-        self._last_busy = 0.0
+        self._last_busy: dict[Child, float] = {}
 
     def look(self, children: Sequence[Child], now: float) -> bool:
         """Whether the unfinished `children` have hung by `now` (monotonic seconds).
@@ -54,8 +55,8 @@ class StallWatch:
             return False
         elapsed = self._looks.since_last(now)
         count = sum(child.progress_count for child in children)
-        busy = sum(child.busy_seconds for child in children)
-        worked, self._last_busy = busy - self._last_busy, busy
+        before, self._last_busy = self._last_busy, {c: c.busy_seconds for c in children}
+        worked = max(busy - before.get(child, 0.0) for child, busy in self._last_busy.items())
         if count != self._last_count:
             self._last_count, self._idle_s, self._busy_s = count, 0.0, 0.0
             return False

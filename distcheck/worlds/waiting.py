@@ -13,11 +13,10 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distcheck.records.posted_calls import Posted
-from distcheck.worlds import flight, messages
+from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ LOOK_EVERY_S = 0.1
 # Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
 _MAY_WAIT = (
     ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/nn/parallel/distributed.py", ""),
     ("torch/distributed/utils.py", ""),
     ("torch/distributed/_functional_collectives.py", ""),
     ("torch/_ops.py", ""),
@@ -78,6 +78,8 @@ class Look:
     def _tell(self, seen: Any, on: list[Note | Message] | None) -> None:
         said = self._said(on)
         if said is not None:
+            if isinstance(seen, tuple):
+                said.ran_ns = seen[-1]
             self._reported = seen
             self._reporter.send(said)
 
@@ -103,7 +105,8 @@ class Look:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not any(file.endswith(end) and own in ("", name) for end, own in _MAY_WAIT):
             return None
-        return (id(frame), frame.f_lasti, _run_ns())
+        ran_ns = linux.ran_ns(os.getpid())
+        return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
     def _said(self, on: list[Note | Message] | None) -> messages.Waits | None:
         """The report; None where too little is known for a proof."""
@@ -294,8 +297,3 @@ def _is_alone(main: int) -> bool:
 
 
 OWN_THREADS = "distcheck "  # how the names of distcheck's own begin
-
-
-def _run_ns() -> str:
-    """How long the main thread has run, in nanoseconds: the first word of its schedstat."""
-    return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[0]

@@ -1,11 +1,13 @@
 """A hang is told from a slow machine by what the ranks did meanwhile."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,12 @@ def test_ranks_that_are_kept_busy_have_ten_times_as_long(rank: Rank, works: floa
     """The one that is there waits for the other."""
     found = hung_at(StallWatch(1.0, 0.0), [Rank(pid=2), rank], works=works, until=12)
     assert found == pytest.approx(10.1, abs=0.11)
+
+
+def test_what_the_clock_wakes_in_many_ranks_is_not_work() -> None:
+    """Each of eight runs for 1 % of the time, as gloo's threads may; together that is 8 %."""
+    ranks = [Rank(pid=rank) for rank in range(1, 9)]
+    assert hung_at(StallWatch(1.0, 0.0), ranks, works=0.01, until=12) < 1.3
 
 
 def test_a_rank_that_could_not_be_forked_is_not_waited_for() -> None:
@@ -162,9 +170,16 @@ print(flush=True)
 time.sleep(1000)
 """
 SLEEPS = "import time; print(flush=True); time.sleep(1000)"
+# As gloo's thread that looks for messages: on a crowded machine it waits for a core.
+RECEIVES = SPINS.replace(
+    "    while",
+    """    pathlib.Path("/proc/thread-self/comm").write_text("gloo_tcp_loop")
+    print(flush=True)
+    while""",
+).replace("print(flush=True)\ntime", "time")
 
 
-@pytest.mark.parametrize(("program", "awake"), [(SPINS, True), (SLEEPS, False)])
+@pytest.mark.parametrize(("program", "awake"), [(SPINS, True), (SLEEPS, False), (RECEIVES, False)])
 def test_who_runs_or_would_run_is_awake(program: str, awake: bool) -> None:
     """Its main thread sleeps in both cases."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=-1)
@@ -183,3 +198,43 @@ def test_who_runs_or_would_run_is_awake(program: str, awake: bool) -> None:
         process.kill()
         process.communicate()
     assert not linux.is_awake(process.pid)
+
+
+def test_a_rank_that_has_run_since_it_said_that_it_waits_is_awake() -> None:
+    """The thread that would take it back may wait for a core itself."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=-1) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            child, ran_ns = Child(pid=process.pid), -1
+            while ran_ns != linux.ran_ns(process.pid) or linux.is_awake(process.pid):
+                ran_ns = linux.ran_ns(process.pid)
+                time.sleep(0.05)
+            for said, awake in ((ran_ns, False), (ran_ns - 1, True), (0, False)):
+                child.take(messages.Waits(ran_ns=said))
+                assert child.is_awake is awake
+        finally:
+            process.kill()
+
+
+def test_what_a_thread_of_the_clock_waits_for_is_not_work() -> None:
+    """Two programs share one core: each has it for half the time, and waits for it otherwise."""
+    core = min(os.sched_getaffinity(0))
+    pair = [subprocess.Popen([sys.executable, "-c", p], stdout=-1) for p in (SPINS, RECEIVES)]
+    try:
+        for one in pair:
+            assert one.stdout is not None
+            one.stdout.readline()
+            for task in Path(f"/proc/{one.pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {core})
+        before = [(time.monotonic(), linux.busy_seconds(one.pid)) for one in pair]
+        time.sleep(0.5)
+        after = [(time.monotonic(), linux.busy_seconds(one.pid)) for one in pair]
+    finally:
+        for one in pair:
+            one.kill()
+            one.communicate()
+    (spins, receives) = (
+        (busy - own) / (now - then) for (then, own), (now, busy) in zip(before, after, strict=True)
+    )
+    assert receives < 0.75 * spins, "what any other thread waits for is work that it would do"

@@ -136,6 +136,18 @@ def no_backward(rank: int, wrong: bool) -> None:
 
 
 @wrong(_KIND, _CAUSE)
+def no_backward_before_buffers(rank: int, wrong: bool) -> None:
+    """One rank leaves out DDP's backward, and goes on to the next forward, which sends buffers."""
+    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    for step in range(3):
+        loss = model(torch.ones(2, 4)).sum()  # named
+        late(rank, wrong or step != 1)
+        if rank != ODD or step != 1 or not wrong:
+            loss.backward()  # named
+
+
+@wrong(_KIND, _CAUSE)
 def barrier_for_backward(rank: int, wrong: bool) -> None:
     """One rank has a barrier where the others have DDP's backward."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))

@@ -26,7 +26,7 @@ from distcheck.worlds import flight, linux, messages, postings
 from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
-from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, Look
+from distcheck.worlds.waiting import LOOK_EVERY_S, Look
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -85,9 +85,10 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     try:
         _settle(request, fds)
         look = Look(reporter)
-        name = f"{OWN_THREADS}look"
         asked = (fds[DUMP], reporter, look)
-        threading.Thread(target=_dump_when_asked, args=asked, name=name, daemon=True).start()
+        threading.Thread(
+            target=_dump_when_asked, args=asked, name=linux.LOOK_THREAD, daemon=True
+        ).start()
         _tell_before_exit(reporter)
         module, _, name = request.target.partition(":")
         target: Target = getattr(importlib.import_module(module), name)
@@ -241,6 +242,7 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
 
     It needs the GIL; a rank that holds it in C answers through faulthandler only.
     """
+    linux.name_thread(linux.LOOK_THREAD)
     asked = select.poll()
     asked.register(dump_fd, select.POLLIN)
     while not asked.poll(LOOK_EVERY_S * 1000):

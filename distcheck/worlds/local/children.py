@@ -74,8 +74,13 @@ class Child:
 
     @property
     def is_awake(self) -> bool:
-        """Whether it runs, waits for a core, or for what the kernel is fetching for it."""
-        return bool(self.pid) and linux.is_awake(self.pid)
+        """Whether it runs, waits for a core, or for what the kernel is fetching for it; or has run
+        since it said that it waits, which its own thread may not have come to take back.
+        """
+        if not self.pid:
+            return False
+        ran_ns = 0 if self.waits is None else self.waits.ran_ns
+        return (ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns) or linux.is_awake(self.pid)
 
     @property
     def is_stopped(self) -> bool:
