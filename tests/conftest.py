@@ -35,7 +35,8 @@ def torchvision_loads() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--with-reruns", action="store_true",
-        help="run every case a second time, as users do, where the ordinary suite does not",
+        help="run every case a second time, and mutants in processes, as users do, where the "
+        "ordinary suite does not",
     )  # fmt: skip
 
 

@@ -66,7 +66,8 @@ def judge_trace(
             if reporter is not None and sitting.goes_on:
                 reporter.progress(step, f"check {sitting.check}")
             sitting.hear(evidence, expected)
-    return [sitting.conclude(evidence) for sitting in sittings]
+    of_run = [_Sitting(*pair) for pair in job.of_run]
+    return [sitting.conclude(evidence) for sitting in (*sittings, *of_run)]
 
 
 def evidence_of(

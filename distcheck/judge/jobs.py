@@ -12,7 +12,8 @@ from distcheck.worlds.jobs import Job
 class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to judge: `planned` lists (check, layer); `steps` are the steps to judge.
 
-    With `of_rerun` the rerun is judged in the first run's place.
+    With `of_rerun` the rerun is judged in the first run's place. `of_run` lists what is judged of
+    the run as a whole, beside the steps.
     """
 
     case: Case
@@ -22,6 +23,7 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     of_rerun: bool = False
+    of_run: tuple[tuple[str, str], ...] = ()
 
 
 class ObserveRequest(msgspec.Struct, frozen=True, kw_only=True):

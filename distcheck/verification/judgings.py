@@ -18,7 +18,9 @@ _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begi
 
 @dataclass(frozen=True)
 class Judging:
-    """`what` is judged: the first world; the rerun, in its place; a further world's bits."""
+    """`what` is judged: the first world; the rerun, in its place; a further world's bits. `of_run`
+    is what is judged of the whole run beside some of its steps.
+    """
 
     run: InProgress
     steps: tuple[int, ...]
@@ -26,6 +28,7 @@ class Judging:
     whole_run: bool
     closer_look: bool = False
     what: WorldName = "world"
+    of_run: tuple[tuple[str, str], ...] = ()
 
 
 def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
@@ -46,6 +49,7 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         steps=judging.steps,
         planned=judging.planned,
         of_rerun=judging.what == "rerun",
+        of_run=judging.of_run,
     )
     return start_job(pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
 
@@ -84,5 +88,5 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
         CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
-        for check, layer in judging.planned
+        for check, layer in (*judging.planned, *judging.of_run)
     ]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from distcheck.errors import CannotRunError
@@ -293,6 +293,11 @@ class Session:
         if run.worlds_left:
             return
         planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "run")
+        last = self._judgings[-1] if self._judgings else None
+        if last is not None and last.run is run and "rerun" not in run.traces:
+            # A process of its own costs more than what is left to compare.
+            self._judgings[-1] = replace(last, of_run=planned)
+            return
         self._judgings.append(Judging(run, (), planned, whole_run=True))
         run.judges_left += 1
 

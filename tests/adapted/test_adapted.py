@@ -21,6 +21,7 @@ from tests.world import warm
 
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
+SMALL = "tests.mutants.small:Small"
 HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
@@ -279,7 +280,7 @@ def test_a_loss_that_is_weighted_in_place() -> None:
     """On 24 and 23 samples."""
     place = f"{HERE / 'classes.py'}:WeightsInPlace"
     distcheck.verify(
-        place, workload="mlp", dtype="float32", batch=47, world=2, steps=1
+        place, workload=SMALL, dtype="float32", batch=47, world=2, steps=1
     ).raise_for_verdict()
 
 
@@ -321,7 +322,7 @@ def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
 
 
 def command(file: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    quick = ["--workload", "mlp", "--dtype", "float32", "--batch", "48", "--steps", "1"]
+    quick = ["--workload", SMALL, "--dtype", "float32", "--batch", "48", "--steps", "1"]
     spec = ["--strategy", f"{HERE / file}:{name}", "--world", "2", *quick]
     return warm.run("verify", *spec, *words, cwd=HERE)
 
@@ -333,7 +334,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         for spec in specs
     ]
     return distcheck.verify(
-        places, workload="mlp", dtype="float32", batch=48, deadline_s=10.0, **options
+        places, workload=SMALL, dtype="float32", batch=48, deadline_s=10.0, **options
     )
 
 
@@ -371,7 +372,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),
         ("published:StepsInBackward", {}, "updates the parameters in backward and leaves no gr"),
-        ("published:Normed", {}, r"1.weight is gone, and 1.parametrizations.weight.original0 is n"),
+        ("published:Normed", {}, r"0.weight is gone, and 0.parametrizations.weight.original0 is n"),
         ("published:OwnMomentum", {}, "also where every gradient is zero: by weight decay"),
         ("classes:NeverSteps", {}, "took 0 steps where it should take one"),
         ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "leave --loss at mean"),
@@ -409,7 +410,7 @@ def test_a_refusal_is_two_sentences_and_a_file_that_works(
     name = sentences.rpartition("FILE.py:")[2].rstrip(":")
     place = f"{tmp_path / 'beside.py'}:{name}"
     (case,) = distcheck.verify(
-        place, world=2, workload="mlp", dtype="float32", batch=48, steps=1
+        place, world=2, workload=SMALL, dtype="float32", batch=48, steps=1
     ).cases
     assert case.verdict == "pass", case.checks
 

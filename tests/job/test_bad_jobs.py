@@ -47,8 +47,11 @@ dist.init_process_group("gloo")
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 """
 
+# Its ranks train apart, and as one process it ends at once.
 WRITES_AND_ENDS_ALONE = (
-    BASE
+    BASE.replace(
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))", "torch.nn.Linear(6, 3)"
+    )
     + """
 print("read", len(sys.stdin.read().split()), flush=True)
 
@@ -182,9 +185,13 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
 
 
 def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
-    """Standard input, output and files are the job's; a crash in the replay alone is `unknown`."""
+    """Standard input, output and files are the job's. What is wrong is named, although the replay,
+    which crashes, can show nothing.
+    """
     ran, case = run(tmp_path, WRITES_AND_ENDS_ALONE, "--keep-going", stdin="a b c")
-    assert (ran.returncode, case["verdict"]) == (5, "unknown"), ran.stdout + ran.stderr
+    assert (ran.returncode, case["verdict"]) == (1, "fail"), ran.stdout + ran.stderr
+    assert [found["cause"] for found in case["diagnosis"]] == ["no-sync"]
+    assert "no-sync" in ran.stdout
     assert ran.stdout.count("trained") == 2
     assert re.findall(r"^read (\d)$", ran.stdout, re.MULTILINE).count("3") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -192,6 +199,7 @@ def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (tmp_path / "log-0.txt").read_text().split() == list("012345")
     reference = next(c for c in case["checks"] if c["check"] == "reference")
+    assert reference["verdict"] == "unknown"
     assert reference["reason"].startswith(
         "as one process the script fails before its first step: AssertionError: this script is for "
         "several ranks"

@@ -20,7 +20,7 @@ from tests.world.command import BAD
 from tests.world.warm import Command
 
 QUICK = (
-    "--strategy", "allreduce", "--workload", "mlp", "--dtype", "float32", "--steps", "2",
+    "--strategy", "allreduce", "--workload", "mlp:small", "--dtype", "float32", "--steps", "2",
     "--no-separate",
 )  # fmt: skip
 PYTHON = [sys.executable, "-m", "distcheck", "verify"]

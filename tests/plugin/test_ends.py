@@ -93,7 +93,6 @@ def test_the_session_may_end_at_a_failure(run: Run, tmp_path: Path) -> None:
         "@FRESH\n"
         "def test_never(world): pass\n",
         "--maxfail=3",
-        new=True,
     )
     assert "3 failed, 3 passed" in ran.stdout, ran.stdout
     assert_gone(tmp_path, 17)

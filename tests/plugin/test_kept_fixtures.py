@@ -1,11 +1,11 @@
 """What the pytest process sets up for a test in a kept world, and what its ranks set up on it."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.world import warm
 
 SHARED = """
 import os
@@ -101,14 +101,11 @@ def test_cannot_be_sent(world, on_lock):
 
 def run(folder: Path, text: str) -> str:
     (folder / "test_it.py").write_text(text)
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--junitxml=results.xml", "--basetemp=base"],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "150", "BASE": str(folder / "base")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ran = warm.run(
+        "--junitxml=results.xml", "--basetemp=base",
+        cwd=folder, env={**os.environ, "COLUMNS": "150", "BASE": str(folder / "base")},
+        timeout=200, program="pytest",
+    )  # fmt: skip
     return ran.stdout + ran.stderr
 
 

@@ -56,7 +56,7 @@ def session(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> pytest.RunResult:
-    """All examples in one session, once without and once under xdist."""
+    """All examples in one session, once without and once under xdist, in one worker."""
 
     def run() -> tuple[int, list[str], list[str], float]:
         for file in (EXAMPLES, PATIENCE):
@@ -64,7 +64,7 @@ def session(
         teardowns = pytester.path / "teardowns"
         for name, value in (("TEARDOWNS", teardowns), ("LEFT_S", LEFT_S), ("COLUMNS", 120)):
             monkeypatch.setenv(name, str(value))
-        options = ["-n", "2"] if request.param == "xdist" else []
+        options = ["-n", "1"] if request.param == "xdist" else []
         ran = pytester.runpytest_subprocess(
             "-rA", "-p", "no:cacheprovider", "--tb=short", *options, timeout=300
         )

@@ -10,6 +10,7 @@ import pytest
 from distcheck import backends
 from distcheck.machine import devices
 from distcheck.testing.marker import WorldOptions
+from tests.world import warm
 
 NO_MPI = backends.missing("mpi")  # asked here: pytester undoes what a test imports
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
@@ -39,19 +40,25 @@ def plain(text: str) -> str:
     return re.sub(r"<rank \d", "<rank 0", re.sub(r"in [\d.]+s", "in 0s", text))
 
 
-def test_the_bug_that_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(*words: str, cwd: Path) -> pytest.RunResult:
+    """As a person would in that folder, in a process that has imported torch."""
+    done = warm.run("-p", "no:cacheprovider", *words, cwd=cwd, program="pytest")
+    return pytest.RunResult(done.returncode, done.stdout.splitlines(), [], 0.0)
+
+
+def test_the_bug_that_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
-    pytester.makepyfile(test_mean=block("# test_mean.py"))
+    (tmp_path / "test_mean.py").write_text(block("# test_mean.py") + "\n")
     name, *words = shlex.split(block("pytest test_mean.py"))
     assert name == "pytest"
-    ran = pytester.runpytest_subprocess("-p", "no:cacheprovider", *words)
+    ran = run(*words, cwd=tmp_path)
     ran.assert_outcomes(passed=1, failed=1)
     shown = plain(block("all 4 ranks failed:")).split("\n...\n")
     assert len(shown) == 4
     assert re.search(r"\n(?:.*\n)*?".join(map(re.escape, shown)), plain(ran.stdout.str()))
 
 
-def test_what_the_marker_takes(pytester: pytest.Pytester) -> None:
+def test_what_the_marker_takes(tmp_path: Path) -> None:
     lines = block("four fresh ranks for this test").splitlines()
     options = {field.name for field in dataclasses.fields(WorldOptions)} - {"size", "sizes"}
     assert set(re.findall(r"(\w+)=", "\n".join(lines))) == options
@@ -61,8 +68,8 @@ def test_what_the_marker_takes(pytester: pytest.Pytester) -> None:
         f"{line}\ndef test_{number}(world):\n    assert world.gather(1) == [1] * world.size\n"
         for number, line in enumerate(lines)
     ]
-    pytester.makepyfile("import pytest\n" + "\n".join(tests))
-    ran = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    (tmp_path / "test_it.py").write_text("import pytest\n" + "\n".join(tests))
+    ran = run(cwd=tmp_path)
     without = int(devices.gpu_count() == 0)
     ran.assert_outcomes(passed=len(lines) + 1 - without, skipped=without)
 

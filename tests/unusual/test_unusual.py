@@ -18,7 +18,9 @@ def test_there_are_as_many_as_it_says() -> None:
 def test_one_of_each_kind_is_not_accused() -> None:
     """At a world that is no power of two, with unequal shards."""
     some = [program.spec for program in ALL if FIRST[program.group] == program.name]
-    report = distcheck.verify(some, world=3, workload="mlp", dtype="float32", steps=2)
+    report = distcheck.verify(
+        some, world=3, workload="tests.mutants.small:Small", dtype="float32", steps=2
+    )
     assert {case.case.id: case.verdict for case in report.cases if case.verdict != "pass"} == {}
     assert len(report.cases) == len(some) == 8
 

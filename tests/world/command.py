@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROGRESS = "progress: "  # begins the lines that a run writes of itself where there is no terminal
 COMMAND = [sys.executable, str(Path(sysconfig.get_path("scripts"), "distcheck"))]
 # Without separate interpreters, which cost seconds a run and have tests of their own.
-QUICK = ("--workload", "mlp", "--dtype", "float32", "--world", "2", "--no-separate")
+QUICK = ("--workload", "mlp:small", "--dtype", "float32", "--world", "2", "--no-separate")
 
 
 def complaints(stderr: str) -> list[str]:

@@ -23,6 +23,19 @@ Finished = subprocess.CompletedProcess[str]
 QUICK = ("--op", "broadcast", "--dtype", "float32", "--form", "plain")
 
 
+LOOKED_AT = [
+    word
+    for option, values in (
+        ("--op", ("all_reduce", "broadcast", "all_gather", "send_recv", "all_to_all_single",
+                  "barrier")),
+        ("--dtype", ("float32", "float64", "int64")),
+        ("--form", ("plain", "empty", "one", "large", "sub-group", "strided")),
+    )
+    for value in values
+    for word in (option, value)
+]  # fmt: skip
+
+
 def run(*words: str, cwd: Path = ROOT) -> Finished:
     words = words if "--deadline-s" in words else (*words, "--deadline-s", "30")
     return warm.run("backends", *words, cwd=cwd, timeout=550)
@@ -30,9 +43,9 @@ def run(*words: str, cwd: Path = ROOT) -> Finished:
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    """The whole sweep of gloo, once."""
+    """Gloo, of what the tests below look at, once."""
     file = tmp_path_factory.mktemp("gloo") / "gloo.json"
-    return run("--backend", "gloo", "--json", str(file)), file
+    return run("--backend", "gloo", *LOOKED_AT, "--json", str(file)), file
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +108,11 @@ def table_of(text: str) -> list[str]:
     return [re.sub(r"torch [^:]+", "torch", line) for line in lines[:end]]
 
 
-def test_the_table_in_the_docs_is_the_one_that_is_printed(gloo: tuple[Finished, Path]) -> None:
+@pytest.mark.sweep
+def test_the_table_in_the_docs_is_the_one_that_is_printed(tmp_path: Path) -> None:
+    """The whole of gloo; unit/test_probe_patterns.py has how tables are printed."""
+    file = tmp_path / "gloo.json"
+    finished = run("--backend", "gloo", "--json", str(file))
     docs = (ROOT / "docs" / "capabilities.md").read_text()
     written = re.search(r"```text\n(gloo on cpu.*?)```", docs, re.DOTALL)
     assert written is not None
@@ -103,9 +120,9 @@ def test_the_table_in_the_docs_is_the_one_that_is_printed(gloo: tuple[Finished, 
     assert release is not None
     if not torch.__version__.startswith(f"{release[1]}."):
         pytest.skip(f"the table is of torch {release[1]}")
-    (sweep,) = read_sweeps(gloo[1])
+    (sweep,) = read_sweeps(file)
     assert table_of(written[1]) == table_of(render_text(sweep, width=80))
-    narrow = [line for line in table_of(gloo[0].stdout) if line]
+    narrow = [line for line in table_of(finished.stdout) if line]
     assert narrow == [line for line in table_of(written[1]) if line]
 
 

@@ -70,7 +70,7 @@ def test_every_cell() -> None:
 @pytest.mark.parametrize("strategy", TELLING)
 def test_the_cells_that_tell_strategies_apart(strategy: str) -> None:
     cells = TELLING[strategy]
-    report = distcheck.verify(strategy, world=2, workload=sorted(cells), steps=3)
+    report = distcheck.verify(strategy, world=2, workload=sorted(cells), steps=3, separate=False)
     assert_cells(report, set(), cells)
     if "different_starts" in cells:
         assert features_of(report) >= IN_CELLS_THAT_ALLREDUCE_DECLINES
@@ -113,6 +113,7 @@ class Accumulating(Normalised):
     training = Training(accumulate=2)
 
 
+@pytest.mark.usefixtures("no_rerun")
 def test_a_workload_of_ones_own_accumulates_as_the_cell_does() -> None:
     own = f"{__name__}:Accumulating"
     asked = {"world": 3, "workload": own, "batch": 29, "steps": 2}
@@ -145,6 +146,7 @@ class Branching(Normalised):
         return Branches(classes)
 
 
+@pytest.mark.usefixtures("no_rerun")
 def test_a_layer_that_only_some_ranks_reach() -> None:
     report = distcheck.verify(
         "ddp_find_unused", world=3, workload=f"{__name__}:Branching", batch=9, steps=2
@@ -231,6 +233,7 @@ def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
         assert left_out[name] in " ".join(case.notes)
 
 
+@pytest.mark.usefixtures("no_rerun")
 @pytest.mark.parametrize(
     ("wrong", "name", "layers"),
     [("alone", "Autocast", {"R"}), ("unweighted", "FrozenStatistics", {"R", "S32"})],

@@ -293,7 +293,7 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     assert [set(d) for d in case["diagnosis"]] == [{"cause", "evidence", "suggestion"}]
     assert case["replay"].startswith("distcheck replay ")
     assert case["command"] == (
-        "distcheck verify --strategy bad.py:no_sync --world 2 --workload mlp --dtype float32 "
+        "distcheck verify --strategy bad.py:no_sync --world 2 --workload mlp:small --dtype float32 "
         "--batch 256 --steps 3 --seed 0 --backend gloo --data synthetic --no-separate"
     )
 
@@ -346,8 +346,8 @@ def test_list_names_everything_in_one_line_each(console: Run) -> None:
         assert re.search(rf"^  {name}\s+\S", ran.stdout, re.M)
 
 
-def test_doctor_is_paste_ready(console: Run) -> None:
-    ran = console("doctor")
+def test_doctor_is_paste_ready(distcheck: Run) -> None:
+    ran = distcheck("doctor")
     assert ran.returncode == 0
     for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
         assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)
@@ -363,8 +363,8 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
     three = ["--world", "3", "--strategy"]
     for words in ([], [*three, "gather_scatter"], [*three, "fsdp"]):
         ran = distcheck(
-            "train", "--workload", "mlp", "--steps", "15", "--epochs", "2", "--log-every", "10",
-            "--json", "table.json", "--html", "page.html", *words,
+            "train", "--workload", "mlp:small", "--steps", "15", "--epochs", "2",
+            "--log-every", "10", "--json", "table.json", "--html", "page.html", *words,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         assert "step 10/15: loss" in ran.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.world import warm
 from tests.world.command import (
     BAD,
     COMMAND,
@@ -26,7 +27,7 @@ from tests.world.command import (
 __all__ = ["distcheck"]
 
 
-@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("after_s", [0.5, pytest.param(1.0, marks=pytest.mark.sweep), 2.0])
 def test_ctrl_c_before_any_case(tmp_path: Path, after_s: float) -> None:
     """While torch is imported, while strategies are looked at, while orders are calibrated."""
     front = subprocess.Popen(
@@ -62,15 +63,16 @@ def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "r.json").exists()
 
 
-def test_an_edited_case_does_not_pass(distcheck: Run, tmp_path: Path) -> None:
-    ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
+def test_an_edited_case_does_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    ran = warm.run("verify", "--strategy", "bad.py:no_sync", *QUICK, cwd=tmp_path)
     assert ran.returncode == 1
     (case,) = tmp_path.glob(".distcheck/runs/*/cases/*.json")
     document = json.loads(case.read_text())
     case.write_text(json.dumps({**document, "layers": []}))
-    again = distcheck("replay", str(case))
+    again = warm.run("replay", str(case), cwd=tmp_path)
     assert again.returncode == 2
-    assert "is not a case that can run: layers [] do not fit mlp in float32" in again.stderr
+    assert "is not a case that can run: layers [] do not fit mlp:small in float32" in again.stderr
 
 
 def _is_there(process: psutil.Process) -> bool:
@@ -145,7 +147,7 @@ def on_a_small_disk(tmp_path: Path, megabytes: int, then: str) -> subprocess.Com
 def save_to_small(strategy: str) -> str:
     return (
         f"{sys.executable} -m distcheck verify --strategy {strategy} --workload mlp "
-        "--dtype float32 --world 2 --save small/run"
+        "--dtype float32 --world 2 --no-separate --save small/run"
     )
 
 
@@ -160,7 +162,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_runs(tmp_path: Path
 def test_a_full_disk_does_not_change_a_failure(tmp_path: Path) -> None:
     """Neither the run nor the JSON can be written, and exit code 1 stays."""
     (tmp_path / "filler.py").write_text(FILLER.replace("p.grad /=", "p.grad *="))
-    then = save_to_small("filler.py:fills_the_disk") + " --json small/r.json --no-separate"
+    then = save_to_small("filler.py:fills_the_disk") + " --json small/r.json"
     ran = on_a_small_disk(tmp_path, 200, then)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "FAIL    filler.py:fills_the_disk, world 2" in ran.stdout

@@ -10,7 +10,12 @@ pytestmark = pytest.mark.usefixtures("no_rerun")
 
 
 @pytest.mark.parametrize(
-    "workloads", [["mlp"], pytest.param(["lattice", "cnn"], marks=pytest.mark.sweep)], ids=str
+    "workloads",
+    [
+        ["tests.mutants.small:Small"],
+        pytest.param(["lattice", "mlp", "cnn"], marks=pytest.mark.sweep),
+    ],
+    ids=str,
 )
 def test_correct_code_without_a_promise_passes(workloads: list[str]) -> None:
     """In float32; the sweep adds float64, worlds and seeds."""

@@ -205,7 +205,7 @@ def test_code_that_ends_the_process_that_loads_it(line: str, said: str, tmp_path
     words = ("verify", "--strategy", "one.py:good", *QUICK, "--deadline-s", "2")
     ran = warm.run(*words, cwd=tmp_path)
     assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert re.search(f"the process that loads one.py:good and mlp {said}", ran.stderr)
+    assert re.search(f"the process that loads one.py:good and mlp:small {said}", ran.stderr)
 
 
 def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from distcheck.worlds.messages import SETTING_UP, Progress
 from distcheck.worlds.stalls import SETTING_UP_S, StallWatch
 from tests.world.test_verify import assert_everything_compared
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 SMALL = "tests.mutants.small:Small"
 
 

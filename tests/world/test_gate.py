@@ -33,7 +33,7 @@ SMALL = """
 [tool.distcheck]
 strategies = ["allreduce", "my_sync.py:sync"]
 worlds = [2]
-workloads = ["mlp"]
+workloads = ["mlp:small"]
 dtypes = ["float32"]
 separate = false
 """

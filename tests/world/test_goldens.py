@@ -47,6 +47,9 @@ WORKLOAD = """
 from distcheck.workloads.mlp import MLP
 
 class Own(MLP):
+    def __init__(self):
+        super().__init__(64)
+
     def loss(self, model, batch):
         return super().loss(model, batch) * {factor}
 """
@@ -75,6 +78,7 @@ def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, *
         batch=asked.get("batch", 96),
         seed=asked.get("seed", 0),
         steps=2,
+        separate=False,
         save=folder / to,
     )
     return str(folder / to)
@@ -222,7 +226,8 @@ def test_bits_of_another_machine_are_not_held_against_it(golden: Path, tmp_path:
 
 
 def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
-    quick = ("--workload", "mlp", "--dtype", "float32", "--world", "2", "--steps", "1")
+    quick = ("--workload", "mlp:small", "--dtype", "float32", "--world", "2", "--steps", "1",
+             "--no-separate")  # fmt: skip
     ran = command("record", "golden", "--strategy", "bad.py:good", *quick)
     assert ran.returncode == 0, ran.stderr
     again = command("compare", "golden", "--junit", "c.xml", "--html", "c.html", "--github")
@@ -254,7 +259,7 @@ def test_a_golden_of_digests(command: Run, tmp_path: Path) -> None:
     """
     (tmp_path / "my_lib.py").write_text(MEAN.format(scale="/= 3"))
     (tmp_path / "my_sync.py").write_text(SYNC)
-    words = ("--strategy", "my_sync.py:sync", "--workload", "mlp", "--dtype", "float32",
+    words = ("--strategy", "my_sync.py:sync", "--workload", "mlp:small", "--dtype", "float32",
              "--batch", "96", "--world", "3", "--steps", "1", "--no-separate")  # fmt: skip
     for name, digests in (("whole", ()), ("golden", ("--digests",))):
         ran = command("record", name, *digests, *words)
@@ -293,6 +298,9 @@ import pathlib, torch
 from distcheck.workloads.mlp import MLP
 
 class Drifted(MLP):
+    def __init__(self):
+        super().__init__(64)
+
     def model(self, **about):
         model = super().model(**about)
         if pathlib.Path("upgraded").exists():

@@ -11,6 +11,7 @@ from distcheck.records import CaseReport
 
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
+WORKLOAD = "tests.mutants.small:Small"
 CODE = f"{Path(__file__).parents[1] / 'adapted' / 'functions.py'}"
 
 
@@ -80,7 +81,7 @@ def in_one_run(loss: str, batch: int) -> dict[str, CaseReport]:
     """All that are called alike, in one run: it is looked at once."""
     specs = [seen.spec for seen in SEEN if (seen.loss, seen.batch) == (loss, batch)]
     report = distcheck.verify(
-        specs, world=3, workload="mlp", dtype="float32", batch=batch, steps=2, loss=loss
+        specs, world=3, workload=WORKLOAD, dtype="float32", batch=batch, steps=2, loss=loss
     )
     return dict(zip(specs, report.cases, strict=True))
 

@@ -17,9 +17,11 @@ import pytest
 from distcheck import backends
 from distcheck.worlds.mpi import started as mpirun
 from tests.correct import LAYOUTS
-from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, distcheck, hear_interrupts
+from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, hear_interrupts
+from tests.world.command import distcheck as console
+from tests.world.warm import distcheck
 
-__all__ = ["distcheck"]
+__all__ = ["console", "distcheck"]
 
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
@@ -55,8 +57,8 @@ def test_strategies_pass_and_owe_no_bits_of_mpis(
     assert len(STRATEGIES) >= 17
     words = [word for name in strategies for word in ("--strategy", name)]
     ran = distcheck(
-        "verify", *words, "--world", str(world), *MPI, "--workload", "mlp", "--dtype", "float32",
-        "--steps", "2", "--json", "report.json",
+        "verify", *words, "--world", str(world), *MPI, "--workload", "mlp:small",
+        "--dtype", "float32", "--no-separate", "--steps", "2", "--json", "report.json",
     )  # fmt: skip
     assert (ran.returncode, complaints(ran.stderr)) == (0, [])
     assert ", mpi on cpu," in ran.stdout
@@ -89,13 +91,13 @@ def test_a_rank_that_raises_ends_the_world(distcheck: Run) -> None:
     assert "RuntimeError: the reason" in ran.stdout
 
 
-def test_what_is_not_there_is_said(distcheck: Run, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(console: Run, tmp_path: Path) -> None:
     """mpi4py that cannot be found, as far as this process can tell."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u; f = u.find_spec\n"
         "u.find_spec = lambda n, p=None: None if n == 'mpi4py' else f(n, p)\n"
     )
-    ran = distcheck("verify", "--strategy", "ddp", *QUICK, *MPI, env={"PYTHONPATH": str(tmp_path)})
+    ran = console("verify", "--strategy", "ddp", *QUICK, *MPI, env={"PYTHONPATH": str(tmp_path)})
     assert ran.returncode == 3
     assert ran.stderr.strip() == (
         "distcheck: backend mpi needs mpi4py, which is not installed; pip install 'distcheck[mpi]'"

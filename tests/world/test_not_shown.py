@@ -10,7 +10,10 @@ from torch import nn
 import distcheck
 from distcheck.contract import RankOrder, Step, strategy
 
+pytestmark = pytest.mark.usefixtures("no_rerun")
+
 HERE = "tests.world.test_not_shown"
+SMALL = "tests.mutants.small:Small"
 SUBTLE = "tests.mutants.subtle.state"
 
 
@@ -80,8 +83,8 @@ def verdict(strategy: str, *, world: int, workload: str, steps: int = 1) -> str:
     ],
 )
 def test_worlds_that_hide_an_order_or_a_weight(name: str) -> None:
-    assert verdict(f"{HERE}:{name}", world=2, workload="mlp") == "pass"
-    assert verdict(f"{HERE}:{name}", world=3, workload="mlp") == "fail"
+    assert verdict(f"{HERE}:{name}", world=2, workload=SMALL) == "pass"
+    assert verdict(f"{HERE}:{name}", world=3, workload=SMALL) == "fail"
 
 
 def test_ranks_that_are_seeded_alike_show_within_the_forward_pass_alone() -> None:
@@ -92,16 +95,16 @@ def test_ranks_that_are_seeded_alike_show_within_the_forward_pass_alone() -> Non
 
 
 def test_a_missing_first_broadcast_shows_in_its_cell_alone() -> None:
-    assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="mlp") == "pass"
+    assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload=SMALL) == "pass"
     assert verdict(f"{SUBTLE}:no_first_broadcast", world=2, workload="different_starts") == "fail"
 
 
 def test_what_begins_after_the_last_step_shows_with_more_steps() -> None:
     late = f"{HERE}:nothing_from_step_4_on"
-    assert verdict(late, world=2, workload="mlp", steps=4) == "pass"
-    assert verdict(late, world=2, workload="mlp", steps=5) == "fail"
+    assert verdict(late, world=2, workload=SMALL, steps=4) == "pass"
+    assert verdict(late, world=2, workload=SMALL, steps=5) == "fail"
 
 
 def test_what_chooses_by_dimensions_shows_in_a_model_that_has_them() -> None:
-    assert verdict(f"{HERE}:up_to_two_dimensions", world=2, workload="mlp") == "pass"
+    assert verdict(f"{HERE}:up_to_two_dimensions", world=2, workload=SMALL) == "pass"
     assert verdict(f"{HERE}:up_to_two_dimensions", world=2, workload="cnn") == "fail"

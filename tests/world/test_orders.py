@@ -18,6 +18,7 @@ from distcheck.verification import preparation
 from distcheck.verification.preparation import calibrate
 from distcheck.worlds.pool import Pool
 
+SMALL = "tests.mutants.small:Small"
 SIZES = st.one_of(
     st.integers(1, 40),
     st.integers(1, 5000),
@@ -110,7 +111,7 @@ def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyP
         return calibrate(pool, **about)
 
     def judged() -> set[str]:
-        report = distcheck.verify("allreduce", world=2, workload="mlp", dtype="float32", steps=1)
+        report = distcheck.verify("allreduce", world=2, workload=SMALL, dtype="float32", steps=1)
         assert report.verdict == "pass"
         return {r.layer for r in report.cases[0].checks if r.check == "gradients"}
 
@@ -136,7 +137,7 @@ def test_orders_that_did_not_hold_are_tried_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preparation, "calibrate", refuted)
     monkeypatch.setenv("OF_THIS_TEST", str(uuid4()))
     for _ in range(2):
-        report = distcheck.verify("allreduce", world=2, workload="mlp", dtype="float32", steps=1)
+        report = distcheck.verify("allreduce", world=2, workload=SMALL, dtype="float32", steps=1)
         layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
         assert layers == {"R", "S32"}
     assert asked == [2, 2]

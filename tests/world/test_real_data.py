@@ -20,10 +20,11 @@ from tests.unit.test_datasets import needs_torchvision
         pytest.param("gather_scatter", marks=pytest.mark.sweep),
     ],
 )
+@pytest.mark.usefixtures("no_rerun")
 def test_vgg11_on_cifar10_goes_end_to_end(tmp_path: Path, strategy: str) -> None:
     real_files.write_cifar10(tmp_path)
     report = distcheck.verify(
-        strategy, workload="vgg11", data="cifar10", data_dir=tmp_path, world=2, batch=32, steps=2
+        strategy, workload="vgg11", data="cifar10", data_dir=tmp_path, world=2, batch=16, steps=1
     )
     (case,) = report.cases
     assert {r.verdict for r in case.checks} == {"pass"}
@@ -33,6 +34,7 @@ def test_vgg11_on_cifar10_goes_end_to_end(tmp_path: Path, strategy: str) -> None
 
 
 @needs_torchvision
+@pytest.mark.usefixtures("no_rerun")
 def test_mnist_trains_the_mlp_and_the_cnn(tmp_path: Path) -> None:
     real_files.write_mnist(tmp_path / "MNIST" / "raw", packed=True)
     report = distcheck.verify(

@@ -18,7 +18,8 @@ from tests.world.test_verify import assert_everything_compared
 
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
-QUICK = ["lattice", "mlp"]
+SMALL = "tests.mutants.small:Small"
+QUICK = ["lattice", SMALL]
 in_worlds = pytest.mark.parametrize(
     "worlds", [[3], pytest.param([1, 2, 4, 5], marks=pytest.mark.sweep)], ids=str
 )
@@ -72,7 +73,7 @@ def test_micro_batches_that_are_normalised_one_by_one() -> None:
 
 
 def test_micro_batches_of_shards_smaller_than_that() -> None:
-    report = distcheck.verify("ddp_no_sync", world=3, workload="mlp", dtype="float32", batch=4)
+    report = distcheck.verify("ddp_no_sync", world=3, workload=SMALL, dtype="float32", batch=4)
     assert_everything_compared(report)
 
 
@@ -86,7 +87,7 @@ def test_a_short_wire_is_judged_to_the_bit_as_well(strategy: str, worlds: list[i
 
 def test_what_a_wire_cannot_carry_is_left_out() -> None:
     report = distcheck.verify("ddp_fp16_hook", world=3, workload=QUICK, steps=1)
-    assert {case.case.workload for case in report.cases} == {"mlp"}
+    assert {case.case.workload for case in report.cases} == {SMALL}
     assert all("lattice is left out" in " ".join(case.notes) for case in report.cases)
     assert set(report.left_out) == {"ddp_fp16_hook-w3-lattice-float32"}
     with pytest.raises(UsageError, match="lattice cannot be run by ddp_fp16_hook at world 3"):
@@ -99,7 +100,7 @@ def test_sharded_optimizer_state(worlds: list[int]) -> None:
     assert_everything_compared(report)
     assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
     for case in report.cases:
-        if case.case.workload == "mlp":  # momentum of every parameter, on one rank each
+        if case.case.workload == SMALL:  # momentum of every parameter, on one rank each
             (parameters,) = [r for r in case.checks if r.check == "parameters"]
             (agreement,) = [r for r in case.checks if r.check == "agreement"]
             per_step = agreement.compared.elements // (2 * case.case.world)
@@ -148,7 +149,7 @@ class ForgetsTheLoss:
 
 
 def test_a_backward_that_returns_no_loss_is_told() -> None:
-    report = distcheck.verify(ForgetsTheLoss, world=1, workload="mlp", dtype="float32", steps=1)
+    report = distcheck.verify(ForgetsTheLoss, world=1, workload=SMALL, dtype="float32", steps=1)
     assert int(report.exit_code) == 4
     assert "backward() must return the shard's mean loss" in report.cases[0].outcomes[0].detail
 
