@@ -52,6 +52,7 @@ def read(of: Losses) -> tuple[tuple[Term, ...], str]:
         (lambda a, b, x: torch.add(a, b, alpha=3) + 7, [("ce", []), ("mse", [3])]),
         (lambda a, b, x: a + 0 * x.sum(), [("ce", [])]),
         (lambda a, b, x: a + ((x**2) * 0.5 / 2).mean(), [("ce", []), ("a mean", [0.5, 0.5])]),
+        (lambda a, b, x: a + (torch.tensor(2.0) / x).mean(), [("ce", []), ("a mean", [])]),
         (lambda a, b, x: 2 * _DDPSink.apply(None, a, b)[1], [("mse", [2])]),
     ],
 )
@@ -68,6 +69,7 @@ def test_terms_are_read_off_the_graph(of: Losses, expected: list[tuple[str, list
         (lambda a, b, x: a * b, "MulBackward0 is in it"),
         (lambda a, b, x: a + b.exp(), "ExpBackward0 is in it"),
         (lambda a, b, x: a / b, "DivBackward0 is in it"),
+        (lambda a, b, x: torch.tensor(2.0) / a, "DivBackward0 is in it"),
         (lambda a, b, x: a * float("inf"), "a number that is not finite"),
         (lambda a, b, x: sum(a for _ in range(40)), "it has more than 32 terms"),
         (lambda a, b, x: torch.tensor(1.0), "it has no graph"),

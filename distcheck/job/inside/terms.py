@@ -136,7 +136,8 @@ def _parts(node: Node, output: int) -> list[Part]:
         ]
     if name == "Neg":
         return [(*there[0], _factor(-1))]
-    if name in ("Mul", "Div") and len(there) == 1:
+    divisor = name == "Div" and before[0][0] is None
+    if name in ("Mul", "Div") and len(there) == 1 and not divisor:
         by = node._saved_other if before[0][0] is not None else node._saved_self
         return [(*there[0], _scaled(by, divides=name == "Div"))]
     if name == "_DDPSink":  # DistributedDataParallel hands the model's outputs through it
