@@ -1,6 +1,7 @@
 """Processes that judge a case beside the ranks of another: what they are given and answer."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from distcheck.errors import InternalError
 from distcheck.errors.masking import masked
@@ -13,6 +14,7 @@ from distcheck.worlds.launch import error_of, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
+_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begins
 
 
@@ -29,6 +31,23 @@ class Judging:
     closer_look: bool = False
     what: WorldName = "world"
     of_run: tuple[tuple[str, str], ...] = ()
+
+
+def steps_of_judges(run: InProgress, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
+    """The steps of each judge, of at most so many. The lattice trains on from its own beginning,
+    and what must happen in a run may take several steps, so these are not shared. A short world is
+    judged beside its rerun, in time, by fewer: to start one takes the cores from those ranks.
+    """
+    if steps == 0:
+        return []
+    if "lattice" in run.case.layers or run.plan.facts.must_happen:
+        return [tuple(range(steps))]
+    judges = min(steps, most)
+    if "world" in run.timings_s:
+        busy_s = run.timings_s["world"] * min(run.case.world, cores)
+        judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
+    bounds = [steps * k // judges for k in range(judges + 1)]
+    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
 
 def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:

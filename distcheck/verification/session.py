@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from distcheck.errors import CannotRunError
 from distcheck.judge import diagnosis
@@ -28,7 +27,13 @@ from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits, own_defects
 from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun, is_separate
 from distcheck.verification.in_progress import InProgress, WorldName, new_trace
-from distcheck.verification.judgings import Judging, start_judging, what_was_judged, what_was_seen
+from distcheck.verification.judgings import (
+    Judging,
+    start_judging,
+    steps_of_judges,
+    what_was_judged,
+    what_was_seen,
+)
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import blame
 from distcheck.worlds.launch import end_now, refusal_of, start_world
@@ -42,7 +47,6 @@ from distcheck.worlds.world import World
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
-_JUDGE_PER_RANK_S = 1.0  # of a core's time, which the world can have used
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
 OnFinished = Callable[[JudgedRun], str]  # of what is done; its traces are closed afterwards
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
@@ -269,25 +273,9 @@ class Session:
             whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
             groups = [whole, [pair for pair in planned if pair not in whole]]
         for group in filter(None, groups):
-            for steps in self._shares(run, written):
+            for steps in steps_of_judges(run, written, self._most_judges, self._cores):
                 self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
-
-    def _shares(self, run: InProgress, steps: int) -> list[tuple[int, ...]]:
-        """Steps per judge. The lattice trains on from its own beginning, and what must happen in a
-        run may take several steps, so these are not shared. A short world is judged beside its
-        rerun, in time, by fewer: to start one takes the cores from those ranks.
-        """
-        if steps == 0:
-            return []
-        if "lattice" in run.case.layers or run.plan.facts.must_happen:
-            return [tuple(range(steps))]
-        judges = min(steps, self._most_judges)
-        if "world" in run.timings_s:
-            busy_s = run.timings_s["world"] * min(run.case.world, self._cores)
-            judges = min(judges, 1 + int(busy_s / _JUDGE_PER_RANK_S))
-        bounds = [steps * k // judges for k in range(judges + 1)]
-        return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
     def _judge_whole_run_if_due(self, run: InProgress) -> None:
         if run.worlds_left:

@@ -15,6 +15,7 @@ from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import preparation
 from distcheck.verification.case_runs import PlannedRun, RecordedRun
 from distcheck.verification.in_progress import InProgress
+from distcheck.verification.judgings import steps_of_judges
 from distcheck.verification.run import Silent
 from distcheck.verification.session import Session, _Asked, _deadline_s
 from distcheck.worlds.pool import Pool
@@ -43,7 +44,8 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     run = InProgress(planned(case, layout))
     if seconds is not None:
         run.timings_s["world"] = seconds
-    shares = Session(Pool(), Silent(), description=b"", data_fd=None)._shares(run, 12)
+    session = Session(Pool(), Silent(), description=b"", data_fd=None)
+    shares = steps_of_judges(run, 12, session._most_judges, session._cores)
     assert len(shares) == judges
     assert [step for share in shares for step in share] == list(range(12))
 

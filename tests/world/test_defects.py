@@ -109,7 +109,7 @@ def test_a_check_that_fails_in_distcheck_itself_is_unknown_with_its_traceback(
     monkeypatch.setattr(job, "References", lambda *given: None)
     seen = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
     monkeypatch.setattr(job, "evidence_of", lambda *given: seen)
-    asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), contract=None)
+    asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), of_run=(), contract=None)
     (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
     assert result.reason.startswith("the check itself failed: TypeError")
