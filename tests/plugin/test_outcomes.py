@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.testing import failures, waiting
+from distcheck.testing import failures, front, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
 from distcheck.worlds import blame
@@ -309,3 +309,14 @@ def test_warnings_are_pytests_own(ran: str) -> None:
     text = ran
     assert text.count("UserWarning: on every rank") == 1
     assert re.search(r"LeakWarning: .*test_leaks left on rank 0, 1: 1 process group", text)
+
+
+def test_fewer_reports_than_ranks_are_no_pass() -> None:
+    """Every rank finished, and one of them has said nothing."""
+    reports = {0: RankReport(end="passed")}
+    finished = [Outcome(rank=rank, outcome="finished") for rank in range(2)]
+    ended = Ended(size=2, outcomes=finished, reports=reports, outputs={})
+    with pytest.raises(AssertionError, match="1 of 2 ranks reported"):
+        front._decide(SimpleNamespace(config=None), ended)  # type: ignore[arg-type]
+    reports[1] = RankReport(end="passed")
+    front._decide(SimpleNamespace(config=None), ended)  # type: ignore[arg-type]

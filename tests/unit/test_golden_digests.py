@@ -116,6 +116,25 @@ def test_a_change_is_placed_and_its_distance_stays_unknown(
     assert (whole.first is not None, whole.by_digest, len(whole.drift)) == (True, False, 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (("pass", "pass"), "pass"),
+        (("fail", "pass"), "fail"),
+        (("pass", "fail"), "fail"),
+        (("unknown", "pass"), "unknown"),
+        (("pass", "unknown"), "unknown"),
+    ],
+)
+def test_other_bits_pass_only_where_both_runs_did(
+    record: Callable[..., int], said: tuple[str, str], expected: str
+) -> None:
+    found = found_in(record({}), record({GRADIENT: AN_ULP}), tensors=True)
+    verdict, reason = _judge(found, [], said, bits=False)  # type: ignore[arg-type]
+    assert verdict == expected
+    assert (f"the earlier run's own verdict is {said[0]}" in reason) == (said != ("pass", "pass"))
+
+
 def test_what_has_no_bound_is_judged_as_with_tensors(record: Callable[..., int]) -> None:
     """Nothing of it would be computed from tensors: the verdict is the same without them."""
     parameter = (0, Kind.PARAMETER, 2)
