@@ -130,9 +130,10 @@ def _interruption(report: Report) -> Text:
 
 def _environment_line(report: Report) -> str:
     about = report.environment
+    threads = "1 thread" if about.get("threads") in (1, None) else f"{about['threads']} threads"
     return (
         f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
-        f"{about.get('backend')} on {about.get('device')}, {about.get('threads')} thread a rank, "
+        f"{about.get('backend')} on {about.get('device')}, {threads} a rank, "
         f"{about.get('cpu')}{', under ' + about['launcher'] if 'launcher' in about else ''}"
     )
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from distcheck import backends
+from distcheck.backends.mpi.library import find_launcher
 from tests.job.planted import BUGS, FOLDER, SCRIPTS, Bug, plant
 from tests.launchers.processes import free_port
 
@@ -95,6 +97,39 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script)]
     code, case = judge_command(["--", *command], tmp_path)
     expected = (1, "fail", ["scaled-twice"]) if name else (0, "pass", [])
+    assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
+    assert case["world"] == 2
+
+
+# What a script under mpirun does before it makes its process group.
+UNDER_MPIRUN = """    import os
+    for name in ("RANK", "SIZE"):
+        os.environ.setdefault("WORLD_SIZE" if name == "SIZE" else name, os.environ.get(
+            f"OMPI_COMM_WORLD_{name}", os.environ.get(f"PMI_{name}", "1" if name == "SIZE" else "0")
+        ))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "%d")
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(bool(backends.missing("mpi")), reason=backends.missing("mpi") or "MPI is there")
+@pytest.mark.parametrize("name", ["", "every rank reads all samples"])
+def test_mpirun_is_a_command_like_others(name: str, tmp_path: Path) -> None:
+    script = FOLDER / "plain_ddp.py"
+    if name:
+        script = plant(next(bug for bug in BUGS if bug.name == name), tmp_path)
+    group = "    dist.init_process_group"
+    text = script.read_text()
+    assert text.count(group) == 1
+    script = tmp_path / "under_mpirun.py"
+    script.write_text(text.replace(group, UNDER_MPIRUN % free_port() + group))
+    launcher = find_launcher()
+    assert launcher is not None
+    root = [] if launcher.kind == "MPICH" else ["--oversubscribe", "--allow-run-as-root"]
+    command = ["--", launcher.path, *root, "-n", "2", sys.executable, str(script)]
+    code, case = judge_command(command, tmp_path)
+    expected = (1, "fail", ["same-data"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
     assert case["world"] == 2
 
