@@ -1,5 +1,7 @@
 """Functions called after backward: of the model, of lists, of tensors."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -62,8 +64,9 @@ def through_the_optimizer(optimizer):
             p.grad /= dist.get_world_size()
 
 
-def over_parameters(params):
-    for p in params:
+def over_parameters(things: "Iterable[torch.nn.Parameter]"):
+    """A name that says nothing: its type does."""
+    for p in things:
         if p.grad is not None:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
