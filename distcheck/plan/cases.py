@@ -301,47 +301,47 @@ def plan_checks(
 ) -> list[PlannedCheck]:
     """The checks of a case in the order of the report; `sizes` are shard sizes per step."""
     model, accepted = facts.model, acceptance.read(case.accept)
-    owes = Coverage(case, facts.contract, model, sizes, facts.output)
+    needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "lattice" if exact == "lattice" else BITWISE
     further = known_layers.further_layers(case.layers)
     gradient_layers = [layer for layer in (exact, bounded, *semantic, *further) if layer]
     planned = [
-        PlannedCheck(check="outcome", layer="-", scope="front", required=owes.outcome()),
-        PlannedCheck(check="data", layer="-", scope="run", required=owes.data()),
-        PlannedCheck(check="initial state", layer="-", scope="step", required=owes.initial()),
+        PlannedCheck(check="outcome", layer="-", scope="front", required=needs.outcome()),
+        PlannedCheck(check="data", layer="-", scope="run", required=needs.data()),
+        PlannedCheck(check="initial state", layer="-", scope="step", required=needs.initial()),
     ]
     local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
     if local_sgd:
         exact, bounded = BITWISE, ""  # each rank's own, to the bit
         gradient_layers = [BITWISE]
-    planned += [owes.outputs(layer) for layer in semantic if owes.numbers]
+    planned += [needs.outputs(layer) for layer in semantic if needs.numbers]
     if facts.contract.sync != "out-of-sight" and (exact or bounded):
-        planned.append(owes.check("local gradients", own, model.parameters))
-    planned += [owes.check("gradients", layer, model.parameters) for layer in gradient_layers]
+        planned.append(needs.check("local gradients", own, model.parameters))
+    planned += [needs.check("gradients", layer, model.parameters) for layer in gradient_layers]
     if exact or bounded:
-        planned.append(owes.loss(own))
-    planned += [owes.loss(layer) for layer in semantic]
+        planned.append(needs.loss(own))
+    planned += [needs.loss(layer) for layer in semantic]
     updated = () if own == "lattice" else model.optimizer
     # An update's bits are those of its own kind of device.
     if local_sgd:
-        planned += owes.averaged(local_sgd)
+        planned += needs.averaged(local_sgd)
     elif facts.updates_again and _same_update(case, facts.contract):
-        planned.append(owes.check("parameters", own, model.parameters, state=updated))
+        planned.append(needs.check("parameters", own, model.parameters, state=updated))
     if model.buffers and (exact or bounded):
-        planned.append(owes.check("buffers", BITWISE, model.buffers))
+        planned.append(needs.check("buffers", BITWISE, model.buffers))
     replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
     compared = (*model.parameters, *model.parameters, *replicas)
     if not local_sgd:
-        planned.append(owes.check("agreement", "-", compared))
-    planned += owes.in_every_case()
+        planned.append(needs.check("agreement", "-", compared))
+    planned += needs.in_every_case()
     one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
     if one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd):
-        planned.append(owes.sensitivity())
+        planned.append(needs.sensitivity())
     if facts.must_happen:
-        planned.append(owes.purpose())
+        planned.append(needs.purpose())
     if case.rerun:
-        planned.append(owes.rerun())
+        planned.append(needs.rerun())
     note = _fallback_note(case, facts, sizes, calibration_failure)
     return [
         msgspec.structs.replace(p, note=note)

@@ -86,10 +86,10 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
     report = read_document(place) if place.is_file() else None
-    told = [] if report is None else cases_read(report, place)
+    seen = [] if report is None else cases_read(report, place)
     remarks: list[str] = []
     members: dict[str, bytes] = {}
-    sources = list(_sources(cases, files, told, members, remarks))
+    sources = list(_sources(cases, files, seen, members, remarks))
     manifest = Manifest(
         schema=SCHEMA,
         distcheck=__version__,
@@ -242,11 +242,11 @@ def _moved(case: Case, moved: dict[str, str]) -> Case:
 def _sources(
     cases: list[Case],
     files: list[Path],
-    told: list[CaseInReport],
+    seen: list[CaseInReport],
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[Source]:
-    where = {case.strategy: case.strategy_file for case in told}
+    where = {case.strategy: case.strategy_file for case in seen}
     asked: dict[tuple[str, str], str] = {}
     for case, file in zip(cases, files, strict=True):
         made = store.read_provenance(file)
