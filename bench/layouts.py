@@ -6,14 +6,12 @@ command. The second line gives the peers their imports, too.
 """
 
 import os
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 
-from measure import compare, wall_s
+from measure import compare_with_bare, wall_s
 
 STEPS, ROUNDS = 3, 3
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -21,26 +19,6 @@ PEERS = Path(__file__).parent.resolve() / "peers"
 MESH = str(PEERS / "bare_mesh.py")
 WORLD = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "4", MESH, str(STEPS)]
 ALONE = [sys.executable, str(PEERS / "bare_training.py"), str(STEPS)]
-
-
-def steps_s(command: list[str]) -> float:
-    """The seconds that a peer says it spent in its steps."""
-    ran = subprocess.run(command, check=False, capture_output=True, text=True)
-    if ran.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{ran.stderr}")
-    return float(ran.stdout.split()[-1])
-
-
-def bare_steps_s() -> float:
-    """Two worlds and one reference, steps alone."""
-    return steps_s(WORLD) + steps_s(WORLD) + steps_s(ALONE)
-
-
-def bare_programs_s() -> float:
-    """The same as whole programs."""
-    begun = time.perf_counter()
-    bare_steps_s()
-    return time.perf_counter() - begun
 
 
 def verify_s() -> float:
@@ -55,7 +33,5 @@ def verify_s() -> float:
 if __name__ == "__main__":
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     os.chdir(tempfile.mkdtemp())
-    name = "distcheck verify of a 2 x 2 mesh / bare steps (torchrun, torchrun, python)"
-    compare(name, verify_s, bare_steps_s, rounds=ROUNDS, aim=2.0)
-    name = "distcheck verify of a 2 x 2 mesh / the same as whole programs"
-    compare(name, verify_s, bare_programs_s, rounds=ROUNDS, aim=2.0)
+    peers = (WORLD, WORLD, ALONE)
+    compare_with_bare("distcheck verify of a 2 x 2 mesh", verify_s, peers, rounds=ROUNDS, aim=2.0)
