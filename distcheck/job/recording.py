@@ -12,6 +12,7 @@ over and nothing has clipped or unscaled), `step/` (what the optimizer sees), `b
 64 sums (`sketches`), with `magnitude/<name>` for `local/`, and the record says so.
 """
 
+import math
 import os
 from pathlib import Path
 
@@ -58,12 +59,14 @@ class LossCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class Factor(msgspec.Struct, frozen=True, kw_only=True):
     """A number that a term of a loss was multiplied by. `computed`: the script may have put another
-    factor into it, as of `aux * (0.1 / passes)`; `outer`: the whole loss was multiplied by it.
+    factor into it, as of `aux * (0.1 / passes)`; `outer`: the whole loss was multiplied by it;
+    `divides`: the script divided by one over it.
     """
 
     number: float
     computed: bool
     outer: bool
+    divides: bool = False
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,11 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     reduction: str
     call: int
     factors: tuple[Factor, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """What it is multiplied by."""
+        return math.prod(factor.number for factor in self.factors)
 
 
 class Pass(msgspec.Struct, frozen=True, kw_only=True):

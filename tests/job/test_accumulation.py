@@ -15,10 +15,16 @@ from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding, factor_of_mean
 from distcheck.job.inside.forks import Role
-from distcheck.job.recording import Clip
+from distcheck.job.recording import Clip, Factor, Term
 from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference, replaced
 
+WEIGHTED = Term(
+    name="ce",
+    reduction="mean",
+    call=0,
+    factors=(Factor(number=1 / 3, computed=True, outer=True),),
+)
 Turn = tuple[float | None, float]  # the factor of a step, and how far its direction is off
 
 
@@ -86,6 +92,8 @@ def test_passes_that_count_alike_over_unlike_numbers_of_targets_are_named(tmp_pa
         (lambda s: 3, lambda s: (0.3, 0.0), {}),  # a loss may have a weight
         (lambda s: 3, lambda s: (1 / (1 + s), 0.0), {}),  # which may change
         (lambda s: 3, lambda s: (3.0, 0.0), {"kind": "sum"}),  # sums have no scale of their own
+        # So may one whose weight is one over the passes.
+        (lambda s: 3, lambda s: (1 / 3, 0.0), {"about": {"terms": (WEIGHTED,)}}),
         # The last step of an epoch of four batches has one pass, divided by 3: said, not accused.
         (lambda s: 1 if s == 1 else 3, lambda s: (1 / 3 if s == 1 else 1.0, 0.0), {}),
     ],

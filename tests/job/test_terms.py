@@ -15,7 +15,7 @@ from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding
 from distcheck.job.inside.forks import Role
 from distcheck.job.inside.terms import terms_of
-from distcheck.job.recording import Factor, Term
+from distcheck.job.recording import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
 from tests.job.test_examples import judge
 
@@ -85,13 +85,17 @@ def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:
     (one, other), _ = read(lambda a, b, x: (2 * a + 0.1 * b) / 4)
     assert [(f.computed, f.outer) for f in one.factors] == [(True, True), (False, False)]
     assert [(f.computed, f.outer) for f in other.factors] == [(True, True), (True, False)]
+    assert [f.divides for f in (*one.factors, *other.factors)] == [True, False, True, False]
 
 
 # -- what they say of the scale ------------------------------------------------------------------
 
 
 def term(name: str, *numbers: float, computed: bool = True, **about: Any) -> Term:
-    factors = tuple(Factor(number=abs(n), computed=computed, outer=n < 0) for n in numbers)
+    by = about.pop("divides", True)
+    factors = tuple(
+        Factor(number=abs(n), computed=computed, outer=n < 0, divides=by) for n in numbers
+    )
     return Term(name=name, factors=factors, **{"reduction": "mean", "call": 0, **about})
 
 
@@ -123,6 +127,29 @@ def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts],
 def test_a_right_loss_of_several_terms_passes(found: tuple[Term, ...], tmp_path: Path) -> None:
     (result,) = exchange.loss_scale(make(tmp_path, passes_with(*found)))
     assert (result.verdict, result.compared.elements) == ("pass", 2 * 3 * 4)
+
+
+def weighted(number: float, divided: float) -> Term:
+    """As of `number * ce / passes`."""
+    (weight,) = term("ce", -number, divides=False).factors
+    (division,) = term("ce", -divided).factors
+    return Term(name="ce", reduction="mean", call=0, factors=(weight, division))
+
+
+@pytest.mark.parametrize("number", [1 / 4, 4.0])
+def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
+    number: float, tmp_path: Path
+) -> None:
+    """Multiplied by it, and divided by the passes: two divisions would give the same loss."""
+    call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
+
+    def change(facts: Facts) -> None:
+        about = {"loss": 2.0 * number / 4, "losses": (call,), "terms": (weighted(number, 1 / 4),)}
+        facts.passes = [facts.a_pass(i, holds=i > 0, **about) for i in range(4)]
+
+    (result,) = exchange.loss_scale(make(tmp_path, change))
+    assert result.verdict == "unknown"
+    assert f"by the weight {number:.6g} in it, or by the number of passes" in result.reason
 
 
 @pytest.mark.parametrize(

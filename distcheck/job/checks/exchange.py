@@ -311,7 +311,15 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
             passes = _count(job, rank, step)
             tally.count(parameter="loss", rank=rank, step=step, elements=passes)
             for wrong in (float(passes), 1 / passes):
-                if abs(total - wrong) <= _SAME_FACTOR * wrong and passes > 1:
+                if passes < 2 or abs(total - wrong) > _SAME_FACTOR * wrong:
+                    continue
+                if terms.may_be_weight(job, rank, step, wrong):
+                    tally.missing(
+                        f"over {passes} backward passes the loss counts {total:.6g} times: by the "
+                        f"weight {wrong:.6g} in it, or by the number of passes; give the weight "
+                        "another value for this run to have it judged"
+                    )
+                else:
                     tally.fail(
                         f"step {step}: over {passes} backward passes the mean loss counts "
                         f"{total:.6g} times",

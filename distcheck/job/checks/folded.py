@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distcheck.job.checks import terms
 from distcheck.job.checks.reference import SPREADS, norm_of
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
@@ -39,7 +40,8 @@ SAME_FACTOR = 1e-3  # chosen: rounding leaves 1e-6, and factors that mean someth
 @dataclass(frozen=True)
 class Folded:
     """One step: how often the accumulated gradient holds the folded one, and after how many passes;
-    `left` is the share of its norm that no factor explains.
+    `left` is the share of its norm that no factor explains. `weighted`: the script multiplies its
+    loss by a number that is the factor.
     """
 
     step: int
@@ -48,6 +50,7 @@ class Folded:
     factor: float
     left: float
     ends_epoch: bool
+    weighted: bool
     raw: dict[str, torch.Tensor]
     expected: dict[str, torch.Tensor]
     spreads: dict[str, float]
@@ -82,10 +85,19 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
             factor=by,
             left=(left / size) ** 0.5,
             ends_epoch=_ends_epoch(job, made),
+            weighted=_is_weighted(job, seen, by),
             raw=raw,
             expected=expected,
             spreads={n: _spread(found, n, by * scale) for n in raw},
         )
+
+
+def _is_weighted(job: Recording, seen: Seen, factor: float) -> bool:
+    passes = _passes(job, seen)
+    return any(
+        _near(factor, wrong) and terms.may_be_weight(job, 0, seen.step, wrong)
+        for wrong in (float(passes), 1 / passes)
+    )
 
 
 def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
@@ -130,8 +142,9 @@ def expected_factor(one: Folded, common: Folded) -> float | None:
     """The factor that a right script would have, where this one is known to be wrong."""
     if one.kind == "sum":
         return None
+    judged = one.kind == "mean" and one.passes > 1 and one is common and not one.weighted
     for wrong in (float(one.passes), 1 / one.passes):
-        if one.kind == "mean" and one.passes > 1 and one is common and _near(one.factor, wrong):
+        if judged and _near(one.factor, wrong):
             return 1.0
     ratio = one.factor / common.factor
     if one.passes != common.passes and _near(ratio, one.passes / common.passes):

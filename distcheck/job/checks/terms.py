@@ -44,6 +44,20 @@ def counted(job: Recording, rank: int, step: int) -> Counted:
     return _partly(terms, divisions)
 
 
+def may_be_weight(job: Recording, rank: int, step: int, number: float) -> bool:
+    """Whether a loss that counts so many times does so by a weight: in every pass it is one term
+    that was multiplied by this number, where a division by the passes would have done as much.
+    """
+    record = job.records[rank, step]
+    passes = [one for one in record.passes if one.loss is not None]
+    if _unlike(passes) or len(passes[0].terms) != 1:
+        return False
+    return any(
+        not factor.divides and abs(abs(factor.number) - number) <= _SAME * number
+        for factor in _unscaled(passes[0].terms[0], record).factors
+    )
+
+
 def _unlike(passes: Sequence[Pass]) -> str:
     """Why the passes of a step have no terms in common."""
     for one in passes:
@@ -79,16 +93,9 @@ def _divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
     )
 
 
-def _weight(term: Term) -> float:
-    product = 1.0
-    for factor in term.factors:
-        product *= factor.number
-    return product
-
-
 def _is_one(terms: Sequence[Term], times: float) -> bool:
     """Whether a mean among the terms, or all of them together, counts once in so many times."""
-    means = [times * _weight(term) for term in terms if term.reduction == "mean"]
+    means = [times * term.weight for term in terms if term.reduction == "mean"]
     together = len(means) == len(terms) and abs(sum(means) - 1) <= _SAME
     return together or any(abs(abs(weight) - 1) <= _SAME for weight in means)
 

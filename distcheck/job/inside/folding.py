@@ -114,7 +114,7 @@ class Folding:
         if not ends:
             return {**whole, "kind": _code("")}
         out = {**whole, "kind": _code("terms")}
-        out["weights"] = torch.tensor([terms.weight(term) for term, _ in ends], dtype=torch.float64)
+        out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
         if role in self._probes:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
@@ -171,7 +171,7 @@ class Folding:
         passes = [one for record in self._job.at(step) for one in record.passes]
         if any(one.terms != recorded for one in passes):
             return "the terms of the loss are weighted differently from pass to pass"
-        then = torch.tensor([terms.weight(term) for term in recorded], dtype=torch.float64)
+        then = torch.tensor([term.weight for term in recorded], dtype=torch.float64)
         if len(then) != len(weights) or not _proportional(then, weights):
             return "the terms of the loss are weighted differently in a larger batch"
         if not self._probes:
@@ -258,7 +258,7 @@ def factor_of_mean(loss: torch.Tensor) -> float:
     ends, _ = terms.ends_of(loss, ())
     if len(ends) != 1 or ends[0][0].reduction != "mean":
         return 0.0
-    return terms.weight(ends[0][0])
+    return ends[0][0].weight
 
 
 def limit_memory() -> None:

@@ -19,6 +19,7 @@ _SAME = (
 )  # fmt: skip
 Node = Any
 Heard = tuple[str, str, torch.Tensor]  # a loss of torch's: its name, its reduction, its value
+By = tuple[float, bool, bool]  # a factor: the number, and `computed` and `divides` of a Factor
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,6 @@ def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Ten
     return torch.autograd.grad(
         [edge], list(parameters), [seed], retain_graph=True, allow_unused=True
     )
-
-
-def weight(term: Term) -> float:
-    """What a term is multiplied by."""
-    return math.prod(factor.number for factor in term.factors)
 
 
 def ends_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[list[tuple[Term, End]], str]:
@@ -101,11 +97,11 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
     raise _UnreadableError(f"it has more than {MOST_TERMS} terms")
 
 
-def _as_factor(factor: tuple[float, bool], *, outer: bool) -> Factor:
-    return Factor(number=factor[0], computed=factor[1], outer=outer)
+def _as_factor(factor: By, *, outer: bool) -> Factor:
+    return Factor(number=factor[0], computed=factor[1], outer=outer, divides=factor[2])
 
 
-def _inside(node: Node) -> Iterator[tuple[float, bool]]:
+def _inside(node: Node) -> Iterator[By]:
     """What every element of a mean or sum is multiplied by."""
     part = node.next_functions[0][0]
     while part is not None and _kind(part) in ("Mul", "Div", "Neg", *_SAME):
@@ -117,7 +113,7 @@ def _inside(node: Node) -> Iterator[tuple[float, bool]]:
             yield factor
 
 
-Part = tuple[Node, int, tuple[float, bool] | None]  # a node, its output, its factor (see _scaled)
+Part = tuple[Node, int, By | None]  # a node, its output, its factor
 
 
 def _parts(node: Node, output: int) -> list[Part]:
@@ -169,11 +165,11 @@ def _stacks(node: Node) -> bool:
     return node is not None and node.name().startswith("StackBackward")
 
 
-def _factor(number: float) -> tuple[float, bool] | None:
-    return None if number == 1 else (float(number), isinstance(number, float))
+def _factor(number: float) -> By | None:
+    return None if number == 1 else (float(number), isinstance(number, float), False)
 
 
-def _scaled(by: Any, *, divides: bool) -> tuple[float, bool]:
+def _scaled(by: Any, *, divides: bool) -> By:
     """The constant of a multiplication or division, and whether a script may have computed it: by
     a division it has, unless it is a whole number that was multiplied.
     """
@@ -184,4 +180,4 @@ def _scaled(by: Any, *, divides: bool) -> tuple[float, bool]:
         number = 1 / number if number else math.nan
     if not math.isfinite(number):
         raise _UnreadableError("it is multiplied by a number that is not finite")
-    return number, divides or by.is_floating_point()
+    return number, divides or by.is_floating_point(), divides
