@@ -1,13 +1,11 @@
 """Searching for the smallest case in which a strategy fails.
 
-    words       generated models as words
-    strategies  the space of cases, as hypothesis strategies
+    space       the space of cases, as hypothesis strategies
     search      draws cases, runs them, shrinks what fails
     kept        ranks and a judge that stay from case to case: the front's side
     kept_rank   their own side
     messages    what they receive
     found       what is kept of a failure, and how it is shown
-    declined    what a strategy is not made for, as words
     beside      the search of `--thorough`
 
 For property tests of one's own: `cases`, `models`, `layers` and `delays` are hypothesis strategies,

@@ -9,8 +9,7 @@ In the process that a person starts:
     recording   what a rank writes of one optimizer step, and its files
     reading     reads it again; everything there may be damaged
     sketches    64 sums in place of a tensor that is too large to keep
-    facts       a recording, as the checks see it: one view of all ranks
-    checks/     comparisons; pure functions of the facts
+    checks/     comparisons; pure functions of a recording
     accepting   deviations that are meant, and what they promise
     causes      from failed checks to named causes, and against_reference, between_passes
 

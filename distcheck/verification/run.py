@@ -4,7 +4,7 @@
 2  prepare    data files are read once, into shared memory         preparation.py
 3  inspect    strategies, workloads and the machine are looked at  inspection.py
 4  calibrate  reduction orders are confirmed on this machine       oracles/calibration.py
-5  run        worlds train and record; judges compare              session.py, judge.py
+5  run        worlds train and record; judges compare              session.py, judgings.py
 6  report     checks become verdicts, verdicts a report            verdicts.py, reports/
 """
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +178,33 @@ def test_one_word_per_idea() -> None:
         return names & {"worker", "workers", "node_rank", "cluster"}
 
     assert not found([*MODULES, *STRATEGIES], other_words)
+
+
+# A line of a list in a docstring: a name, two blanks or more, what it is.
+LISTED = re.compile(r"^ *([a-z_]+(?:/[a-z_]+)?(?:\.py|/)?)  +\S", re.MULTILINE)
+
+
+def test_what_a_room_lists_is_there() -> None:
+    """Files that were moved or renamed, or another room's."""
+
+    def missing(path: Path) -> set[str]:
+        listed = LISTED.findall(ast.get_docstring(ast.parse(text_of(path))) or "")
+        there = {one.name for one in path.parent.iterdir()}
+        found = {name.rstrip("/").partition("/")[0] for name in listed}
+        return {name for name in found if name not in there and f"{name}.py" not in there}
+
+    rooms = sorted((ROOT / "distcheck").rglob("__init__.py"))
+    assert sum(len(LISTED.findall(text_of(path))) for path in rooms) > 100
+    assert not found(rooms, missing)
+
+
+def test_files_that_the_code_names_are_there() -> None:
+    """In docstrings and comments; names of a reader's own files are examples."""
+    known = {path.name for path in ROOT.rglob("*.py")}
+    examples = re.compile(r"(FILE|my_\w+|sync|path/to/file|random|/threading)\.py|torch/.*")
+
+    def missing(path: Path) -> set[str]:
+        named = set(re.findall(r"(?<![\w/.-])([\w/]+\.py)\b", text_of(path)))
+        return {n for n in named if not examples.fullmatch(n) and n.rpartition("/")[2] not in known}
+
+    assert not found(MODULES, missing)

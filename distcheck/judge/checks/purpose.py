@@ -1,9 +1,9 @@
 """What the workload is for happened in this run.
 
-A workload declares what must happen in its run (`happenings.py`): a cell for a short last batch
-shows nothing in a run that has none. Each event is looked for in what the ranks recorded. Where one
-is missing the verdict is unknown, with what was expected and what was seen. This check never fails:
-whether the ranks did right is for the others.
+A workload declares what must happen in its run (`records/expected_events.py`): a cell for a short
+last batch shows nothing in a run that has none. Each event is looked for in what the ranks
+recorded. Where one is missing the verdict is unknown, with what was expected and what was seen.
+This check never fails: whether the ranks did right is for the others.
 """
 
 from distcheck.judge.checks import happened_in_loop, happened_to_gradients

@@ -32,7 +32,7 @@ class StepHeader:
 
     `loss_factor` is the derivative of what backward started from by the shard's mean loss.
     `rng_state` is that of torch's generators; `library_states` and `settings` are what the
-    functions of that name in `seeds` say, `implementation` what the one in `ranks.optimizers` does.
+    functions of that name in `seeds` say, `implementation` what the one in `optimizers` does.
     `stretches` is how many the strategy's own backward cut each of its batches into. `tokens` is
     how many tokens the loss is over, of `positions` with padding; None where none were counted.
     """

@@ -101,7 +101,7 @@ class TraceWriter:
         `ready_order` [parameters] lists parameter indices in the order in which backward
         finished their gradients, padded with -1. The digest is of torch's generators alone: the
         libraries' any code may draw from, and what that changes shows elsewhere.
-        `settings` is what `seeds.settings` says, `implementation` what `ranks.optimizers` does,
+        `settings` is what `seeds.settings` says, `implementation` what `optimizers` does,
         `stretches` how many the strategy's own backward cut its batch into: 1 to 255.
         `real` are the tokens of the shard and its positions, where the workload counts them.
         """

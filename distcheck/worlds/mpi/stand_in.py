@@ -22,7 +22,7 @@ def main(address: str) -> None:
     try:
         connection.recv(1)
     finally:
-        os._exit(0)  # an abnormal end in Open MPI's eyes; mpi_keeper.py ends the rest
+        os._exit(0)  # an abnormal end in Open MPI's eyes; keeper.py ends the rest
 
 
 if __name__ == "__main__":
