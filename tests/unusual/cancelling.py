@@ -1,4 +1,6 @@
-"""Outputs that are a difference of nearly equal numbers: rounded by more than their norm says."""
+"""Outputs, gradients and losses that are made of differences of nearly equal numbers: rounded by
+more than their size says.
+"""
 
 import torch
 from torch import nn
@@ -30,3 +32,19 @@ class Cancelling(Small):
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.0)  # so that they stay close
+
+
+class CancellingLoss(Small):
+    """The mean of the squares of such a difference. What goes back from its two layers to the first
+    one is nearly equal, too, and of the other sign.
+    """
+
+    def model(self, *, sample_shape, classes):
+        first = nn.Linear(*sample_shape, 64)
+        return nn.Sequential(first, nn.Tanh(), Difference(64, classes))
+
+    def loss(self, model, batch):
+        return model(batch.inputs).square().mean()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.0)

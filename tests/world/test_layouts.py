@@ -124,6 +124,43 @@ def test_outputs_that_cancel_are_not_accused_of_their_rounding(
     )
 
 
+class TwiceTheFirst(RowParallel):
+    """The gradient of the first layer is twice the right one."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = super().wrap(model)
+        first = next(iter(wrapped.parameters()))
+        first.register_hook(lambda gradient: 2 * gradient)
+        return wrapped
+
+
+@pytest.mark.parametrize(
+    ("name", "verdicts", "causes"),
+    [
+        ("row_parallel", {"outputs": "unknown", "gradients": "unknown", "loss": "unknown"}, []),
+        (
+            f"{__name__}:TwiceTheFirst",
+            {"outputs": "unknown", "gradients": "fail", "loss": "unknown"},
+            ["wrong-divisor"],
+        ),
+        sweep(
+            f"{__name__}:OffByOne",
+            {"outputs": "fail", "gradients": "fail", "loss": "fail"},
+            ["wrong-output"],
+        ),
+    ],
+)
+def test_gradients_and_losses_that_cancel_are_not_accused_of_their_rounding(
+    name: str, verdicts: dict[str, str], causes: list[str]
+) -> None:
+    (case,) = distcheck.verify(
+        name, world=2, workload="tests.unusual.cancelling:CancellingLoss", dtype="float32",
+        batch=64, steps=1, separate=False,
+    ).cases  # fmt: skip
+    assert {c.check: c.verdict for c in case.checks if c.verdict != "pass"} == verdicts
+    assert [finding.cause for finding in case.diagnosis] == causes
+
+
 @pytest.mark.sweep
 def test_outputs_that_no_loss_function_was_given_are_not_compared_and_it_is_said() -> None:
     (case,) = distcheck.verify(

@@ -1,5 +1,6 @@
 """From what a tensor may be to how it is compared."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,15 +31,17 @@ def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
         nan = form.nan_is_expected
         return partial(within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
     if isinstance(form, Near):
-        return partial(
-            by_norm,
-            expected=form.expected,
-            tolerance=form.tolerance,
-            nan_is_expected=form.nan_is_expected,
-        )
+        return partial(_near, form)
     if isinstance(form, Projection):
         return partial(_as_projection, form)
     return partial(_either, form, tally)
+
+
+def _near(form: Near, actual: torch.Tensor) -> Comparison:
+    found = by_norm(actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected)
+    assert found.worst is not None, "a comparison by norm has one place"
+    may_be_rounding = not found.ok and found.worst.error <= form.rounding
+    return replace(found, undecided=form.why) if may_be_rounding else found
 
 
 def projected(actual: torch.Tensor, form: Projection) -> Projected:

@@ -37,7 +37,8 @@ class Place:
 class Comparison:
     """The result over one tensor; of one that fails, the worst few `places`.
 
-    `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`).
+    `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`). `undecided`
+    is the reason why one that is not ok shows no mistake.
     """
 
     ok: bool
@@ -46,6 +47,7 @@ class Comparison:
     first: Place | None = None
     places: tuple[Place, ...] = ()
     ulps: dict[int, int] = field(default_factory=dict)
+    undecided: str = ""
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

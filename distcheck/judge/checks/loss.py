@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.comparison import bitwise, by_norm
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import MeanLoss, RankLosses
+from distcheck.judge.oracles.forms import MeanLoss, Near, RankLosses
 from distcheck.records.mesh import Mesh
 from distcheck.training.traces.layout import has_loss
 
@@ -66,12 +67,17 @@ def _compare_in_mesh(
     pipeline, those of some places have none.
     """
     step, shown = expectation.step, False
+    form = Near(
+        _scalar(expected.expected), expected.bound, rounding=expected.rounding, why=expected.why
+    )
+    compare_with = comparison_with(form, tally)
+    assert compare_with is not None, "there is an expectation"
     for ranks in mesh.along("data"):
         losses = [evidence.trace.header(rank, step).loss for rank in ranks]
         if not all(map(has_loss, losses)):
             continue
         mean = _mean(expectation, losses)
-        comparison = by_norm(_scalar(mean), _scalar(expected.expected), expected.bound)
+        comparison = compare_with(_scalar(mean))
         for rank in ranks:
             tally.add(comparison, parameter="loss", rank=rank, step=step)
         if not shown:

@@ -6,18 +6,14 @@ all too large by one number, and a mean over the samples for rows in another ord
 
 from collections.abc import Sequence
 
-from distcheck.judge.checks.comparison import Comparison, by_norm
+from distcheck.judge.checks.by_form import comparison_with
+from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
 from distcheck.records import TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.traces.layout import OUTPUTS, Kind, State
-
-_ROUNDING = (
-    "the model's outputs are rounded by more than the bound, in one process as well (its last sum "
-    "cancels): float32 does not show whether they are right; give --dtype float64"
-)
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -36,8 +32,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _compare_shard(
     evidence: Evidence, expectation: Expectation, data: int, ranks: Sequence[int], tally: Tally
 ) -> None:
-    trace, step, outputs = evidence.trace, expectation.step, expectation.what
-    expected, known, given = outputs.expected[data], dict[bytes, Comparison](), False
+    trace, step, form = evidence.trace, expectation.step, expectation.what.expected[data]
+    compare, known, given = comparison_with(form, tally), dict[bytes, Comparison](), False
+    assert compare is not None, "there is an expectation"
     for rank in ranks:
         entry = trace.entry(rank, Kind.OUTPUT, step, 0)
         given = given or entry.state.is_there
@@ -51,19 +48,10 @@ def _compare_shard(
         if entry.digest not in known:
             tensor = trace.tensor(rank, Kind.OUTPUT, step, 0)
             assert tensor is not None, "what is stored has bytes"
-            known[entry.digest] = by_norm(tensor[: len(expected)], expected, outputs.bounds[data])
-        comparison = known[entry.digest]
-        if not comparison.ok and _error(comparison) <= outputs.rounding[data]:
-            tally.missing(_ROUNDING)
-        else:
-            tally.add(comparison, parameter=OUTPUTS, rank=rank, step=step)
+            known[entry.digest] = compare(tensor[: len(form.expected)])
+        tally.add(known[entry.digest], parameter=OUTPUTS, rank=rank, step=step)
     if not given:
         tally.remark(NO_OUTPUTS)
-
-
-def _error(comparison: Comparison) -> float:
-    assert comparison.worst is not None, "a comparison by norm has one place"
-    return comparison.worst.error
 
 
 def _shape(spec: TensorSpec) -> str:

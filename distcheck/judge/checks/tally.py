@@ -63,7 +63,12 @@ class Tally:
         (self._insensitive.discard if can else self._insensitive.add)((parameter, step))
 
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
-        """Takes in the comparison of one tensor of one rank at one step."""
+        """Takes in the comparison of one tensor of one rank at one step. One that is undecided is
+        not counted, and leaves the check unknown.
+        """
+        if comparison.undecided:
+            self.missing(comparison.undecided)
+            return
         if not comparison.ok:
             self._insensitive.discard((parameter, step))
         self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)

@@ -15,7 +15,7 @@ from distcheck.judge.oracles import whole_batch
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.machine.numerics import real_parts
 from distcheck.records.mesh import Mesh
-from distcheck.training.traces.layout import Kind, has_loss
+from distcheck.training.traces.layout import Kind
 
 # Chosen, as a share of the largest error of a tensor: below it, an element counts as right.
 _RIGHT_BESIDE = 1e-3
@@ -36,7 +36,8 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
     wrong = {parameter.module for parameter in found}
     later = dict.fromkeys(m for m in modules[last + 1 :] if m not in wrong)
     expected = whole_batch.loss(at)
-    losses = _losses(at, mesh)
+    losses = whole_batch.recorded_losses(at)
+    allowed = max(expected.bound, expected.rounding)
     return LayoutFacts(
         step=at.step,
         axes=mesh.axes,
@@ -45,27 +46,16 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         by_tokens=any(header.tokens is not None for header in at.shares.headers),
         parameters=tuple(found),
         right=tuple(later),
-        loss_is_wrong=any(not abs(loss - expected.expected) <= expected.bound for loss in losses),
+        loss_is_wrong=any(not abs(loss - expected.expected) <= allowed for loss in losses),
         loss=max(losses, key=lambda loss: abs(loss - expected.expected), default=0.0),
         expected_loss=expected.expected,
         outputs=_wrong_outputs(at, mesh),
-        apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * expected.bound,
+        apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * allowed,
     )
 
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _losses(at: AtStep, mesh: Mesh) -> list[float]:
-    """The batch's loss as ranks at one place in every data coordinate have it together."""
-    whole, found = at.references.whole, []
-    for ranks in mesh.along("data"):
-        headers = [whole.header(rank, at.step) for rank in ranks]
-        if all(has_loss(header.loss) for header in headers):
-            over = max(1, sum(header.loss_over for header in headers))
-            found.append(sum(h.loss * h.loss_over for h in headers) / over)
-    return found
 
 
 def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
@@ -76,11 +66,12 @@ def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
     for rank in range(mesh.world):
         place = mesh.coordinate(rank, "data")
         held = at.references.whole.tensor(rank, Kind.OUTPUT, at.step, 0)
-        right = real_parts(expected.expected[place]).double()
-        allowed = max(expected.bounds[place], expected.rounding[place])
+        form = expected.expected[place]
+        right = real_parts(form.expected).double()
+        allowed = max(form.tolerance, form.rounding)
         if held is None or not bool(right.any()):
             continue
-        found = real_parts(held[: len(expected.expected[place])]).double()
+        found = real_parts(held[: len(form.expected)]).double()
         if not float((found - right).norm()) <= allowed:
             return _described(rank, found.flatten(1), right.flatten(1))
     return None
@@ -110,7 +101,18 @@ class _Measuring:
         self._held = [None if h is None else real_parts(h).double() for h in held]
         expected = at.full_batch.gradients[index]
         self._expected = None if expected is None else real_parts(expected).double()
-        self._allowed = 0.0 if expected is None else whole_batch.tolerance(at, index)
+        self._allowed = self._known_allowed()
+
+    def _known_allowed(self) -> float:
+        if self._expected is None:
+            return 0.0
+        expected, tolerance = self._expected, whole_batch.tolerance(self._at, self._index)
+        errors = [float((h - expected).norm()) for h in self._held if h is not None]
+        error = max(errors, default=0.0)
+        if error <= tolerance:
+            return tolerance
+        rounding = whole_batch.gradient_rounding(self._at, self._index, error, tolerance)
+        return max(tolerance, rounding)
 
     def measured(self) -> LayoutParameter | None:
         """What it is; None where it is right on every rank."""

@@ -12,6 +12,7 @@ import torch
 from distcheck.judge.acceptance import Accepted, read
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, module_scales
+from distcheck.judge.oracles.own_rounding import OwnRounding
 from distcheck.judge.oracles.shards import ShardResult, loss_scale
 from distcheck.judge.oracles.shares import Shares
 from distcheck.records.expected_events import NotFinite
@@ -72,6 +73,11 @@ class AtStep:
     def full_batch(self) -> FullBatch:
         """The whole batch in one process."""
         return self.references.full_batch.run(self.step)
+
+    @cached_property
+    def own_rounding(self) -> OwnRounding:
+        """What rounding alone does to the whole batch in one process."""
+        return OwnRounding(self.references.full_batch, self.step, self.full_batch)
 
     @cached_property
     def module_scales(self) -> dict[str, float]:

@@ -44,11 +44,15 @@ class Within:
 
 @dataclass(frozen=True)
 class Near:
-    """Numbers whose difference from these has an L2 norm of at most `tolerance`."""
+    """Numbers whose difference from these has an L2 norm of at most `tolerance`. One of at most
+    `rounding` may be rounding alone, for which `why` is the reason, and decides nothing.
+    """
 
     expected: torch.Tensor
     tolerance: float
     nan_is_expected: bool = False
+    rounding: float = 0.0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,25 +132,24 @@ class RankLosses:
 @dataclass(frozen=True)
 class Outputs:
     """What a model returns for the samples of each data coordinate, [samples, numbers], and how far
-    it may be off, as an L2 norm. An error of at most `rounding` may be rounding alone, since the
-    reference has one of that size as well; 0 where that did not have to be measured.
+    it may be off, as an L2 norm.
     """
 
-    expected: tuple[torch.Tensor, ...]
-    bounds: tuple[float, ...]
-    rounding: tuple[float, ...]
+    expected: tuple[Near, ...]
 
 
 @dataclass(frozen=True)
 class MeanLoss:
     """The mean loss over all ranks, within a bound; or else within that of `beside`, for which
-    `excuse` is the reason.
+    `excuse` is the reason. `rounding` and `why` as in `Near`.
     """
 
     expected: float
     bound: float
     beside: float | None = None
     excuse: str = ""
+    rounding: float = 0.0
+    why: str = ""
 
 
 @dataclass(frozen=True)

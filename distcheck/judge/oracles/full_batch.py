@@ -58,7 +58,8 @@ a kink is undecided 2^29 times more seldom, and whatever else could set shards a
 batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
 float32. Small networks over few samples were seen to need this once in some hundred runs. A long
 sum whose terms cancel, as that of a convolution over 65,536 positions, needs it as well: its
-rounding is as large as its terms, and larger than a share of what is left of them.
+rounding is as large as its terms, and larger than a share of what is left of them. In a layout, no
+rank has a shard's gradient: there kinks.py and own_rounding.py take this place.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -77,6 +78,7 @@ within S64's tolerance.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -195,14 +197,22 @@ class FullBatchReference:
         ]
 
     def run(
-        self, step: int, *, ghost: bool = True, within: AbstractContextManager[Any] | None = None
+        self,
+        step: int,
+        *,
+        ghost: bool = True,
+        within: AbstractContextManager[Any] | None = None,
+        moved: int | None = None,
     ) -> FullBatch:
         """The batch of one step, from rank 0's state; shards one after the other.
 
         `ghost=False` lets BatchNorm see the whole batch, as one machine would. The passes are run
-        `within` a context, if one is given.
+        `within` a context, if one is given. `moved` is the seed of a draw: each parameter is then
+        one unit in the last place above or below its number.
         """
         batch, shards = self._prepare(step)
+        if moved is not None:
+            self._move(moved)
         stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
@@ -250,6 +260,15 @@ class FullBatchReference:
         load_state(self._model, trace, rank=0, buffers_of=0, step=step)
         self._ingredients.prepare(self._model, step)
         return self._ingredients.batch(ids, len(ids)), [len(shard) for shard in shards]
+
+    def _move(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, parameter in trainable(self._model):
+                parts = real_parts(parameter)
+                up = torch.randint(0, 2, parts.shape, generator=generator, dtype=torch.bool)
+                to = torch.where(up, math.inf, -math.inf).to(parts)
+                parts.copy_(torch.nextafter(parts, to))
 
     def _ghost(
         self, step: int, stretches: Sequence[Stretch], *, keep_outputs: bool = False

@@ -18,44 +18,41 @@ a gradient. So the L2 norm of the difference is at most
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
 was measured at up to 11 % of it in one process (VGG11, 1.5e-6 of 1.4e-5 for 32 images).
 
-Where a model's last sum cancels, as in a difference of two values, its outputs are rounded by more
-than their norm says, in one process as well. So where S32 refuses, the reference's own rounding is
-measured: its outputs are taken again in float64, from the same state. An error of at most
-`_LIKE_ROUNDING` times the reference's own may be rounding alone, and the check is then unknown.
+Where a model's last sum cancels, its outputs are rounded by more than their norm says, in one
+process as well: see `own_rounding.py`.
 """
-
-from collections.abc import Sequence
 
 import torch
 
 from distcheck.judge.oracles.at_step import AtStep
-from distcheck.judge.oracles.forms import Outputs
-from distcheck.judge.oracles.full_batch import norm, relative_tolerance
+from distcheck.judge.oracles.forms import Near, Outputs
+from distcheck.judge.oracles.full_batch import FullBatch, norm, relative_tolerance
 from distcheck.machine.numerics import real_parts
 from distcheck.records.layers import IN_FLOAT32
 from distcheck.training.traces.layout import Kind
 
-# Chosen: two ways of rounding that are this many times apart are one kind of error.
-_LIKE_ROUNDING = 16.0
 
-
-def expected(at: AtStep, layer: str, splits: int) -> Outputs | None:
-    """Those of a step; None where the reference returned none."""
+def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
+    """Those of a step; None where the reference returned none. `why` is said where the reference
+    rounds them by more than their bound.
+    """
     made = at.full_batch.outputs
     if made is None:
         return None
-    parts = _of_coordinates(at, made)
     relative = relative_tolerance(
         layer,
         at.shares.samples if at.full_batch.ghost else 1,
         at.full_batch.positions,
         _products(at) + splits,
     )
-    bounds = tuple(relative * norm(part) for part in parts)
-    rounding = tuple(0.0 for _ in parts)
-    if layer == IN_FLOAT32 and _refused(at, parts, bounds):
-        rounding = tuple(_LIKE_ROUNDING * apart for apart in _own_rounding(at, parts))
-    return Outputs(parts, bounds, rounding)
+    forms = []
+    for place, part in enumerate(_of_coordinates(at, made)):
+        bound, rounding = relative * norm(part), 0.0
+        error = _error(at, place, part) if layer == IN_FLOAT32 else 0.0
+        if not error <= bound:
+            rounding = _rounding(at, place, error, bound)
+        forms.append(Near(part, bound, rounding=rounding, why=why))
+    return Outputs(tuple(forms))
 
 
 def _of_coordinates(at: AtStep, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,29 +65,22 @@ def _products(at: AtStep) -> int:
     return sum(spec.elements // spec.shape[0] for spec in weights)
 
 
-def _refused(at: AtStep, parts: Sequence[torch.Tensor], bounds: Sequence[float]) -> bool:
-    """Whether what some rank recorded is further off than its bound."""
+def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
+    """The largest error in what ranks of a data coordinate recorded."""
     mesh, whole = at.references.mesh, at.references.whole
     assert mesh is not None, "outputs are recorded in a mesh"
-    for rank in range(mesh.world):
-        place = mesh.coordinate(rank, "data")
+    wanted, found = real_parts(part).double(), [0.0]
+    for rank in mesh.ranks_of(place):
         held = whole.tensor(rank, Kind.OUTPUT, at.step, 0)
-        if held is not None and not _apart(held, parts[place]) <= bounds[place]:
-            return True
-    return False
+        if held is not None:
+            recorded = real_parts(held[: len(part)]).double().to(wanted.device)
+            found.append(float((recorded - wanted).norm()))
+    return max(found)
 
 
-def _apart(held: torch.Tensor, part: torch.Tensor) -> float:
-    wanted = real_parts(part).double()
-    return float((real_parts(held[: len(part)]).double().to(wanted.device) - wanted).norm())
+def _rounding(at: AtStep, place: int, error: float, bound: float) -> float:
+    def of_place(batch: FullBatch) -> torch.Tensor | None:
+        made = batch.outputs
+        return None if made is None else _of_coordinates(at, made)[place]
 
-
-def _own_rounding(at: AtStep, parts: Sequence[torch.Tensor]) -> list[float]:
-    """How far the reference's outputs are from those of float64; 0 where there are none."""
-    try:
-        made = at.in_double.full_batch.outputs
-    except Exception:  # theirs: not every workload computes in float64
-        made = None
-    if made is None:
-        return [0.0 for _ in parts]
-    return [_apart(one, two) for one, two in zip(parts, _of_coordinates(at, made), strict=True)]
+    return at.own_rounding.allows(of_place, error=error, bound=bound)

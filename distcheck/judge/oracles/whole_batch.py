@@ -23,6 +23,7 @@ from distcheck.judge.oracles.forms import (
     Outputs,
 )
 from distcheck.judge.oracles.full_batch import (
+    FullBatch,
     loss_tolerance,
     relative_tolerance,
     underflow,
@@ -30,11 +31,17 @@ from distcheck.judge.oracles.full_batch import (
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import real_parts
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.training.traces.layout import has_loss
 
 _AT_A_KINK = (
     "at some steps rounding decides on which side of a kink (of a ReLU, of a maximum) a sample "
     "is, or a long sum rounds by more than the tolerance: there the whole batch is taken shard by "
     "shard, which in float64 is the same"
+)
+
+_ROUNDED = (
+    "{} rounded by more than the bound, in one process as well, as nearly equal numbers cancel: "
+    "float32 does not show whether {} right; give --dtype float64"
 )
 
 _LONG_LOSS = (
@@ -46,12 +53,14 @@ _LONG_LOSS = (
 @dataclass(frozen=True)
 class WholeBatch(GradientForms):
     """The gradients of one step's whole batch. `by_shards` has those that rounding puts on another
-    side of a kink, taken as the ranks take their samples; `of_shards`, shard by shard.
+    side of a kink, taken as the ranks take their samples. `rounding` has how far those may be off
+    that round by more than their tolerances in one process as well.
     """
 
     gradients: Gradients
     tolerances: tuple[float, ...]
     by_shards: Mapping[int, torch.Tensor]
+    rounding: Mapping[int, float]
     nan_is_expected: bool
 
     def of(self, index: int) -> Near | Either | None:
@@ -59,7 +68,14 @@ class WholeBatch(GradientForms):
         expected, tolerance = self.gradients[index], self.tolerances[index]
         if expected is None:
             return None
-        near = Near(expected, tolerance, self.nan_is_expected)
+        rounding = self.rounding.get(index, 0.0)
+        near = Near(
+            expected,
+            tolerance,
+            self.nan_is_expected,
+            rounding,
+            _ROUNDED.format("gradients are", "they are"),
+        )
         if index not in self.by_shards:
             return near
         return Either(near, Near(self.by_shards[index], tolerance), excuse=_AT_A_KINK)
@@ -75,12 +91,15 @@ def gradients(at: AtStep) -> WholeBatch:
     indices = range(len(at.specs))
     expected = tuple(_expected(at, mean, index) for index in indices)
     tolerances = tuple(_tolerance(at, index, mean) for index in indices)
+    in_float32 = layer_of(at) == IN_FLOAT32
+    beside = _beside(at, mean, expected, tolerances) if in_float32 else {}
     return WholeBatch(
         at.shares,
         at.computed_where_unseen if at.references.mesh is None else (),
         gradients=expected,
         tolerances=tolerances,
-        by_shards=_beside(at, mean, expected, tolerances) if layer_of(at) == IN_FLOAT32 else {},
+        by_shards=beside,
+        rounding=_rounding(at, expected, tolerances, beside) if in_float32 else {},
         nan_is_expected=at.nan_is_expected,
         closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
     )
@@ -212,6 +231,36 @@ def _beside(
     return found | (kinks.beside_kinks(at, refused) if refused else {})
 
 
+def _rounding(
+    at: AtStep,
+    expected: Gradients,
+    tolerances: tuple[float, ...],
+    beside: Mapping[int, torch.Tensor],
+) -> dict[int, float]:
+    """In a mesh: how far gradients may be off that are recorded too far from all that is expected,
+    where the reference rounds them by as much.
+    """
+    if at.references.mesh is None:
+        return {}
+    found = {}
+    for index, full in enumerate(expected):
+        if full is None:
+            continue
+        right = [full, beside[index]] if index in beside else [full]
+        nearest = [min(_distance(g, r) for r in right) for g in at.recorded_gradients(index)]
+        error = max(nearest, default=0.0)
+        if not error <= tolerances[index]:
+            found[index] = gradient_rounding(at, index, error, tolerances[index])
+    return found
+
+
+def gradient_rounding(at: AtStep, index: int, error: float, bound: float) -> float:
+    """The largest error of a parameter's gradient that may be rounding alone; 0 where `bound`, the
+    most by which it may differ, holds.
+    """
+    return at.own_rounding.allows(lambda batch: batch.gradients[index], error=error, bound=bound)
+
+
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     wanted = real_parts(expected).to(actual.device).double()
     return float((real_parts(actual).double() - wanted).norm())
@@ -236,7 +285,9 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
 
 def outputs(at: AtStep) -> Outputs | None:
     """What the model returns for the samples of each data coordinate."""
-    return model_outputs.expected(at, layer_of(at), _splits(at))
+    return model_outputs.expected(
+        at, layer_of(at), _splits(at), _ROUNDED.format("outputs are", "they are")
+    )
 
 
 def loss(at: AtStep) -> MeanLoss:
@@ -244,16 +295,41 @@ def loss(at: AtStep) -> MeanLoss:
     than the narrower bound allows, the samples' losses are looked at, a forward pass for each.
     """
     expected, layer = at.full_batch.loss, layer_of(at)
-    apart = abs(_mean_loss(at, [header.loss for header in at.shares.headers]) - expected)
+    apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
     if bound < apart < math.inf:
         magnitude = at.references.full_batch.loss_magnitude(at.step, expected)
         bound = loss_tolerance(layer, magnitude)
     refused = bound < apart < math.inf and layer == IN_FLOAT32
+    if refused and at.references.mesh is not None:
+        rounding = at.own_rounding.allows(_loss_of, error=apart, bound=bound)
+        return MeanLoss(
+            expected, bound, rounding=rounding, why=_ROUNDED.format("the loss is", "it is")
+        )
     if not refused or not _losses_are_the_batchs(at):
         return MeanLoss(expected, bound)
     beside = _mean_loss(at, [shard.loss for shard in at.shards])
     return MeanLoss(expected, bound, beside, excuse=_LONG_LOSS)
+
+
+def _loss_of(batch: FullBatch) -> torch.Tensor:
+    return torch.tensor(batch.loss, dtype=torch.float64)
+
+
+def recorded_losses(at: AtStep) -> list[float]:
+    """The batch's loss by what ranks recorded: one number; in a mesh one of each place in a data
+    coordinate, whose ranks have it together.
+    """
+    mesh, whole = at.references.mesh, at.references.whole
+    if mesh is None:
+        return [_mean_loss(at, [header.loss for header in at.shares.headers])]
+    found = []
+    for ranks in mesh.along("data"):
+        headers = [whole.header(rank, at.step) for rank in ranks]
+        if all(has_loss(header.loss) for header in headers):
+            over = max(1, sum(header.loss_over for header in headers))
+            found.append(sum(h.loss * h.loss_over for h in headers) / over)
+    return found
 
 
 def _mean_loss(at: AtStep, losses: Sequence[float]) -> float:
