@@ -5,7 +5,7 @@ more than their size says.
 import torch
 from torch import nn
 
-from tests.mutants.small import Small
+from tests.mutants.small import Points, Small
 
 
 class Difference(nn.Module):
@@ -48,3 +48,21 @@ class CancellingLoss(Small):
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.0)
+
+
+class Points64(Points):
+    """64 samples."""
+
+    def size(self, *, train: bool) -> int:
+        return 64
+
+
+class BothSigns(Small):
+    """A loss of both signs, as policy gradients have, whose large terms cancel in every epoch."""
+
+    def samples(self):
+        return Points64()
+
+    def loss(self, model, batch):
+        advantages = 1000.1 * (batch.ids - 31.5)
+        return (advantages.to(batch.inputs) + model(batch.inputs)[:, 0]).mean()

@@ -161,6 +161,13 @@ def test_gradients_and_losses_that_cancel_are_not_accused_of_their_rounding(
     assert [finding.cause for finding in case.diagnosis] == causes
 
 
+def test_a_pipelines_loss_of_both_signs_is_judged_by_the_size_of_its_terms() -> None:
+    distcheck.verify(
+        "pipeline_by_hand", world=2, workload="tests.unusual.cancelling:BothSigns",
+        dtype="float32", batch=64, steps=1, separate=False,
+    ).raise_for_verdict()  # fmt: skip
+
+
 @pytest.mark.sweep
 def test_outputs_that_no_loss_function_was_given_are_not_compared_and_it_is_said() -> None:
     (case,) = distcheck.verify(
