@@ -26,7 +26,7 @@ from distcheck.reports.files import check_outputs, write_text
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_defects, preparation
 from distcheck.worlds import blame
-from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.launch import refusal_of, run_until_over, start_world
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -169,6 +169,9 @@ def _train(
         ]
         defect = own_defects.in_rank(case, world.children, hung=world.hung) if failed else None
         world.close()
+        refused = refusal_of(world)
+        if refused is not None:  # what cannot be divided shows only when a rank builds its model
+            raise refused
         if defect is not None:
             raise defect
     if failed:

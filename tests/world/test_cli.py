@@ -379,6 +379,17 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
     assert losses[0][1] < losses[0][0]
 
 
+def test_a_layout_that_divides_nothing_is_refused_where_it_would_train(distcheck: Run) -> None:
+    ran = distcheck(
+        "train", "--strategy", "row_parallel", "--world", "3", "--workload", "mlp:small"
+    )
+    assert ran.returncode == 2
+    assert sentences(ran) == [
+        "distcheck: 'row_parallel' promises the mesh tensor 3, and every rank holds every "
+        "parameter whole: nothing is divided"
+    ]
+
+
 def test_train_names_the_rank_that_failed(distcheck: Run) -> None:
     ran = distcheck("train", "--strategy", "bad.py:crash", "--world", "2", "--workload", "mlp")
     assert ran.returncode == 4
