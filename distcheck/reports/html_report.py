@@ -48,6 +48,7 @@ def render(document: Document) -> str:
         _case_view(
             f"c{at}",
             case,
+            name=_name(case, cases),
             opened=few or case["verdict"] != "pass",
             pictured=len(cases) <= _PICTURED_CASES or case["verdict"] != "pass",
         )
@@ -122,15 +123,19 @@ def _headline(cases: list[Document]) -> str:
     parts += [f"{len(unknown)} of {len(cases)} cases are unknown"] if unknown else []
     first = (failed or unknown)[0]
     causes = first.get("diagnosis") or []
-    text = _name(first) if one else f"{', '.join(parts)}. First: {_name(first)}"
+    name = _name(first, cases)
+    text = name if one else f"{', '.join(parts)}. First: {name}"
     if causes:
         return f"{text}: {causes[0]['cause']}."
     reason = next((c["reason"] for c in first["checks"] if c["verdict"] == first["verdict"]), "")
     return f"{text}: {reason or 'see below'}."
 
 
-def _name(case: Document) -> str:
-    return f"{case['strategy']}, world {case['world']}, {case['workload']} {case['dtype']}"
+def _name(case: Document, among: list[Document]) -> str:
+    """What a case is called, with its backend where that is not the same in all."""
+    several = len({other["backend"] for other in among}) > 1
+    where = f", {case['backend']}" if several else ""
+    return f"{case['strategy']}, world {case['world']}{where}, {case['workload']} {case['dtype']}"
 
 
 def _grid(views: list[Document]) -> Document:
@@ -147,12 +152,12 @@ def _grid(views: list[Document]) -> Document:
     return {"columns": list(columns), "rows": rows}
 
 
-def _case_view(anchor: str, case: Document, *, opened: bool, pictured: bool) -> Document:
+def _case_view(anchor: str, case: Document, *, name: str, opened: bool, pictured: bool) -> Document:
     failed = [c for c in case["checks"] if c["verdict"] == "fail"]
     return {
         "anchor": anchor,
         "case": case,
-        "name": _name(case),
+        "name": name,
         "opened": opened,
         "first": (first := _first(failed)),
         "first_name": named(first["check"], first["layer"]) if first else "",

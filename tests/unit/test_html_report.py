@@ -159,6 +159,16 @@ def test_failed_cases_come_first_and_passed_ones_are_folded() -> None:
     assert "not run" in text  # the grid has a hole
 
 
+def test_cases_of_several_backends_are_called_by_theirs() -> None:
+    document = documents.document(documents.passing(), documents.passing())
+    heading = "allreduce, world 4, cnn float32"
+    assert Page(html_report.render(document)).visible.count(heading) == 2
+    document["cases"][1]["backend"] = "simulated:tree"
+    text = Page(html_report.render(document)).visible
+    assert heading not in text
+    assert "allreduce, world 4, simulated:tree, cnn float32" in text
+
+
 def test_of_very_many_cases_those_that_passed_are_not_drawn() -> None:
     cases = [documents.passing(f"s{at}") for at in range(30)]
     text = Page(html_report.render(documents.document(*cases, documents.mismatch()))).visible
@@ -357,7 +367,7 @@ def test_worst_elements_are_those_of_the_cause() -> None:
     )
     report = msgspec.structs.replace(report, checks=checks)
     (case,) = documents.document(report)["cases"]
-    view = html_report._case_view("c0", case, opened=True, pictured=False)
+    view = html_report._case_view("c0", case, name="a", opened=True, pictured=False)
     assert [element["parameter"] for element in view["elements"]] == [documents.VGG11[1]]
 
 
