@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp
 
 from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.backends.simulated import TORCH_NAME, collectives, world
-from distcheck.backends.simulated.calls import Call, calling_frames
+from distcheck.backends.simulated.calls import Call, calling_stack
 from distcheck.backends.simulated.work import SimulatedWork
 
 
@@ -198,7 +198,7 @@ class SimulatedGroup(PythonGroup):
             in_splits=splits[0],
             out_splits=splits[1],
             counts=tuple(t.numel() for t in counts or ()),
-            frames=calling_frames(),
+            stack=calling_stack(),
         )
         self._world.post(self._channel, call)
         return SimulatedWork(self._world, [call], outputs)

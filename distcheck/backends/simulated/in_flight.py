@@ -154,10 +154,8 @@ def _put_modes(modes: Sequence[Any]) -> None:
 
 def _is_of_their_code(call: Call) -> bool:
     """Whether code under test has called it, and not code of torch's own."""
-    for frame in call.frames:
-        if not frame["filename"].endswith(_ON_THE_WAY):
-            return is_theirs(frame["filename"])
-    return False
+    caller = next((file for file in call.files if not file.endswith(_ON_THE_WAY)), None)
+    return caller is not None and is_theirs(caller)
 
 
 def _only_gives(call: Call) -> bool:

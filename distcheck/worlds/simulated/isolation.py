@@ -14,7 +14,6 @@ whenever another rank runs.
 
 import importlib
 import os
-import random
 import site
 import sys
 import sysconfig
@@ -29,6 +28,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from distcheck.worlds.simulated.random_numbers import Generators, Numbers
+
 # What torch.distributed keeps beside its `_world`; releases differ.
 _C10D_NAMES = (
     "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_group_count", "_tags_to_pg",
@@ -41,9 +42,7 @@ _COMPILED = (".so", ".pyd")
 class Own:
     """What one rank has of its own."""
 
-    torch_random: torch.Tensor
-    python_random: Any
-    numpy_random: Any
+    numbers: Numbers
     environment: Any
     c10d_values: dict[str, Any]
     c10d_world: dict[str, Any]
@@ -62,10 +61,12 @@ class Isolation:
     def __init__(
         self, environments: Sequence[Mapping[str, str]], streams: Sequence[tuple[TextIO, TextIO]]
     ) -> None:
+        self._generators = Generators()
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
         _hear_of_folders()
         _folders.differ = False
         self._shared = _shared_folders()
+        self._known_files: dict[str, bool] = {}  # whether a file's module is a rank's own
         self._c10d = {name: vars(c10d)[name] for name in _C10D_NAMES if hasattr(c10d, name)}
         self._counted = len(sys.modules)
         self._own = [
@@ -95,9 +96,7 @@ class Isolation:
         environ: Any = os.environ
         data = {environ.encodekey(k): environ.encodevalue(v) for k, v in variables.items()}
         return Own(
-            torch_random=torch.default_generator.get_state(),
-            python_random=random.getstate(),
-            numpy_random=_numpy_state(),
+            numbers=self._generators.beginning(),
             environment=data,
             c10d_values={k: v.copy() if isinstance(v, dict) else v for k, v in self._c10d.items()},
             c10d_world=vars(c10d._World()).copy(),
@@ -108,9 +107,7 @@ class Isolation:
         )
 
     def _leave(self, own: Own) -> None:
-        own.torch_random = torch.default_generator.get_state()
-        own.python_random = random.getstate()
-        own.numpy_random = _numpy_state()
+        self._generators.take(own.numbers)
         for name in self._c10d:
             own.c10d_values[name] = vars(c10d)[name]
         own.streams = (sys.stdout, sys.stderr)
@@ -120,10 +117,7 @@ class Isolation:
             own.folder = os.getcwd()
 
     def _enter(self, own: Own) -> None:
-        torch.default_generator.set_state(own.torch_random)
-        random.setstate(own.python_random)
-        if own.numpy_random is not None:
-            sys.modules["numpy.random"].set_state(own.numpy_random)
+        self._generators.give(own.numbers)
         environ: Any = os.environ
         environ._data = own.environment
         vars(c10d).update(own.c10d_values)
@@ -168,9 +162,14 @@ class Isolation:
         file = getattr(module, "__file__", None)
         if file is None:  # a folder without __init__.py, or built in
             file = next(iter(getattr(module, "__path__", ())), None)
-        if not isinstance(file, str) or file.endswith(_COMPILED):
+        if not isinstance(file, str):
             return False
-        return not os.path.abspath(file).startswith(self._shared)
+        known = self._known_files.get(file)
+        if known is None:
+            compiled = file.endswith(_COMPILED)
+            known = not compiled and not os.path.abspath(file).startswith(self._shared)
+            self._known_files[file] = known
+        return known
 
 
 class _Folders:
@@ -189,11 +188,6 @@ def _hear_of_folders() -> None:
             _folders.differ = True
 
     sys.addaudithook(hear)
-
-
-def _numpy_state() -> Any:
-    numpy: Any = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state(legacy=False)
 
 
 def _shared_folders() -> tuple[str, ...]:
