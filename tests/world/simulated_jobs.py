@@ -328,3 +328,21 @@ def runs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     reporter.progress(1, "sync")
     PROGRAMS[about["program"]](rank)
     return b""
+
+
+def keeps(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """Every rank sets each thing that code may keep in a process, lets the others run, and looks
+    again. Returns what it sees that it would not see by itself.
+    """
+    rank, _ = _join(payload, fds)
+    from tests.world.kept_by_ranks import PROBES  # each rank its own
+
+    wrong = []
+    for name, probe in PROBES.items():
+        probe.put(rank)
+        dist.barrier()
+        found, expected = probe.get(), probe.expected(rank)
+        dist.barrier()
+        if found != expected:
+            wrong.append(f"rank {rank}, {name}: {found!r}, not {expected!r}")
+    return "; ".join(wrong).encode()

@@ -170,6 +170,19 @@ def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) 
     ranks.close()
 
 
+def test_what_code_keeps_in_a_process_is_a_ranks_own(pool: Pool) -> None:
+    """In modules, torch, Python and packages: see kept_by_ranks.py."""
+    outcomes, seen = run(pool, f"{JOBS}:keeps", 3, backend="simulated")
+    assert seen == [b""] * 3, outcomes
+
+
+@pytest.mark.sweep
+def test_a_rank_by_itself_sees_what_it_keeps(pool: Pool) -> None:
+    """The probes are right about processes."""
+    outcomes, seen = run(pool, f"{JOBS}:keeps", 3)
+    assert seen == [b""] * 3, outcomes
+
+
 @pytest.mark.parametrize(
     ("name", "words", "odd", "usual"),
     [

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
@@ -99,15 +100,12 @@ class Host:
         self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.payloads))
         self._reporters = [RankReporter(reporter, rank) for rank in ranks]
-        streams: list[tuple[TextIO, TextIO]] = []
-        for own in self._reporters:
-            stream: Any = RankStream(own)
-            streams.append((stream, stream))
+        self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
             in_order({**os.environ, **own}, seed)
             for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
         ]
-        self._isolation = Isolation(environments, streams)
+        self._isolation = Isolation(environments, [(s, s) for s in self._streams])
         self._world = simulated.SimulatedWorld(
             len(ranks),
             asked.order,
@@ -143,13 +141,14 @@ class Host:
 
     def _live(self, rank: int) -> None:
         reporter = self._reporters[rank]
+        torch.get_num_threads()  # so that what a rank sets is its thread's, and no other's
         try:
             result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
             self._world.end_of_rank(rank)
-            sys.stdout.flush()
+            self._flush(rank)
             reporter.send(messages.Done(result))
         except limits.RankLeftError as left:
-            sys.stdout.flush()
+            self._flush(rank)
             entries = self._entries_of(rank)
             text = child.shown_of(_where_left(left))
             said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
@@ -157,9 +156,15 @@ class Host:
             reporter.send(messages.Left(left.status))
             self._world.lose(rank)
         except BaseException as error:
-            sys.stdout.flush()
+            self._flush(rank)
             reporter.send(child.as_event(error))
             self._world.lose(rank)
+
+    def _flush(self, rank: int) -> None:
+        """Sends what a rank has begun to print, also where code has put another stream there."""
+        with suppress(Exception):
+            sys.stdout.flush()
+        self._streams[rank].flush()
 
     def _fds_of(self, rank: int) -> Descriptors:
         found: dict[str, int] = {}
