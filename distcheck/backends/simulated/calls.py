@@ -18,6 +18,8 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (
     _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
 )  # fmt: skip
+_PYTHONS = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -82,8 +84,15 @@ class Call(Posted):
 
 @cache
 def is_theirs(filename: str) -> bool:
-    """Whether a file is of the code under test: neither torch's nor distcheck's own."""
-    return not filename.startswith(_NOT_THEIRS)
+    """Whether a file is of the code under test: neither of torch, distcheck nor Python itself."""
+    return not filename.startswith(_NOT_THEIRS) and not is_pythons(filename)
+
+
+@cache
+def is_pythons(filename: str) -> bool:
+    """Whether a file is of Python's own modules."""
+    inner = filename.removeprefix(_PYTHONS)
+    return inner != filename and not inner.startswith(_PACKAGES)
 
 
 def place_of_caller() -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.backends.simulated.calls import Call, is_theirs, place_of_caller
+from distcheck.backends.simulated.calls import Call, is_pythons, is_theirs, place_of_caller
 
 # torch's own files between the caller of an operation and the process group.
 _ON_THE_WAY = (
@@ -154,8 +154,10 @@ def _put_modes(modes: Sequence[Any]) -> None:
 
 def _is_of_their_code(call: Call) -> bool:
     """Whether code under test has called it, and not code of torch's own."""
-    caller = next((file for file in call.files if not file.endswith(_ON_THE_WAY)), None)
-    return caller is not None and is_theirs(caller)
+    for file in call.files:
+        if not file.endswith(_ON_THE_WAY) and not is_pythons(file):
+            return is_theirs(file)
+    return False
 
 
 def _only_gives(call: Call) -> bool:

@@ -157,6 +157,8 @@ class Host:
             self._world.lose(rank)
         except BaseException as error:
             self._flush(rank)
+            if place := limits.place_of_cuda(error):
+                error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
             reporter.send(child.as_event(error))
             self._world.lose(rank)
 
@@ -192,11 +194,8 @@ class Host:
             self._world.baton.freeze()
         if how == "refused":
             rank = self._world.baton.current
-            said = (
-                f"backend simulated cannot run this code: {what}{_calling_line()}; "
-                "give --backend gloo"
-            )
-            self._reporters[rank].send(child.as_event(NotSimulatedError(said)))
+            refusal = _refusal(f"{what}{_calling_line()}")
+            self._reporters[rank].send(child.as_event(refusal))
         elif how in MISUSES:
             self._tell_ranks(State.READY, State.WAITING, State.ASLEEP, why=_STOPPED)
         else:
@@ -236,6 +235,13 @@ class Host:
         )
 
 
+def _refusal(what: str) -> NotSimulatedError:
+    device = " --device cuda" if what.startswith(limits.USES_CUDA) else ""
+    return NotSimulatedError(
+        f"backend simulated cannot run this code: {what}; give --backend gloo{device}"
+    )
+
+
 def _as_entry(call: Call) -> dict[str, Any]:
     return {
         "profiling_name": f"simulated:{call.name}",
@@ -262,7 +268,7 @@ def _calling_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_theirs(file) and os.sep in file and file != threading.__file__:
+        if is_theirs(file) and os.sep in file:
             return f" at {file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -198,8 +198,7 @@ def _shared_folders() -> tuple[str, ...]:
 
 
 def _libraries() -> tuple[str, ...]:
-    """The folders of distcheck, torch and what is loaded beside them, whose state is not looked at.
-    """
+    """The folders of distcheck, torch and what they load, whose state is left as it is."""
     loaded = [sys.modules.get(name) for name in ("numpy", "msgspec")]
     files = [__file__.rpartition("worlds")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
     return tuple(_folder(os.path.dirname(file or "")) for file in files)
