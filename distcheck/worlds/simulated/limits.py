@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _refuse_cuda() -> None:
-    lazy_init = torch.cuda._lazy_init
+    lazy_init: Any = torch.cuda._lazy_init
 
     def init_cuda() -> None:
         if here().baton.rank is None:
