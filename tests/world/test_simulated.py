@@ -366,6 +366,29 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
     assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
 
 
+def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    group = dist.new_group([0, 1])\n"
+        "    for parameter in model.parameters():\n"
+        "        dist.all_reduce(parameter.grad, group=group)\n"
+        "        parameter.grad /= 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=2, backend="simulated", workload="mlp:small", dtype="float32",
+        steps=4, save=None,
+    )  # fmt: skip
+    (case,) = report.cases
+    assert case.verdict == "pass"
+    (note,) = [note for note in case.notes if note.startswith("groups-not-destroyed: ")]
+    assert "ranks 0, 1 made 4 groups of ranks 0, 1 at " in note
+    assert f"{tmp_path / 'sync.py'}:3, one after the other, and never destroyed them" in note
+
+
 @pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
 @pytest.mark.parametrize(
     ("source", "cause"),

@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,11 @@ from distcheck.records.posted_calls import Posted
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (
     _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
+)  # fmt: skip
+# torch's own files between the caller of an operation and the process group.
+_ON_THE_WAY = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py",
 )  # fmt: skip
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
@@ -58,12 +63,6 @@ class Call(Posted):
         ]
 
     @property
-    def files(self) -> Iterator[str]:
-        """The files of these frames."""
-        files = (code.co_filename for code, _ in self.stack)
-        return (file for file in files if not file.startswith(_HERE))
-
-    @property
     def where(self) -> str:
         """The line of the code under test that called it, as " at FILE:LINE"; or nothing."""
         for code, at in self.stack:
@@ -93,6 +92,15 @@ def is_pythons(filename: str) -> bool:
     """Whether a file is of Python's own modules."""
     inner = filename.removeprefix(_PYTHONS)
     return inner != filename and not inner.startswith(_PACKAGES)
+
+
+def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
+    """Whether code under test has made a call itself, and not code of torch's."""
+    for code, _ in stack:
+        file = code.co_filename
+        if not file.startswith(_HERE) and not file.endswith(_ON_THE_WAY) and not is_pythons(file):
+            return is_theirs(file)
+    return False
 
 
 def place_of_caller() -> str:

@@ -15,13 +15,8 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.backends.simulated.calls import Call, is_pythons, is_theirs, place_of_caller
+from distcheck.backends.simulated.calls import Call, is_called_by_theirs, place_of_caller
 
-# torch's own files between the caller of an operation and the process group.
-_ON_THE_WAY = (
-    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py", "torch/overrides.py",
-)  # fmt: skip
 _SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
 # Operations that take a tensor for its size or its storage, and touch no element.
 _TOUCH_NOTHING = {
@@ -62,7 +57,7 @@ class InFlight(TorchDispatchMode):
         if self._held:
             for held in own:
                 self._check(held, f"called {call.in_words()}{call.where} on")
-        if own and _is_of_their_code(call):
+        if own and is_called_by_theirs(call.stack):
             for held in own:
                 address = held.tensor.untyped_storage().data_ptr()
                 self._held.setdefault(address, []).append(held)
@@ -150,14 +145,6 @@ def _take_modes() -> list[Any]:
 def _put_modes(modes: Sequence[Any]) -> None:
     for mode in modes:
         dispatch._push_mode(mode)
-
-
-def _is_of_their_code(call: Call) -> bool:
-    """Whether code under test has called it, and not code of torch's own."""
-    for file in call.files:
-        if not file.endswith(_ON_THE_WAY) and not is_pythons(file):
-            return is_theirs(file)
-    return False
 
 
 def _only_gives(call: Call) -> bool:

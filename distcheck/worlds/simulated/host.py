@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from distcheck.backends.simulated import leaks
 from distcheck.backends.simulated import world as simulated
 from distcheck.backends.simulated.baton import Runner, State
 from distcheck.backends.simulated.calls import Call, is_theirs
@@ -116,6 +117,7 @@ class Host:
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()
+        self._done = 0  # ranks whose job has returned
 
     @property
     def world(self) -> simulated.SimulatedWorld:
@@ -145,6 +147,7 @@ class Host:
         try:
             result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
             self._world.end_of_rank(rank)
+            self._remark()
             self._flush(rank)
             reporter.send(messages.Done(result))
         except limits.RankLeftError as left:
@@ -161,6 +164,13 @@ class Host:
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
             reporter.send(child.as_event(error))
             self._world.lose(rank)
+
+    def _remark(self) -> None:
+        """Says what the world has seen, before the last of its ranks says that it is done."""
+        self._done += 1
+        if self._done == len(self._reporters):
+            for text in self._world.kept.in_words():
+                self._reporter.send(messages.Remarked(leaks.NAME, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:
         """Sends what a rank has begun to print, also where code has put another stream there."""
