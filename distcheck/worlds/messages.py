@@ -158,7 +158,7 @@ class GoesOn(msgspec.Struct, tag=True):
 
 
 class Remarked(msgspec.Struct, tag=True):
-    """What a simulated world has seen that is no failure: its `name`, and a sentence."""
+    """What a simulated world has seen and does not fail for: its `name`, and a sentence."""
 
     name: str
     text: str
