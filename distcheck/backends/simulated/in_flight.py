@@ -56,7 +56,7 @@ class InFlight(TorchDispatchMode):
         own = [held for t, writes in uses if (held := _hold(call, t, writes)) is not None]
         if self._held:
             for held in own:
-                self._check(held, f"called {call.in_words()}{call.where} on")
+                self._check(held)
         if own and is_called_by_theirs(call.stack):
             for held in own:
                 address = held.tensor.untyped_storage().data_ptr()
@@ -88,16 +88,19 @@ class InFlight(TorchDispatchMode):
             for tensor, writes in _touched(func, args, kwargs):
                 held = _hold(None, tensor, writes)
                 if held is not None:
-                    self._check(held, f"{'wrote to' if writes else 'read'}", _name(func))
+                    self._check(held, _name(func))
         return func(*args, **kwargs)
 
-    def _check(self, use: Held, does: str, operation: str = "") -> None:
+    def _check(self, use: Held, operation: str = "") -> None:
         for held in self._held.get(use.tensor.untyped_storage().data_ptr(), ()):
             if held.call is not use.call and (use.writes or held.writes) and _overlap(use, held):
-                self._accuse(self._in_words(held, use, does, operation))
+                self._accuse(self._in_words(held, use, operation))
 
-    def _in_words(self, held: Held, use: Held, does: str, operation: str) -> str:
+    def _in_words(self, held: Held, use: Held, operation: str) -> str:
         call = held.call
+        does = "wrote to" if use.writes else "read"
+        if use.call is not None:
+            does = f"called {use.call.in_words()}{use.call.where} on"
         does_itself = "writes it" if held.writes else "reads it"
         dropped = call.work is None or call.work() is None
         waited = "nothing can wait for it, as its work was not kept" if dropped else (
