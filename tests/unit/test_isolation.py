@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -160,3 +161,19 @@ def test_a_package_that_a_library_imports_is_left_as_it_is(
         patches.end()
     for name in (NAME, "kept_library", "like_torch"):
         del sys.modules[name]
+
+
+def test_modules_that_code_makes_are_a_ranks_own_and_those_of_packages_are_not() -> None:
+    isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2)
+    isolation.begin(0)
+    sys.modules[NAME] = ModuleType(NAME)
+    sys.modules["json.of_a_package"] = ModuleType("json.of_a_package")
+    isolation.switch(0, 1)
+    assert NAME not in sys.modules
+    assert sys.modules.pop("json.of_a_package")  # so that all modules are looked at
+    sys.modules["of_the_other"] = ModuleType("of_the_other")
+    isolation.switch(1, 0)
+    assert (NAME in sys.modules, "of_the_other" in sys.modules) == (True, False)
+    assert sys.modules["torch.ops"] is torch.ops
+    isolation.end()
+    assert NAME not in sys.modules

@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import takewhile
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -63,7 +63,8 @@ class Isolation:
         self._known_files: dict[str, bool] = {}  # whether a file's module is a rank's own
         self._settings = Settings()
         self._patches = Patches(self._is_own, _libraries())
-        self._counted = len(sys.modules)
+        self._first = frozenset(sys.modules)  # what all ranks share, whatever it is
+        self._latest = next(reversed(sys.modules))
         self._own = [
             self._beginning(dict(variables), own)
             for variables, own in zip(environments, streams, strict=True)
@@ -127,16 +128,19 @@ class Isolation:
             os.chdir(own.folder)
 
     def _take_modules(self) -> dict[str, ModuleType]:
-        """Those of the code under test, which come last; further ones that all share are counted
-        among the first from now on.
+        """Those of the code under test. They come after the latest one that all ranks share; where
+        code has removed that one, all are looked at.
         """
-        count = len(sys.modules) - self._counted
-        if count == 0:
+        names = list(takewhile(lambda name: name != self._latest, reversed(sys.modules)))
+        if not names:
             return {}
-        names = list(islice(reversed(sys.modules), count if count > 0 else None))
-        theirs = [name for name in reversed(names) if self._is_own(sys.modules[name])]
+        theirs = [
+            name
+            for name in reversed(names)
+            if name not in self._first and self._is_own(sys.modules[name])
+        ]
         taken = {name: sys.modules.pop(name) for name in theirs}
-        self._counted = len(sys.modules)
+        self._latest = next(reversed(sys.modules))
         for name in taken:
             if (parent := self._shared_parent(name, taken)) is not None:
                 vars(parent).pop(name.rpartition(".")[2], None)
@@ -157,19 +161,24 @@ class Isolation:
             file = next(iter(getattr(module, "__path__", ())), None)
         if not isinstance(file, str):
             return self._is_made_by_code(module)
+        if not os.path.isabs(file):  # as of torch.ops
+            return False
         known = self._known_files.get(file)
         if known is None:
             compiled = file.endswith(_COMPILED)
-            known = not compiled and not os.path.abspath(file).startswith(self._shared)
+            known = not compiled and not os.path.normpath(file).startswith(self._shared)
             self._known_files[file] = known
         return known
 
-    @staticmethod
-    def _is_made_by_code(module: ModuleType | None) -> bool:
-        """Whether a module is of no file and of no loader, and not one that torch makes."""
+    def _is_made_by_code(self, module: ModuleType | None) -> bool:
+        """Whether a module is of no file and of no loader, and not one of a package that all ranks
+        share, which has made it for all of them.
+        """
         if type(module) is not ModuleType or module.__spec__ is not None:
             return False
-        return not module.__name__.startswith(("torch.", "_"))
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        shared = package is not None and package is not module and not self._is_own(package)
+        return not shared and not module.__name__.startswith("_")
 
 
 class _Folders:
