@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
+from distcheck.backends.simulated import collectives
 from distcheck.backends.simulated.calls import Call
 from distcheck.backends.simulated.matching import Channel
 
@@ -55,6 +57,24 @@ def test_messages_meet_in_the_order_in_which_they_were_sent() -> None:
     assert [float(one) for one in waiting.results] == [8.0]
     assert late.results == []
     assert channel.missing(late) == [1]
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_few_and_many_tensors_are_written_alike(count: int) -> None:
+    sizes = [(2, 1 + place % 3) for place in range(count)]
+    outputs = [torch.zeros(columns, rows).t() for rows, columns in sizes]  # with gaps
+    call = Call(
+        kind="all_to_all", name="all_to_all", rank=0, group="0", number=1, inputs=[],
+        outputs=outputs,
+    )  # fmt: skip
+    call.results = [torch.rand(rows * columns) for rows, columns in sizes]
+    expected = [r.view(size) for r, size in zip(call.results, sizes, strict=True)]
+    versions = [output._version for output in outputs]
+    collectives.deliver(call)
+    assert all(a.equal(b) for a, b in zip(outputs, expected, strict=True))
+    assert [output._version for output in outputs] == versions
+    assert call.delivered
+    assert call.outputs == call.results == []
 
 
 def looks_in_a_ring(world: int) -> int:

@@ -51,13 +51,16 @@ class InFlight(TorchDispatchMode):
 
     def begin(self, call: Call) -> None:
         """Notes a call that is posted now, and checks that its tensors are free for it."""
+        of_their_code = is_called_by_theirs(call.stack)
+        if not of_their_code and not self._held:
+            return  # DDP gathers a tensor of every rank on each: of 1,024 a million
         written = [] if _only_gives(call) else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
         own = [held for t, writes in uses if (held := _hold(call, t, writes)) is not None]
         if self._held:
             for held in own:
                 self._check(held)
-        if own and is_called_by_theirs(call.stack):
+        if own and of_their_code:
             for held in own:
                 address = held.tensor.untyped_storage().data_ptr()
                 self._held.setdefault(address, []).append(held)
