@@ -85,7 +85,7 @@ class Isolation:
 
     def end(self) -> None:
         """Gives this process back what it had before its first rank ran, after the last one."""
-        self._take_modules()
+        self._take_modules({})
         self._settings.take()
         self._enter(self._before)
         self._patches.end()
@@ -108,7 +108,7 @@ class Isolation:
         own.settings = self._settings.take()
         own.patches = self._patches.take()
         own.streams = (sys.stdout, sys.stderr)
-        own.modules = self._take_modules()
+        own.modules = self._take_modules(own.modules)
         if _folders.differ:
             own.folder = os.getcwd()
 
@@ -127,7 +127,7 @@ class Isolation:
         if _folders.differ:
             os.chdir(own.folder)
 
-    def _take_modules(self) -> dict[str, ModuleType]:
+    def _take_modules(self, known: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
         """Those of the code under test. They come after the latest one that all ranks share; where
         code has removed that one, all are looked at.
         """
@@ -137,7 +137,7 @@ class Isolation:
         theirs = [
             name
             for name in reversed(names)
-            if name not in self._first and self._is_own(sys.modules[name])
+            if name in known or (name not in self._first and self._is_own(sys.modules[name]))
         ]
         taken = {name: sys.modules.pop(name) for name in theirs}
         self._latest = next(reversed(sys.modules))
