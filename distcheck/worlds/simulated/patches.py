@@ -82,7 +82,7 @@ class Patches:
         if file is None or file in self._files or not self._is_own(module):
             return
         self._files.add(file)
-        with suppress(OSError, SyntaxError, ValueError, RecursionError):
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             for owner, name in _set_in(ast.parse(Path(file).read_bytes())):
                 self._add(owner, name)
 
