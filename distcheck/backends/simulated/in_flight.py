@@ -30,11 +30,12 @@ _MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chos
 
 @dataclass(eq=False)
 class Held:
-    """A tensor of a call in flight: the bytes of its storage from `begin` to `end`."""
+    """A tensor of a call in flight: of the storage at `address` the bytes from `begin` to `end`."""
 
     call: Call
     tensor: torch.Tensor
     writes: bool
+    address: int
     begin: int
     end: int
     dense: bool
@@ -62,9 +63,8 @@ class InFlight(TorchDispatchMode):
                 self._check(held)
         if own and of_their_code:
             for held in own:
-                address = held.tensor.untyped_storage().data_ptr()
-                self._held.setdefault(address, []).append(held)
-                self._calls.setdefault(call, []).append(address)
+                self._held.setdefault(held.address, []).append(held)
+                self._calls.setdefault(call, []).append(held.address)
             self._look_on()
 
     def end(self, call: Call) -> None:
@@ -95,7 +95,7 @@ class InFlight(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, use: Held, operation: str = "") -> None:
-        for held in self._held.get(use.tensor.untyped_storage().data_ptr(), ()):
+        for held in self._held.get(use.address, ()):
             if held.call is not use.call and (use.writes or held.writes) and _overlap(use, held):
                 self._accuse(self._in_words(held, use, operation))
 
@@ -127,12 +127,17 @@ class InFlight(TorchDispatchMode):
 
     def _look_on(self) -> None:
         """Puts this below all other modes, which are taken off in their own order."""
-        if self not in dispatch._get_current_dispatch_mode_stack():
-            others = _take_modes()
-            _put_modes([self, *others])
+        modes = dispatch._get_current_dispatch_mode_stack()
+        if not modes:
+            dispatch._push_mode(self)
+        elif self not in modes:
+            _put_modes([self, *_take_modes()])
 
     def _look_away(self) -> None:
-        if self in dispatch._get_current_dispatch_mode_stack():
+        modes = dispatch._get_current_dispatch_mode_stack()
+        if modes == [self]:
+            dispatch._pop_mode()
+        elif self in modes:
             _put_modes([mode for mode in _take_modes() if mode is not self])
 
 
@@ -180,15 +185,17 @@ def _hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:
-        if not tensor.untyped_storage().data_ptr():
-            return None
+        address = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
-    begin, size = int(tensor.storage_offset()), tensor.element_size()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    span = sum((count - 1) * stride for count, stride in pairs) + 1
+    if not address:
+        return None
+    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), tensor.numel()
+    if not tensor.is_contiguous():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        span = sum((count - 1) * stride for count, stride in pairs) + 1
     dense = span == tensor.numel()
-    return Held(call, tensor, writes, begin * size, (begin + span) * size, dense)
+    return Held(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
 
 
 def _overlap(one: Held, other: Held) -> bool:
