@@ -17,10 +17,16 @@ import torch
 from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook
 
+from distcheck.worlds.simulated import patches as patches_module
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.patches import Patches
 
 NAME = "kept_by_a_rank"
+
+
+@pytest.fixture(autouse=True)
+def no_packages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches_module._watching, "of_packages", [])
 
 
 def imports(folder: Path) -> None:
@@ -138,6 +144,10 @@ def test_global_variables_of_a_package_are_a_ranks_own(
     finally:
         patches.end()
     assert (kept.STATE, hasattr(kept, "LATER")) == (0, False)
+    again = Patches(lambda module: module.__name__ == NAME, libraries=())  # of the next world
+    kept.STATE = 5
+    again.end()
+    assert kept.STATE == 0
     del sys.modules[NAME], sys.modules["kept_library"]
 
 

@@ -59,6 +59,8 @@ class Patches:
         self._shared: set[str] = set()  # of these, those of modules that all ranks share
         self._known: set[tuple[int, str]] = set()
         self._places: list[Place] = []
+        for module, name in _watching.of_packages:
+            self._add(module, name)
         _watch_imports()
         _watching.patches = self
 
@@ -97,6 +99,7 @@ class Patches:
             loader: Any = module.__loader__
             with suppress(ImportError, OSError, SyntaxError):
                 for name in _assigned(loader.get_code(module.__name__)):
+                    _watching.of_packages.append((module, name))
                     self._add(module, name)
 
     def _add(self, owner: Any, name: str) -> None:
@@ -124,9 +127,13 @@ class Patches:
 
 
 class _Watching:
-    """Whose modules are watched."""
+    """Whose modules are watched; and what packages assign that a world before this one imported in
+    this process.
+    """
 
-    patches: Patches | None = None
+    def __init__(self) -> None:
+        self.patches: Patches | None = None
+        self.of_packages: list[tuple[ModuleType, str]] = []
 
 
 _watching = _Watching()
