@@ -393,7 +393,7 @@ def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("", "depends-on-schedule"),
+        ("", "message-race"),
         ("s", ""),
     ],
     ids=["from_any", "from_each"],
