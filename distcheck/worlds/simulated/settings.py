@@ -75,8 +75,8 @@ class Settings:
     def beginning(self) -> Any:
         """The settings as they are now, for a rank to begin with."""
         names = [[_own(module[name]) for name in names] for module, names, _ in self._modules]
-        objects = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects]
-        return names, objects, self._torch_now()
+        others = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects[1:]]
+        return names, [vars(c10d._World()), *others], self._torch_now()
 
     def take(self) -> Any:
         """Those of the rank that ran."""
@@ -123,7 +123,7 @@ def _or_nothing(get: Callable[[], Any]) -> Any:
 
 def _own(value: Any) -> Any:
     """A value for one rank: containers are copied."""
-    return copy.copy(value) if isinstance(value, dict | list) else value
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
 def _pairs_of_torch() -> list[Pair]:
