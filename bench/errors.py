@@ -29,7 +29,7 @@ def judge(pool: Pool, program: Program, backend: str) -> tuple[Named, Named]:
     elif lines := found.missing_lines(program):
         print(f"  {program.name}: does not name {', '.join(lines)}: {found.said[:600]}")
     twin = named(pool, program, wrong=False, backend=backend)
-    if not twin.finished:
+    if twin.causes or not twin.finished:
         print(f"  the right twin of {program.name} is accused: {twin.said[:600]}")
     return found, twin
 
@@ -47,7 +47,7 @@ def main(backend: str, programs: list[Program]) -> None:
         expected = [p.cause if backend == "simulated" else p.on_gloo for p, _, _ in own]
         right = sum(f.cause == e for (_, f, _), e in zip(own, expected, strict=True))
         lines = sum(f.cause != "" and not f.missing_lines(p) for p, f, _ in own)
-        accused = sum(not twin.finished for _, _, twin in own)
+        accused = sum(bool(twin.causes) or not twin.finished for _, _, twin in own)
         seconds = [found.seconds for _, found, _ in own if found.cause]
         spent = (
             f"; named after {statistics.median(seconds):.2f} s (at most {max(seconds):.2f})"

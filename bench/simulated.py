@@ -8,6 +8,7 @@ else they do. Memory is the peak of the process that holds the simulated world, 
 
     python bench/simulated.py [RANKS ...]      by default 2 4 8, and 64 256 without a peer
     python bench/simulated.py schedules        schedules a second at 4 ranks, by the clock
+    python bench/simulated.py messages         what a message takes of a core, in rings of ranks
 """
 
 import os
@@ -33,6 +34,7 @@ from distcheck.worlds.rendezvous import Rendezvous
 ROUNDS, LEFT_OUT = 3, 2
 WORKLOAD = f"{Path(__file__).parent / 'peers' / 'small_mlp.py'}:workload"
 MOST_PROCESSES, SCHEDULED = 16, 4
+RINGS, PARAMETERS = (8, 16, 32), 8  # what the perceptron has
 FEW, MANY = 3, 23  # steps of the two runs whose difference is taken
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -102,11 +104,11 @@ def of_processes(pool: Pool) -> tuple[float, int]:
     return core_s, max(peaks)
 
 
-def step_of(pool: Pool, case: Case) -> Ran:
+def step_of(pool: Pool, case: Case, *, few: int = FEW, many: int = MANY) -> Ran:
     """One step of a run."""
-    few, many = train(pool, case, FEW), train(pool, case, MANY)
-    core_s = (many.core_s - few.core_s) / (MANY - FEW)
-    return Ran(many.step_s, core_s, many.peak_bytes)
+    short, long = train(pool, case, few), train(pool, case, many)
+    core_s = (long.core_s - short.core_s) / (many - few)
+    return Ran(long.step_s, core_s, long.peak_bytes)
 
 
 def main(worlds: list[int]) -> None:
@@ -138,6 +140,17 @@ def print_schedules(pool: Pool) -> None:
         spent.append(time.monotonic() - begun)
     each = (spent[1] - spent[0]) / (many - few)
     print(f"schedules, {SCHEDULED} ranks: {1 / each:.1f} a second (aim: 50)")
+
+
+def print_messages(pool: Pool) -> None:
+    """A ring sends 2 (W - 1) messages on each rank for each parameter: what one takes should not
+    grow with W.
+    """
+    for world in RINGS:
+        ran = step_of(pool, case_of("ring", "simulated", world), few=1, many=5)
+        messages = PARAMETERS * 2 * (world - 1) * world
+        each = 1e6 * ran.core_s / messages
+        print(f"ring, {world} ranks: {messages} messages a step, {each:.0f} us of a core each")
 
 
 def figures_of(pool: Pool, strategy: str, world: int) -> str:
@@ -172,9 +185,9 @@ def ratio(what: str, ours: list[float], theirs: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["schedules"]:
+    if sys.argv[1:] in (["schedules"], ["messages"]):
         with closing(Pool()) as pool:
             pool.wait_ready()
-            print_schedules(pool)
+            print_schedules(pool) if sys.argv[1] == "schedules" else print_messages(pool)
         sys.exit()
     main([int(word) for word in sys.argv[1:]] or [2, 4, 8, 64, 256])

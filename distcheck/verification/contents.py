@@ -143,7 +143,7 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     if any(name_of(case.backend) == "simulated" for case in cases):
         yield (
             "ranks in processes of their own, and a real transport (ranks of backend simulated are "
-            "threads of one process: they share installed packages and C code)"
+            "threads of one process: they share C code, and what packages change in place)"
         )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
     yield f"backends other than {backends}, and other hardware"

@@ -230,15 +230,22 @@ class Session:
         if asked.what == "rerun":
             run.rerun_outcomes = tuple(outcomes)
         else:
-            self._first_world_over(run, outcomes, succeeded=world.succeeded)
+            remarks = [f"{one.name}: {one.text}" for c in world.children for one in c.remarks]
+            self._first_world_over(run, outcomes, remarks, succeeded=world.succeeded)
         if world.hung:
             self._leave_out_others(run)
         self._judge_whole_run_if_due(run)
 
     def _first_world_over(
-        self, run: InProgress, outcomes: list[Outcome], *, succeeded: bool
+        self,
+        run: InProgress,
+        outcomes: list[Outcome],
+        remarks: Sequence[str],
+        *,
+        succeeded: bool,
     ) -> None:
         run.outcomes = tuple(outcomes)
+        run.plan = run.plan.noting(*remarks)
         self._plan_step_judges(run)
         if not succeeded:
             run.worlds_left = 0

@@ -4,7 +4,8 @@ front -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front    Ready, Spawned, Exited
 child -> front     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over a pipe of its own
 
-A child that holds a simulated world says the same of each rank, as OfRank, and Proven of them all.
+A child that holds a simulated world says the same of each rank, as OfRank, and of them all
+Proven and Remarked.
 """
 
 import time
@@ -156,6 +157,13 @@ class GoesOn(msgspec.Struct, tag=True):
     """A rank that had said that it waits does not wait any more."""
 
 
+class Remarked(msgspec.Struct, tag=True):
+    """What a simulated world has seen and does not fail for: its `name`, and a sentence."""
+
+    name: str
+    text: str
+
+
 RanksEvent = Progress | Said | Done | Raised | Stacks | Printed | Left
 
 
@@ -177,7 +185,7 @@ class Proven(msgspec.Struct, tag=True):
 
 Request = Spawn | Signal
 Notice = Ready | Spawned | Exited
-Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | OfRank | Proven
+Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | OfRank | Proven | Remarked
 AnyEvent = Event | RanksEvent
 
 

@@ -1,9 +1,13 @@
 """Jobs for ranks that are processes or threads; named by "tests.world.simulated_jobs:NAME"."""
 
+import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -275,6 +279,33 @@ def _spins(rank: int) -> None:
     dist.barrier()
 
 
+def _waits_for_a_queue(rank: int) -> None:
+    if rank == 2:
+        queue.Queue[int]().get()
+    dist.barrier()
+
+
+def _waits_for_a_thread(rank: int) -> None:
+    if rank == 2:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def _waits_for_a_person(rank: int) -> None:
+    if rank == 2:
+        input()
+    dist.barrier()
+
+
+def _waits_for_a_socket(rank: int) -> None:
+    with socket.socket() as own:
+        if rank == 2:
+            own.bind(("127.0.0.1", 0))
+            own.listen()
+            own.accept()
+    dist.barrier()
+
+
 def _forks(rank: int) -> None:
     if rank == 2 and os.fork() == 0:
         sys.exit()
@@ -282,6 +313,33 @@ def _forks(rank: int) -> None:
 
 def _starts_a_process(rank: int) -> None:
     multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+def _starts_a_pool(rank: int) -> None:
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        pool.submit(print).result()
+
+
+def _spawns(rank: int) -> None:
+    torch.multiprocessing.spawn(print, nprocs=1)  # type: ignore[attr-defined]
+
+
+def _uses_a_gpu(rank: int) -> None:
+    torch.ones(1).cuda()
+
+
+def _looks_for_a_gpu(rank: int) -> None:
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.ones(1).cuda()
+    dist.barrier()
+
+
+def _imports_mpi(rank: int) -> None:
+    import mpi4py  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+
+
+def _imports_ray(rank: int) -> None:
+    from ray import train  # type: ignore[import-not-found]  # noqa: F401
 
 
 def _handles_a_signal(rank: int) -> None:
@@ -295,6 +353,11 @@ def _imports_another_transport(rank: int) -> None:
 def _runs_a_command(rank: int) -> None:
     subprocess.run(["true"], check=True)
     dist.barrier()
+
+
+def _talks_from_a_pool(rank: int) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(dist.barrier).result()
 
 
 def _talks_from_a_thread(rank: int) -> None:
@@ -328,3 +391,21 @@ def runs(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     reporter.progress(1, "sync")
     PROGRAMS[about["program"]](rank)
     return b""
+
+
+def keeps(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    """Every rank sets each thing that code may keep in a process, lets the others run, and looks
+    again. Returns what it sees that it would not see by itself.
+    """
+    rank, _ = _join(payload, fds)
+    from tests.world.kept_by_ranks import PROBES  # each rank its own
+
+    wrong = []
+    for name, probe in PROBES.items():
+        probe.put(rank)
+        dist.barrier()
+        found, expected = probe.get(), probe.expected(rank)
+        dist.barrier()
+        if found != expected:
+            wrong.append(f"rank {rank}, {name}: {found!r}, not {expected!r}")
+    return "; ".join(wrong).encode()

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import distcheck
-from distcheck.errors import LeftOutError, NotSimulatedError
+from distcheck.errors import ExitCode, LeftOutError, NotSimulatedError
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
@@ -60,7 +61,12 @@ def line_of(program: str, text: str) -> str:
 
 def sweep(*values: object) -> list[object]:
     """Parameters for the sweep only."""
-    return [pytest.param(value, marks=pytest.mark.sweep) for value in values]
+    return sweep_of(*((value,) for value in values))
+
+
+def sweep_of(*values: tuple[object, ...]) -> list[object]:
+    """The same, several at once."""
+    return [pytest.param(*several, marks=pytest.mark.sweep) for several in values]
 
 
 @pytest.mark.parametrize("world", [3, *sweep(2, 4, 5, 6, 7, 8)])
@@ -170,6 +176,19 @@ def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) 
     ranks.close()
 
 
+def test_what_code_keeps_in_a_process_is_a_ranks_own(pool: Pool) -> None:
+    """In modules, torch, Python and packages: see kept_by_ranks.py."""
+    outcomes, seen = run(pool, f"{JOBS}:keeps", 3, backend="simulated")
+    assert seen == [b""] * 3, outcomes
+
+
+@pytest.mark.sweep
+def test_a_rank_by_itself_sees_what_it_keeps(pool: Pool) -> None:
+    """The probes are right about processes."""
+    outcomes, seen = run(pool, f"{JOBS}:keeps", 3)
+    assert seen == [b""] * 3, outcomes
+
+
 @pytest.mark.parametrize(
     ("name", "words", "odd", "usual"),
     [
@@ -234,11 +253,39 @@ def test_code_that_asks_in_a_loop_or_runs_a_command_ends(pool: Pool, name: str) 
     assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
 
 
-def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool) -> None:
-    outcomes, _ = program(pool, "locks", deadline_s=0.5)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("locks", "lock.acquire()"),
+        *sweep_of(
+            ("waits_for_a_queue", ".get()"),
+            ("waits_for_a_thread", ".wait()"),
+            ("waits_for_a_socket", "own.accept()"),
+            ("spins", "while rank == 2"),
+        ),
+    ],
+)
+def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool, name: str, text: str) -> None:
+    outcomes, cause = program(pool, name, deadline_s=0.5)
     assert (outcomes[0].rank, outcomes[0].outcome) == (2, RankEnd.HUNG)
-    assert line_of("locks", "lock.acquire()").rpartition(":")[2] in outcomes[0].detail
+    assert line_of(name, text).rpartition(":")[2] in outcomes[0].detail
     assert outcomes[-1].outcome is RankEnd.ENDED, "rank 3 had no turn, and is not to blame"
+    said = f"rank 2 in no collective, at {line_of(name, text)}, and kept its turn"
+    assert f"{said}; rank 3 waited for a turn" in cause.evidence
+    assert cause.suggestion == "the stack of rank 2 shows where"
+
+
+def test_a_rank_that_asks_a_person_gets_no_answer(pool: Pool) -> None:
+    """As in processes, which have no terminal."""
+    outcomes, cause = program(pool, "waits_for_a_person")
+    assert cause.cause == "crash"
+    assert "EOFError" in outcomes[0].detail
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="code that finds a GPU is refused")
+def test_code_may_look_for_a_gpu_and_go_on_without(pool: Pool) -> None:
+    outcomes, _ = program(pool, "looks_for_a_gpu")
+    assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
 
 
 @pytest.mark.parametrize(
@@ -246,8 +293,13 @@ def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool) -> None:
     [
         ("forks", "it calls os.fork at"),
         ("starts_a_process", "it starts a process at"),
+        ("starts_a_pool", "it starts a process at {line of: pool.submit}"),
+        ("spawns", "it starts a process at {line of: torch.multiprocessing.spawn}"),
         ("handles_a_signal", "it sets a handler of a signal at"),
         ("imports_another_transport", "it imports horovod, which moves data by itself at"),
+        ("imports_mpi", "it imports mpi4py, which moves data by itself at"),
+        ("imports_ray", "it imports ray, which moves data by itself at"),
+        ("talks_from_a_pool", "a thread that is not a rank's calls barrier"),
         ("talks_from_a_thread", "a thread that is not a rank's calls all_reduce"),
         ("starts_rpc", "it starts RPC, which has threads and sockets of its own at"),
         ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),
@@ -259,8 +311,22 @@ def test_what_cannot_be_simulated_is_refused(pool: Pool, name: str, said: str) -
     refused = refusal_of(ranks)
     ranks.close()
     assert isinstance(refused, NotSimulatedError)
+    words, _, text = said.partition("{line of: ")
+    said = words + line_of(name, text.removesuffix("}")) if text else words
     assert str(refused).startswith(f"backend simulated cannot run this code: {said}")
     assert str(refused).endswith("; give --backend gloo")
+    assert refused.exit_code == ExitCode.CANNOT_RUN == 3
+
+
+def test_a_gpu_cannot_be_simulated(pool: Pool) -> None:
+    ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program="uses_a_gpu")
+    run_until_over(pool, ranks)
+    refused = refusal_of(ranks)
+    ranks.close()
+    assert str(refused) == (
+        "backend simulated cannot run this code: it uses CUDA at "
+        f"{line_of('uses_a_gpu', '.cuda()')}; give --backend gloo --device cuda"
+    )
 
 
 def test_the_rank_that_ends_the_process_is_blamed(pool: Pool) -> None:
@@ -300,11 +366,34 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
     assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
 
 
+def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "def sync(model):\n"
+        "    group = dist.new_group([0, 1])\n"
+        "    for parameter in model.parameters():\n"
+        "        dist.all_reduce(parameter.grad, group=group)\n"
+        "        parameter.grad /= 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:sync", world=2, backend="simulated", workload="mlp:small", dtype="float32",
+        steps=4, save=None,
+    )  # fmt: skip
+    (case,) = report.cases
+    assert case.verdict == "pass"
+    (note,) = [note for note in case.notes if note.startswith("groups-not-destroyed: ")]
+    assert "ranks 0, 1 made 4 groups of ranks 0, 1 at " in note
+    assert f"{tmp_path / 'sync.py'}:3, one after the other, and never destroyed them" in note
+
+
 @pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("", "depends-on-schedule"),
+        ("", "message-race"),
         ("s", ""),
     ],
     ids=["from_any", "from_each"],

@@ -17,6 +17,7 @@ from distcheck.records.ends import RankEnd
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
 from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
@@ -65,16 +66,20 @@ def named(
     ranks = start(
         pool, JOB, WORLD, backend=backend, deadline_s=deadline_s, program=program.name, wrong=wrong
     )
-    return _of_outcomes(*run_to_end(pool, ranks))
+    outcomes, spent_s = run_to_end(pool, ranks)
+    remarks = [remark for child in ranks.children for remark in child.remarks]
+    return _of_outcomes(outcomes, remarks, spent_s)
 
 
-def _of_outcomes(outcomes: list[Outcome], spent_s: float) -> Named:
+def _of_outcomes(outcomes: list[Outcome], remarks: list[Remarked], spent_s: float) -> Named:
     found = explain(outcomes)
     bad = [o for o in outcomes if o.outcome != RankEnd.FINISHED]
     said = [one.evidence for one in found]
     if found and found[0].cause == "crash":
         said += [o.detail for o in bad]  # its lines are those of the traceback
-    return Named([one.cause for one in found], "\n".join(said), not bad, spent_s)
+    said += [remark.text for remark in remarks]
+    causes = [*(one.cause for one in found), *(remark.name for remark in remarks)]
+    return Named(causes, "\n".join(said), not bad, spent_s)
 
 
 def _by_schedules(pool: Pool, program: Program, wrong: bool, deadline_s: float) -> Named:

@@ -9,6 +9,7 @@ schedules.py    which rank runs next, under a schedule
 world.py        the ranks of this process, what each has called, and how their world ends
 calls.py        what a rank has called, and where
 matching.py     calls of one group, which must be alike; messages
+leaks.py        groups that are made again and again, and never destroyed
 in_flight.py    tensors that a call still reads or writes
 collectives.py  what each collective leaves, from what every rank gave
 orders.py       the orders in which it may add

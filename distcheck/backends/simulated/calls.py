@@ -3,9 +3,11 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (
     _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
 )  # fmt: skip
-_MOST_FRAMES = 64
+# torch's own files between the caller of an operation and the process group.
+_ON_THE_WAY = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py",
+)  # fmt: skip
+_PYTHONS = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,7 +39,7 @@ class Call(Posted):
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    frames: list[dict[str, Any]] = field(default_factory=list)
+    stack: list[tuple[CodeType, int]] = field(default_factory=list)  # as of `calling_stack`
     results: list[torch.Tensor] = field(default_factory=list)
     complete: bool = False
     delivered: bool = False
@@ -45,11 +54,20 @@ class Call(Posted):
         self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
 
     @property
+    def frames(self) -> list[dict[str, Any]]:
+        """Its `stack` outside of this folder, as torch's flight recorder has it."""
+        return [
+            {"filename": code.co_filename, "line": _line(code, at), "name": code.co_name}
+            for code, at in self.stack
+            if not code.co_filename.startswith(_HERE)
+        ]
+
+    @property
     def where(self) -> str:
         """The line of the code under test that called it, as " at FILE:LINE"; or nothing."""
-        for frame in self.frames:
-            if is_theirs(frame["filename"]):
-                return f" at {frame['filename']}:{frame['line']}"
+        for code, at in self.stack:
+            if is_theirs(code.co_filename):
+                return f" at {code.co_filename}:{_line(code, at)}"
         return ""
 
     @property
@@ -63,9 +81,26 @@ class Call(Posted):
         )
 
 
+@cache
 def is_theirs(filename: str) -> bool:
-    """Whether a file is of the code under test: neither torch's nor distcheck's own."""
-    return not filename.startswith(_NOT_THEIRS)
+    """Whether a file is of the code under test: neither of torch, distcheck nor Python itself."""
+    return not filename.startswith(_NOT_THEIRS) and not is_pythons(filename)
+
+
+@cache
+def is_pythons(filename: str) -> bool:
+    """Whether a file is of Python's own modules."""
+    inner = filename.removeprefix(_PYTHONS)
+    return inner != filename and not inner.startswith(_PACKAGES)
+
+
+def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
+    """Whether code under test has made a call itself, and not code of torch's."""
+    for code, _ in stack:
+        file = code.co_filename
+        if not file.startswith(_HERE) and not file.endswith(_ON_THE_WAY) and not is_pythons(file):
+            return is_theirs(file)
+    return False
 
 
 def place_of_caller() -> str:
@@ -78,18 +113,21 @@ def place_of_caller() -> str:
     return ""
 
 
-def calling_frames() -> list[dict[str, Any]]:
-    """The frames of the caller outside of this folder, innermost first."""
-    return list(_frames())
-
-
-def _frames() -> Iterator[dict[str, Any]]:
-    frame = sys._getframe(2)
-    own = os.path.dirname(__file__)
-    for _ in range(_MOST_FRAMES):
+def calling_stack() -> list[tuple[CodeType, int]]:
+    """The frames of the caller, innermost first, up to that of the code under test: the code of
+    each, and its place in it. What lines these are is found when a person is to see them.
+    """
+    found = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(own):
-            yield {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}
-        if frame.f_back is None:
-            return
+        found.append((code, frame.f_lasti))
+        if is_theirs(code.co_filename):
+            break
         frame = frame.f_back
+    return found
+
+
+def _line(code: CodeType, at: int) -> int:
+    lines = (line for begin, end, line in code.co_lines() if begin <= at < end)
+    return next(lines, None) or code.co_firstlineno

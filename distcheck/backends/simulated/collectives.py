@@ -19,6 +19,7 @@ _COMBINE: dict[str, orders.Combine] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_FEW = 4  # tensors that are written one by one; chosen
 REDUCE_OPERATIONS = tuple(_COMBINE)
 
 
@@ -54,6 +55,11 @@ def deliver(call: Call) -> None:
     change, as with a backend that writes to their memory.
     """
     with torch.no_grad():
+        if call.by_index and len(call.outputs) > _FEW:
+            shapes = [tensor.shape for tensor in call.outputs]
+            results = [r.view(s) for r, s in zip(call.results, shapes, strict=True)]
+            torch._foreach_copy_([tensor.data for tensor in call.outputs], results)
+            call.outputs = []
         for output, result in zip(call.outputs, call.results, strict=False):
             data = output.data
             if call.by_index or not _has_memory(data):
@@ -118,8 +124,12 @@ def _broadcast(calls: Sequence[Call], order: str) -> None:
 
 def _all_gather(calls: Sequence[Call], order: str) -> None:
     given = torch.cat([_whole(call) for call in calls])
+    cut: dict[int, list[torch.Tensor]] = {}  # by their number, which says their sizes, too
     for call in calls:
-        call.results = _cut(given, call.outputs)
+        count = len(call.outputs)
+        if count not in cut:
+            cut[count] = _cut(given, call.outputs)
+        call.results = cut[count]
 
 
 def _scatter(calls: Sequence[Call], order: str) -> None:

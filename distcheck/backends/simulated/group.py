@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp
 
 from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.backends.simulated import TORCH_NAME, collectives, world
-from distcheck.backends.simulated.calls import Call, calling_frames
+from distcheck.backends.simulated.calls import Call, calling_stack
 from distcheck.backends.simulated.work import SimulatedWork
 
 
@@ -28,6 +28,7 @@ class SimulatedGroup(PythonGroup):
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._channel = self._world.channel(self._name, self._ranks)
         self._destroyed = False
+        self._made = self._world.made_group(self._ranks)
 
     def set_timeout(self, timeout: Any) -> None:
         """Nothing: calls have no timeout. A call that can never complete ends the world."""
@@ -35,6 +36,8 @@ class SimulatedGroup(PythonGroup):
     def shutdown(self) -> None:
         """What `destroy_process_group` calls; no call can follow."""
         self._destroyed = True
+        if self._made is not None:
+            self._made.destroyed = True
 
     abort = shutdown
 
@@ -182,6 +185,8 @@ class SimulatedGroup(PythonGroup):
         if self._destroyed:
             raise RuntimeError(f"{name}: the group was destroyed by destroy_process_group")
         self._check(name, [*inputs, *outputs])
+        if self._made is not None:
+            self._made.call()
         is_message = kind in ("send", "recv")
         call = Call(
             kind=kind,
@@ -198,7 +203,7 @@ class SimulatedGroup(PythonGroup):
             in_splits=splits[0],
             out_splits=splits[1],
             counts=tuple(t.numel() for t in counts or ()),
-            frames=calling_frames(),
+            stack=calling_stack(),
         )
         self._world.post(self._channel, call)
         return SimulatedWork(self._world, [call], outputs)

@@ -15,13 +15,8 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.backends.simulated.calls import Call, is_theirs, place_of_caller
+from distcheck.backends.simulated.calls import Call, is_called_by_theirs, place_of_caller
 
-# torch's own files between the caller of an operation and the process group.
-_ON_THE_WAY = (
-    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py", "torch/overrides.py",
-)  # fmt: skip
 _SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
 # Operations that take a tensor for its size or its storage, and touch no element.
 _TOUCH_NOTHING = {
@@ -35,11 +30,12 @@ _MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chos
 
 @dataclass(eq=False)
 class Held:
-    """A tensor of a call in flight: the bytes of its storage from `begin` to `end`."""
+    """A tensor of a call in flight: of the storage at `address` the bytes from `begin` to `end`."""
 
     call: Call
     tensor: torch.Tensor
     writes: bool
+    address: int
     begin: int
     end: int
     dense: bool
@@ -56,17 +52,19 @@ class InFlight(TorchDispatchMode):
 
     def begin(self, call: Call) -> None:
         """Notes a call that is posted now, and checks that its tensors are free for it."""
+        of_their_code = is_called_by_theirs(call.stack)
+        if not of_their_code and not self._held:
+            return  # DDP gathers a tensor of every rank on each: of 1,024 a million
         written = [] if _only_gives(call) else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
         own = [held for t, writes in uses if (held := _hold(call, t, writes)) is not None]
         if self._held:
             for held in own:
-                self._check(held, f"called {call.in_words()}{call.where} on")
-        if own and _is_of_their_code(call):
+                self._check(held)
+        if own and of_their_code:
             for held in own:
-                address = held.tensor.untyped_storage().data_ptr()
-                self._held.setdefault(address, []).append(held)
-                self._calls.setdefault(call, []).append(address)
+                self._held.setdefault(held.address, []).append(held)
+                self._calls.setdefault(call, []).append(held.address)
             self._look_on()
 
     def end(self, call: Call) -> None:
@@ -93,16 +91,19 @@ class InFlight(TorchDispatchMode):
             for tensor, writes in _touched(func, args, kwargs):
                 held = _hold(None, tensor, writes)
                 if held is not None:
-                    self._check(held, f"{'wrote to' if writes else 'read'}", _name(func))
+                    self._check(held, _name(func))
         return func(*args, **kwargs)
 
-    def _check(self, use: Held, does: str, operation: str = "") -> None:
-        for held in self._held.get(use.tensor.untyped_storage().data_ptr(), ()):
+    def _check(self, use: Held, operation: str = "") -> None:
+        for held in self._held.get(use.address, ()):
             if held.call is not use.call and (use.writes or held.writes) and _overlap(use, held):
-                self._accuse(self._in_words(held, use, does, operation))
+                self._accuse(self._in_words(held, use, operation))
 
-    def _in_words(self, held: Held, use: Held, does: str, operation: str) -> str:
+    def _in_words(self, held: Held, use: Held, operation: str) -> str:
         call = held.call
+        does = "wrote to" if use.writes else "read"
+        if use.call is not None:
+            does = f"called {use.call.in_words()}{use.call.where} on"
         does_itself = "writes it" if held.writes else "reads it"
         dropped = call.work is None or call.work() is None
         waited = "nothing can wait for it, as its work was not kept" if dropped else (
@@ -126,12 +127,17 @@ class InFlight(TorchDispatchMode):
 
     def _look_on(self) -> None:
         """Puts this below all other modes, which are taken off in their own order."""
-        if self not in dispatch._get_current_dispatch_mode_stack():
-            others = _take_modes()
-            _put_modes([self, *others])
+        modes = dispatch._get_current_dispatch_mode_stack()
+        if not modes:
+            dispatch._push_mode(self)
+        elif self not in modes:
+            _put_modes([self, *_take_modes()])
 
     def _look_away(self) -> None:
-        if self in dispatch._get_current_dispatch_mode_stack():
+        modes = dispatch._get_current_dispatch_mode_stack()
+        if modes == [self]:
+            dispatch._pop_mode()
+        elif self in modes:
             _put_modes([mode for mode in _take_modes() if mode is not self])
 
 
@@ -150,14 +156,6 @@ def _take_modes() -> list[Any]:
 def _put_modes(modes: Sequence[Any]) -> None:
     for mode in modes:
         dispatch._push_mode(mode)
-
-
-def _is_of_their_code(call: Call) -> bool:
-    """Whether code under test has called it, and not code of torch's own."""
-    for frame in call.frames:
-        if not frame["filename"].endswith(_ON_THE_WAY):
-            return is_theirs(frame["filename"])
-    return False
 
 
 def _only_gives(call: Call) -> bool:
@@ -187,15 +185,17 @@ def _hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:
-        if not tensor.untyped_storage().data_ptr():
-            return None
+        address = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
-    begin, size = int(tensor.storage_offset()), tensor.element_size()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    span = sum((count - 1) * stride for count, stride in pairs) + 1
+    if not address:
+        return None
+    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), tensor.numel()
+    if not tensor.is_contiguous():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        span = sum((count - 1) * stride for count, stride in pairs) + 1
     dense = span == tensor.numel()
-    return Held(call, tensor, writes, begin * size, (begin + span) * size, dense)
+    return Held(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
 
 
 def _overlap(one: Held, other: Held) -> bool:

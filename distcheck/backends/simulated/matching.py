@@ -28,11 +28,13 @@ class Channel:
 
     def __init__(self, name: str, ranks: Sequence[int], order: str) -> None:
         self.name, self.ranks, self.order = name, tuple(ranks), order
+        self._places = {rank: place for place, rank in enumerate(self.ranks)}
         self.meetings: dict[int, Meeting] = {}
         self._posted: defaultdict[int, int] = defaultdict(int)
         self._messages: defaultdict[int, int] = defaultdict(int)
-        self._sends: deque[Call] = deque()
-        self._receives: deque[Call] = deque()
+        # Those that nothing has met, by the rank that receives and the tag, as they were posted.
+        self._sends: defaultdict[tuple[int, int], deque[Call]] = defaultdict(deque)
+        self._receives: defaultdict[tuple[int, int], deque[Call]] = defaultdict(deque)
         self.misfits: list[tuple[Call, Call]] = []  # messages that do not fit each other
 
     def number_for(self, rank: int, *, is_message: bool) -> int:
@@ -59,22 +61,26 @@ class Channel:
 
     def post_message(self, call: Call) -> list[Call]:
         """Takes a send or a receive; returns both where another one fits it."""
-        own, others = (
-            (self._sends, self._receives) if call.kind == "send" else (self._receives, self._sends)
-        )
-        for other in others:
-            sent, received = (call, other) if call.kind == "send" else (other, call)
-            if not _meet(sent, received):
+        is_send = call.kind == "send"
+        receiver = call.peer if is_send else call.rank
+        assert receiver is not None
+        place = (receiver, call.tag)
+        own, others = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+        for other in others.get(place, ()):
+            sent, received = (call, other) if is_send else (other, call)
+            if received.peer not in (None, sent.rank):
                 continue
-            others.remove(other)
+            others[place].remove(other)
+            if not others[place]:
+                del others[place]
             if sent.counts != received.counts or sent.dtype != received.dtype:
                 self.misfits.append((sent, received))
                 return []
             received.results = [collectives.memory_of(sent.inputs[0]).clone()]
-            received.source, received.sender = self.ranks.index(sent.rank), sent
+            received.source, received.sender = self._places[sent.rank], sent
             sent.complete = received.complete = True
             return [sent, received]
-        own.append(call)
+        own[place].append(call)
         return []
 
     def missing(self, call: Call) -> list[int]:
@@ -129,11 +135,3 @@ class GroupsMade:
                 ]
                 return f"{' and '.join(said)}, which torch takes for the same group"
         return ""
-
-
-def _meet(sent: Call, received: Call) -> bool:
-    return (
-        received.peer in (None, sent.rank)
-        and sent.peer == received.rank
-        and sent.tag == received.tag
-    )

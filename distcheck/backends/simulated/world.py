@@ -11,8 +11,14 @@ from typing import Any, Literal, NoReturn
 
 from distcheck.backends.simulated import collectives
 from distcheck.backends.simulated.baton import Baton, State
-from distcheck.backends.simulated.calls import Call, place_of_caller
+from distcheck.backends.simulated.calls import (
+    Call,
+    calling_stack,
+    is_called_by_theirs,
+    place_of_caller,
+)
 from distcheck.backends.simulated.in_flight import InFlight, unseen
+from distcheck.backends.simulated.leaks import GroupsKept, MadeGroup
 from distcheck.backends.simulated.matching import Channel, GroupsMade
 from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import NotSimulatedError
@@ -64,6 +70,7 @@ class SimulatedWorld:
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
         self._groups = GroupsMade()
+        self.kept = GroupsKept()
         self._in_flight = [InFlight(rank, self._accuse_of_buffer) for rank in range(size)]
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
@@ -73,6 +80,13 @@ class SimulatedWorld:
         if found is None or found.ranks != tuple(ranks):
             found = self._channels[name] = Channel(name, ranks, self.order)
         return found
+
+    def made_group(self, ranks: Sequence[int]) -> MadeGroup | None:
+        """The group that the rank that runs makes now, if code under test makes it itself."""
+        rank = self.baton.rank
+        if rank is None or not is_called_by_theirs(calling_stack()):
+            return None
+        return self.kept.made(rank, place_of_caller(), tuple(ranks))
 
     def post(self, channel: Channel, call: Call) -> None:
         """Notes a call of the rank that runs, and completes what it completes."""

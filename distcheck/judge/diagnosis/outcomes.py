@@ -1,5 +1,6 @@
 """Causes that show in how ranks ended: crash, hang, collective-mismatch, unreachable."""
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 _NO_ANSWER = "did not answer when it was asked"
 _STOPPED = "stopped (state T)"
+_NO_TURN = "waits for its turn, which rank"  # in a simulated world
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_PYTHONS = os.path.dirname(os.__file__)
 
 _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
@@ -147,6 +151,13 @@ def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     )
 
 
+def _innermost(detail: str) -> str:
+    """The innermost line of a stack that is not in Python's own modules, in words."""
+    frames = [(file, line) for file, line in _FRAME.findall(detail)]
+    own = [f for f in frames if not f[0].startswith(_PYTHONS) or "-packages" in f[0]] or frames
+    return f", at {own[-1][0]}:{own[-1][1]}" if own else ""
+
+
 def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
     return {
         o.rank: {
@@ -164,10 +175,11 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     calls: dict[str, list[int]] = {}
     elsewhere = []
     silent = []
+    without_turn = [outcome.rank for outcome in hung if _NO_TURN in outcome.detail]
     stopped = [outcome.rank for outcome in hung if _STOPPED in outcome.detail]
     for outcome in hung:
         match = _LAST_COLLECTIVE.search(outcome.detail)
-        if outcome.rank in stopped:
+        if outcome.rank in stopped or outcome.rank in without_turn:
             continue
         if _NO_ANSWER in outcome.detail:
             silent.append(outcome.rank)
@@ -177,7 +189,11 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
             call = f"{match[1]} of [{match[2]}], number {match[3]}"
             calls.setdefault(call, []).append(outcome.rank)
     parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
-    parts += [f"{ranks_text(elsewhere)} in no collective"] if elsewhere else []
+    if elsewhere:
+        place = next((_innermost(o.detail) for o in hung if [o.rank] == elsewhere), "")
+        kept = ", and kept its turn" if without_turn else ""
+        parts.append(f"{ranks_text(elsewhere)} in no collective{place}{kept}")
+    parts += [f"{ranks_text(without_turn)} waited for a turn"] if without_turn else []
     parts += [f"{ranks_text(silent)} did not answer"] if silent else []
     parts += [f"{ranks_text(finished)} finished"] if finished else []
     evidence = "; ".join(parts)

@@ -34,6 +34,7 @@ class Child:
     raised: messages.Raised | None = None
     stacks: messages.Stacks | None = None
     proven: messages.Proven | None = None  # why its world could go no further, where that is known
+    remarks: list[messages.Remarked] = field(default_factory=list)  # of its whole world
     waits: messages.Waits | None = None  # what it said when it could not go on by itself
     waits_count: int = 0  # of what it has said of that
     progress: messages.Progress | None = None

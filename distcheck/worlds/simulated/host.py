@@ -11,11 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
 
+from distcheck.backends.simulated import leaks
 from distcheck.backends.simulated import world as simulated
 from distcheck.backends.simulated.baton import Runner, State
 from distcheck.backends.simulated.calls import Call, is_theirs
@@ -99,15 +101,12 @@ class Host:
         self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.payloads))
         self._reporters = [RankReporter(reporter, rank) for rank in ranks]
-        streams: list[tuple[TextIO, TextIO]] = []
-        for own in self._reporters:
-            stream: Any = RankStream(own)
-            streams.append((stream, stream))
+        self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
             in_order({**os.environ, **own}, seed)
             for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
         ]
-        self._isolation = Isolation(environments, streams)
+        self._isolation = Isolation(environments, [(s, s) for s in self._streams])
         self._world = simulated.SimulatedWorld(
             len(ranks),
             asked.order,
@@ -118,6 +117,7 @@ class Host:
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()
+        self._done = 0  # ranks whose job has returned
 
     @property
     def world(self) -> simulated.SimulatedWorld:
@@ -143,13 +143,15 @@ class Host:
 
     def _live(self, rank: int) -> None:
         reporter = self._reporters[rank]
+        torch.get_num_threads()  # so that what a rank sets is its thread's, and no other's
         try:
             result = self._target(self._asked.payloads[rank], self._fds_of(rank), reporter)
             self._world.end_of_rank(rank)
-            sys.stdout.flush()
+            self._remark()
+            self._flush(rank)
             reporter.send(messages.Done(result))
         except limits.RankLeftError as left:
-            sys.stdout.flush()
+            self._flush(rank)
             entries = self._entries_of(rank)
             text = child.shown_of(_where_left(left))
             said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
@@ -157,9 +159,24 @@ class Host:
             reporter.send(messages.Left(left.status))
             self._world.lose(rank)
         except BaseException as error:
-            sys.stdout.flush()
+            self._flush(rank)
+            if place := limits.place_of_cuda(error):
+                error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
             reporter.send(child.as_event(error))
             self._world.lose(rank)
+
+    def _remark(self) -> None:
+        """Says what the world has seen, before the last of its ranks says that it is done."""
+        self._done += 1
+        if self._done == len(self._reporters):
+            for text in self._world.kept.in_words():
+                self._reporter.send(messages.Remarked(leaks.NAME, messages.printable(text)))
+
+    def _flush(self, rank: int) -> None:
+        """Sends what a rank has begun to print, also where code has put another stream there."""
+        with suppress(Exception):
+            sys.stdout.flush()
+        self._streams[rank].flush()
 
     def _fds_of(self, rank: int) -> Descriptors:
         found: dict[str, int] = {}
@@ -187,11 +204,8 @@ class Host:
             self._world.baton.freeze()
         if how == "refused":
             rank = self._world.baton.current
-            said = (
-                f"backend simulated cannot run this code: {what}{_calling_line()}; "
-                "give --backend gloo"
-            )
-            self._reporters[rank].send(child.as_event(NotSimulatedError(said)))
+            refusal = _refusal(f"{what}{_calling_line()}")
+            self._reporters[rank].send(child.as_event(refusal))
         elif how in MISUSES:
             self._tell_ranks(State.READY, State.WAITING, State.ASLEEP, why=_STOPPED)
         else:
@@ -231,6 +245,13 @@ class Host:
         )
 
 
+def _refusal(what: str) -> NotSimulatedError:
+    device = " --device cuda" if what.startswith(limits.USES_CUDA) else ""
+    return NotSimulatedError(
+        f"backend simulated cannot run this code: {what}; give --backend gloo{device}"
+    )
+
+
 def _as_entry(call: Call) -> dict[str, Any]:
     return {
         "profiling_name": f"simulated:{call.name}",
@@ -257,7 +278,7 @@ def _calling_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_theirs(file) and os.sep in file and file != threading.__file__:
+        if is_theirs(file) and os.sep in file:
             return f" at {file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -3,37 +3,33 @@ whenever another rank runs.
 
     random numbers    of torch, Python and numpy
     environment       `os.environ`; what C code reads of it is the process's
-    c10d              the groups that torch.distributed keeps in its module
+    settings          of Python and torch, and the groups of torch.distributed: see settings.py
+    patches           what code sets in modules and classes that all ranks share: see patches.py
     modules           those of the code under test: every rank imports its own, so that a global
                       variable in one is the rank's. Python's, torch's, distcheck's and what is
                       installed beside them are shared, and so are modules with compiled code.
     working directory once a rank has changed it
     streams           sys.stdout and sys.stderr
-    default dtype     of torch
 """
 
 import importlib
 import os
-import random
 import site
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
-from pathlib import Path
+from itertools import takewhile
 from types import ModuleType
 from typing import Any, TextIO
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 
-# What torch.distributed keeps beside its `_world`; releases differ.
-_C10D_NAMES = (
-    "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_group_count", "_tags_to_pg",
-    "_pg_to_tag", "_default_pg_init_method",
-)  # fmt: skip
+from distcheck.worlds.simulated.patches import Patches
+from distcheck.worlds.simulated.random_numbers import Generators, Numbers
+from distcheck.worlds.simulated.settings import Settings
+
 _COMPILED = (".so", ".pyd")
 
 
@@ -41,15 +37,12 @@ _COMPILED = (".so", ".pyd")
 class Own:
     """What one rank has of its own."""
 
-    torch_random: torch.Tensor
-    python_random: Any
-    numpy_random: Any
+    numbers: Numbers
+    settings: Any
+    patches: Sequence[Any]
     environment: Any
-    c10d_values: dict[str, Any]
-    c10d_world: dict[str, Any]
     streams: tuple[TextIO, TextIO]
     folder: str
-    dtype: torch.dtype
     module_locks: dict[str, Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
 
@@ -62,12 +55,16 @@ class Isolation:
     def __init__(
         self, environments: Sequence[Mapping[str, str]], streams: Sequence[tuple[TextIO, TextIO]]
     ) -> None:
+        self._generators = Generators()
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
         _hear_of_folders()
         _folders.differ = False
         self._shared = _shared_folders()
-        self._c10d = {name: vars(c10d)[name] for name in _C10D_NAMES if hasattr(c10d, name)}
-        self._counted = len(sys.modules)
+        self._known_files: dict[str, bool] = {}  # whether a file's module is a rank's own
+        self._settings = Settings()
+        self._patches = Patches(self._is_own, _libraries())
+        self._first = frozenset(sys.modules)  # what all ranks share, whatever it is
+        self._latest = next(reversed(sys.modules))
         self._own = [
             self._beginning(dict(variables), own)
             for variables, own in zip(environments, streams, strict=True)
@@ -88,49 +85,40 @@ class Isolation:
 
     def end(self) -> None:
         """Gives this process back what it had before its first rank ran, after the last one."""
-        self._take_modules()
+        self._take_modules({})
+        self._settings.take()
         self._enter(self._before)
+        self._patches.end()
 
     def _beginning(self, variables: dict[str, str], streams: tuple[TextIO, TextIO]) -> Own:
         environ: Any = os.environ
         data = {environ.encodekey(k): environ.encodevalue(v) for k, v in variables.items()}
         return Own(
-            torch_random=torch.default_generator.get_state(),
-            python_random=random.getstate(),
-            numpy_random=_numpy_state(),
+            numbers=self._generators.beginning(),
+            settings=self._settings.beginning(),
+            patches=(),
             environment=data,
-            c10d_values={k: v.copy() if isinstance(v, dict) else v for k, v in self._c10d.items()},
-            c10d_world=vars(c10d._World()).copy(),
             streams=streams,
             folder=os.getcwd(),
-            dtype=torch.get_default_dtype(),
             module_locks={},
         )
 
     def _leave(self, own: Own) -> None:
-        own.torch_random = torch.default_generator.get_state()
-        own.python_random = random.getstate()
-        own.numpy_random = _numpy_state()
-        for name in self._c10d:
-            own.c10d_values[name] = vars(c10d)[name]
+        self._generators.take(own.numbers)
+        own.settings = self._settings.take()
+        own.patches = self._patches.take()
         own.streams = (sys.stdout, sys.stderr)
-        own.dtype = torch.get_default_dtype()
-        own.modules = self._take_modules()
+        own.modules = self._take_modules(own.modules)
         if _folders.differ:
             own.folder = os.getcwd()
 
     def _enter(self, own: Own) -> None:
-        torch.default_generator.set_state(own.torch_random)
-        random.setstate(own.python_random)
-        if own.numpy_random is not None:
-            sys.modules["numpy.random"].set_state(own.numpy_random)
+        self._generators.give(own.numbers)
         environ: Any = os.environ
         environ._data = own.environment
-        vars(c10d).update(own.c10d_values)
-        c10d._world.__dict__ = own.c10d_world
+        self._settings.give(own.settings)
+        self._patches.give(own.patches)
         sys.stdout, sys.stderr = own.streams
-        if own.dtype != torch.get_default_dtype():
-            torch.set_default_dtype(own.dtype)
         sys.modules.update(own.modules)
         for name, module in own.modules.items():
             if (parent := self._shared_parent(name, own.modules)) is not None:
@@ -139,17 +127,20 @@ class Isolation:
         if _folders.differ:
             os.chdir(own.folder)
 
-    def _take_modules(self) -> dict[str, ModuleType]:
-        """Those of the code under test, which come last; further ones that all share are counted
-        among the first from now on.
+    def _take_modules(self, known: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+        """Those of the code under test. They come after the latest one that all ranks share; where
+        code has removed that one, all are looked at.
         """
-        count = len(sys.modules) - self._counted
-        if count == 0:
+        names = list(takewhile(lambda name: name != self._latest, reversed(sys.modules)))
+        if not names:
             return {}
-        names = list(islice(reversed(sys.modules), count if count > 0 else None))
-        theirs = [name for name in reversed(names) if self._is_own(sys.modules[name])]
+        theirs = [
+            name
+            for name in reversed(names)
+            if name in known or (name not in self._first and self._is_own(sys.modules[name]))
+        ]
         taken = {name: sys.modules.pop(name) for name in theirs}
-        self._counted = len(sys.modules)
+        self._latest = next(reversed(sys.modules))
         for name in taken:
             if (parent := self._shared_parent(name, taken)) is not None:
                 vars(parent).pop(name.rpartition(".")[2], None)
@@ -168,9 +159,26 @@ class Isolation:
         file = getattr(module, "__file__", None)
         if file is None:  # a folder without __init__.py, or built in
             file = next(iter(getattr(module, "__path__", ())), None)
-        if not isinstance(file, str) or file.endswith(_COMPILED):
+        if not isinstance(file, str):
+            return self._is_made_by_code(module)
+        if not os.path.isabs(file):  # as of torch.ops
             return False
-        return not os.path.abspath(file).startswith(self._shared)
+        known = self._known_files.get(file)
+        if known is None:
+            compiled = file.endswith(_COMPILED)
+            known = not compiled and not os.path.normpath(file).startswith(self._shared)
+            self._known_files[file] = known
+        return known
+
+    def _is_made_by_code(self, module: ModuleType | None) -> bool:
+        """Whether a module is of no file and of no loader, and not one of a package that all ranks
+        share, which has made it for all of them.
+        """
+        if type(module) is not ModuleType or module.__spec__ is not None:
+            return False
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        shared = package is not None and package is not module and not self._is_own(package)
+        return not shared and not module.__name__.startswith("_")
 
 
 class _Folders:
@@ -191,14 +199,19 @@ def _hear_of_folders() -> None:
     sys.addaudithook(hear)
 
 
-def _numpy_state() -> Any:
-    numpy: Any = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state(legacy=False)
-
-
 def _shared_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
-    folders |= {str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)}
-    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
+    return tuple(_folder(folder) for folder in folders) + _libraries()
+
+
+def _libraries() -> tuple[str, ...]:
+    """The folders of distcheck, torch and what they load, whose state is left as it is."""
+    loaded = [sys.modules.get(name) for name in ("numpy", "msgspec")]
+    files = [__file__.rpartition("worlds")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
+    return tuple(_folder(os.path.dirname(file or "")) for file in files)
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.abspath(path), "")

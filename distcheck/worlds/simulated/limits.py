@@ -11,13 +11,19 @@ import os
 import signal
 import sys
 import time
+import traceback
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
+
+from distcheck.backends.simulated.calls import is_theirs
 from distcheck.backends.simulated.world import here
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
+USES_CUDA = "it uses CUDA"
+_MARK = "_distcheck_uses_cuda"
 
 
 class RankLeftError(BaseException):
@@ -63,7 +69,26 @@ def install() -> None:
     module.signal = refuse_signal
     os._exit = leave_rank
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
+    _refuse_cuda()
     sys.addaudithook(_hear)
+
+
+def _refuse_cuda() -> None:
+    lazy_init: Any = torch.cuda._lazy_init
+
+    def init_cuda() -> None:
+        if here().baton.rank is None:
+            lazy_init()
+            return
+        if torch.cuda.is_available():
+            here().refuse(USES_CUDA)
+        try:
+            lazy_init()
+        except Exception as error:
+            setattr(error, _MARK, True)  # code may catch it, and go on without CUDA
+            raise
+
+    torch.cuda._lazy_init = init_cuda
 
 
 def _hear(event: str, given: tuple[Any, ...]) -> None:
@@ -73,3 +98,14 @@ def _hear(event: str, given: tuple[Any, ...]) -> None:
         here().refuse(f"it calls {event}")
     if event == "import" and given[0] in _OWN_TRANSPORT:
         here().refuse(f"it imports {given[0]}, which moves data by itself")
+
+
+def place_of_cuda(error: BaseException | None) -> str:
+    """Where code asked for CUDA, as " at FILE:LINE", if that is why it raised; or nothing."""
+    while error is not None:
+        if getattr(error, _MARK, False):
+            frames = traceback.extract_tb(error.__traceback__)
+            theirs = [frame for frame in frames if is_theirs(frame.filename)]
+            return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else " "
+        error = error.__cause__ or error.__context__
+    return ""

@@ -101,6 +101,8 @@ class HostProcess(Child):
         elif isinstance(event, messages.Proven):
             for rank in self.ranks:
                 rank.proven = event
+        elif isinstance(event, messages.Remarked):
+            self.ranks[0].remarks.append(event)
         elif isinstance(event, messages.Raised):
             for rank in self.ranks:
                 if rank.done is None and rank.raised is None and not rank.gone:
