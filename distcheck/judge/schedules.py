@@ -96,7 +96,7 @@ def _depends(
         [
             evidence,
             f"found by seed {found.drawn}, shrunk in {found.shrinking} runs",
-            *_timelines(found.usual, other),
+            *timelines(found.usual, other),
         ]
     )
     result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
@@ -167,7 +167,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
     return f", first after step {first_step} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
-def _timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
+def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
     """Both runs around the first call that they do not share."""
     apart = next(
         (

@@ -6,13 +6,18 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.owned import ABSENT, Owned
 
 NAME = "kept_by_a_rank"
+
+
+OWNER = SimpleNamespace(value=1)
 
 
 def imports(folder: Path) -> None:
@@ -34,6 +39,7 @@ LEFT: dict[str, tuple[Callable[[Path], object], Callable[[], object]]] = {
         lambda _: torch.manual_seed(5), lambda: torch.default_generator.get_state().tolist()
     ),
     "Python's random numbers": (lambda _: random.seed(5), random.getstate),
+    "what a job owns": (lambda _: setattr(OWNER, "value", 5), lambda: OWNER.value),
     "the output": (lambda _: setattr(sys, "stdout", StringIO()), lambda: id(sys.stdout)),
 }  # fmt: skip
 
@@ -41,11 +47,14 @@ LEFT: dict[str, tuple[Callable[[Path], object], Callable[[], object]]] = {
 def lives(changes: Callable[[Path], object], seen: Callable[[], object], folder: Path) -> int:
     """0 if a rank saw its change, and nothing of it is there after the world's end."""
     before = seen()
-    isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2)
+    owned = Owned([(OWNER, "value"), (OWNER, "other")], lambda: [2, ABSENT])
+    isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2, owned)
     isolation.begin(0)
     changes(folder)
     changed = seen() != before
+    OWNER.other = 1
     isolation.switch(0, 1)
+    assert (OWNER.value, hasattr(OWNER, "other")) == (2, False)
     isolation.switch(1, 0)
     isolation.end()
     return 0 if changed and seen() == before else 1

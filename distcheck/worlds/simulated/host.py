@@ -29,6 +29,7 @@ from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.requests import HostRequest
 from distcheck.worlds.simulated.share import TURN, TURN_FD
 
@@ -107,7 +108,7 @@ class Host:
             in_order({**os.environ, **own}, seed)
             for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
         ]
-        self._isolation = Isolation(environments, streams)
+        self._isolation = Isolation(environments, streams, owned_by(self._target))
         self._world = simulated.SimulatedWorld(
             len(ranks),
             asked.order,

@@ -10,6 +10,7 @@ whenever another rank runs.
     working directory once a rank has changed it
     streams           sys.stdout and sys.stderr
     default dtype     of torch
+    what a job says   attributes that `owned.py` names
 """
 
 import importlib
@@ -29,12 +30,15 @@ from typing import Any, TextIO
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from distcheck.worlds.simulated.owned import Owned
+
 # What torch.distributed keeps beside its `_world`; releases differ.
 _C10D_NAMES = (
     "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_group_count", "_tags_to_pg",
     "_pg_to_tag", "_default_pg_init_method",
 )  # fmt: skip
 _COMPILED = (".so", ".pyd")
+_NOTHING = Owned()
 
 
 @dataclass
@@ -51,17 +55,22 @@ class Own:
     folder: str
     dtype: torch.dtype
     module_locks: dict[str, Any]
+    attributes: Sequence[Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
 
 
 class Isolation:
     """Exchanges what is a rank's own. All ranks begin with what this process has now, and with
-    `environments`, one for each.
+    `environments`, one for each; of what the job has `owned`, with its first values.
     """
 
     def __init__(
-        self, environments: Sequence[Mapping[str, str]], streams: Sequence[tuple[TextIO, TextIO]]
+        self,
+        environments: Sequence[Mapping[str, str]],
+        streams: Sequence[tuple[TextIO, TextIO]],
+        owned: Owned = _NOTHING,
     ) -> None:
+        self._owned = owned
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
         _hear_of_folders()
         _folders.differ = False
@@ -69,10 +78,10 @@ class Isolation:
         self._c10d = {name: vars(c10d)[name] for name in _C10D_NAMES if hasattr(c10d, name)}
         self._counted = len(sys.modules)
         self._own = [
-            self._beginning(dict(variables), own)
+            self._beginning(dict(variables), own, owned.begin())
             for variables, own in zip(environments, streams, strict=True)
         ]
-        self._before = self._beginning({}, (sys.stdout, sys.stderr))
+        self._before = self._beginning({}, (sys.stdout, sys.stderr), owned.read())
         environ: Any = os.environ
         self._before.environment = environ._data
         self._before.module_locks = self._locks._module_locks
@@ -91,7 +100,12 @@ class Isolation:
         self._take_modules()
         self._enter(self._before)
 
-    def _beginning(self, variables: dict[str, str], streams: tuple[TextIO, TextIO]) -> Own:
+    def _beginning(
+        self,
+        variables: dict[str, str],
+        streams: tuple[TextIO, TextIO],
+        attributes: Sequence[Any],
+    ) -> Own:
         environ: Any = os.environ
         data = {environ.encodekey(k): environ.encodevalue(v) for k, v in variables.items()}
         return Own(
@@ -105,6 +119,7 @@ class Isolation:
             folder=os.getcwd(),
             dtype=torch.get_default_dtype(),
             module_locks={},
+            attributes=attributes,
         )
 
     def _leave(self, own: Own) -> None:
@@ -116,6 +131,7 @@ class Isolation:
         own.streams = (sys.stdout, sys.stderr)
         own.dtype = torch.get_default_dtype()
         own.modules = self._take_modules()
+        own.attributes = self._owned.read()
         if _folders.differ:
             own.folder = os.getcwd()
 
@@ -136,6 +152,7 @@ class Isolation:
             if (parent := self._shared_parent(name, own.modules)) is not None:
                 setattr(parent, name.rpartition(".")[2], module)
         self._locks._module_locks = own.module_locks
+        self._owned.write(own.attributes)
         if _folders.differ:
             os.chdir(own.folder)
 
@@ -164,13 +181,23 @@ class Isolation:
         return None if not parent or parent in own else sys.modules.get(parent)
 
     def _is_own(self, module: ModuleType | None) -> bool:
-        """Whether a module is of the code under test, and so each rank's own."""
-        file = getattr(module, "__file__", None)
-        if file is None:  # a folder without __init__.py, or built in
-            file = next(iter(getattr(module, "__path__", ())), None)
-        if not isinstance(file, str) or file.endswith(_COMPILED):
-            return False
-        return not os.path.abspath(file).startswith(self._shared)
+        return _is_theirs(module, self._shared)
+
+
+def code_under_test() -> list[ModuleType]:
+    """The modules of the code under test that this process has imported."""
+    shared = _shared_folders()
+    return [module for module in list(sys.modules.values()) if _is_theirs(module, shared)]
+
+
+def _is_theirs(module: ModuleType | None, shared: tuple[str, ...]) -> bool:
+    """Whether a module is of the code under test, and so each rank's own."""
+    file = getattr(module, "__file__", None)
+    if file is None:  # a folder without __init__.py, or built in
+        file = next(iter(getattr(module, "__path__", ())), None)
+    if not isinstance(file, str) or file.endswith(_COMPILED):
+        return False
+    return not os.path.abspath(file).startswith(shared)
 
 
 class _Folders:
