@@ -104,10 +104,8 @@ def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
     from _pytest.runner import SetupState
 
     yield (_here(), "_memo"), None
-    yield (rank, "_view"), lambda: None
     yield (session, "_line"), lambda: None
     yield (item, "funcargs"), lambda: dict(item.funcargs)
-    yield (item, "user_properties"), lambda: list(item.user_properties)
     yield (item, "_request"), lambda: _own_request(item)
     yield (item.session, "_setupstate"), SetupState
     for name in ("filters", "showwarning", "_showwarnmsg_impl"):
@@ -116,9 +114,10 @@ def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
     if captures is not None:
         yield (captures, "_capture_fixture"), lambda: None
     logs = item.config.pluginmanager.getplugin("logging-plugin")
-    for handler in () if logs is None else (logs.caplog_handler, logs.report_handler):
-        yield (handler, "records"), list
-        yield (handler, "stream"), type(handler.stream)
+    if logs is not None:
+        yield (logs.caplog_handler, "records"), list
+        for handler in (logs.caplog_handler, logs.report_handler):
+            yield (handler, "stream"), type(handler.stream)
 
 
 def _here() -> types.ModuleType:

@@ -51,6 +51,28 @@ def test_a_fixture_set_up_once_is_copied(world, ranks_own, model):
     world.barrier()
     assert model.weight[0, 0] == rank
 
+@pytest.fixture
+def outer(world, steps):
+    world.barrier()
+    yield steps.append("outer")
+    world.barrier()
+    print(world.rank, *steps, "outer down")
+
+@pytest.fixture
+def inner(world, outer, steps, request):
+    world.barrier()
+    yield steps.append("inner")
+    world.barrier()
+    steps.append("inner down")
+
+@pytest.fixture
+def steps(monkeypatch): return []
+
+@threads
+def test_fixtures_that_meet(world, inner, steps):
+    world.barrier()
+    assert steps == ["outer", "inner"]
+
 @threads
 def test_output(world, capsys):
     print("hello from", world.rank)
@@ -68,6 +90,7 @@ def test_log(world, caplog):
     logging.getLogger().warning("from %d", world.rank)
     world.barrier()
     assert caplog.messages == [f"from {world.rank}"]
+    assert caplog.text.count("from") == 1
 
 @threads
 def test_warnings(world):
@@ -76,6 +99,20 @@ def test_warnings(world):
         warnings.warn(f"mine {world.rank}")
         world.barrier()
     assert len(told) == 1
+
+@threads
+def test_filters_and_what_shows_warnings(world):
+    shown = []
+    if world.rank == 0:
+        warnings.simplefilter("error")
+        warnings.showwarning = lambda *told: shown.append(told)
+    with pytest.warns(UserWarning) as told:
+        world.barrier()
+        warnings.warn(f"within {world.rank}")
+    world.barrier()
+    if world.rank:
+        warnings.warn("not an error here")
+    assert (len(told), shown) == (1, [])
 
 @threads
 def test_random_numbers(world):
@@ -130,12 +167,15 @@ def test_after_all(): assert (count, seen, weights.sum()) == (0, {"deep": []}, 0
 
 def test_each_rank_has_for_itself_what_it_has_in_a_process(run: Run) -> None:
     ran = run(HEAD + OWN, "-rA", "-W", "error::distcheck.testing.LeakWarning")
-    assert re.search(r"^=+ 17 passed, 1 skipped, 1 xfailed, 3 warnings", ran.stdout, re.M), (
+    assert re.search(r"^=+ 19 passed, 1 skipped, 1 xfailed, 4 warnings", ran.stdout, re.M), (
         ran.stdout
     )
     for rank in range(3):
         assert f"torn down by {rank}" in ran.stdout
+        assert f"{rank} outer inner inner down outer down" in ran.stdout
         assert f"seen on {rank}" in ran.stdout
+        log = rf"Captured log of rank {rank} call -+\nWARNING .* from {rank}\n[-_=]"
+        assert re.search(log, ran.stdout), ran.stdout
 
 
 FAILING = """
