@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from distcheck.records import CheckResult, Compared, Diagnosis
-from distcheck.records.schedules import BUFFERED, KINDS, ScheduleRun, Searched, Turn, read_schedule
+from distcheck.records.schedules import (
+    BUFFERED,
+    KINDS,
+    Covered,
+    ScheduleRun,
+    Searched,
+    Turn,
+    read_schedule,
+)
 
 CHECK = "schedules"
 _MOST_LINES = 14  # of one timeline
@@ -48,11 +56,38 @@ def judged(
 
 
 def _alike(found: Searched, compared: Compared) -> CheckResult:
-    said = (
-        f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them) left the bits "
-        f"of the usual one; calls came in {found.distinct} different orders"
-    )
+    said = _ran(found) if found.covered is None else _covered(found.ran, found.covered)
+    said += f" left the bits of the usual one; calls came in {found.distinct} different orders"
     return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=said)
+
+
+def _ran(found: Searched) -> str:
+    return f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
+
+
+def _covered(ran: int, covered: Covered) -> str:
+    """What was run of the schedules with few switches; all are claimed only where all were run."""
+    each = " (each also with buffered sends)" if covered.buffered else ""
+    if covered.all:
+        return f"all {ran} schedules that there are{each}"
+    if covered.switches == covered.most:
+        return f"all {ran} schedules with at most {_switches(covered.most)}{each}"
+    more = f"{covered.further} of those with {_switches(covered.switches + 1)}"
+    if covered.switches < 1:
+        return f"{ran} schedules with at most {_switches(1)}, not all of them{each},"
+    whole = f"all with at most {_switches(covered.switches)}"
+    return f"{ran} schedules{each}, which are {whole} and {more},"
+
+
+def _switches(count: int) -> str:
+    return f"{count} switch{'es' * (count != 1)}"
+
+
+def found_by(found: Searched) -> str:
+    """How the other run was found, in words."""
+    drawn = found.drawn
+    first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
+    return f"found by {first}, shrunk in {found.shrinking} runs"
 
 
 def _not_compared(found: Searched) -> CheckResult:
@@ -83,9 +118,8 @@ def _depends(
 ) -> tuple[CheckResult, list[Diagnosis]]:
     other = found.other
     assert other is not None
-    switches = len(other.switches)
     told = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
-    told += [f"{switches} switch{'es' * (switches != 1)}"] if switches else []
+    told += [_switches(len(other.switches))] if other.switches else []
     evidence = (
         f"with {' and '.join(told) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
@@ -95,7 +129,7 @@ def _depends(
     lines = "\n".join(
         [
             evidence,
-            f"found by seed {found.drawn}, shrunk in {found.shrinking} runs",
+            found_by(found),
             *timelines(found.usual, other),
         ]
     )

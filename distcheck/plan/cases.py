@@ -98,7 +98,7 @@ def check_request(request: Request) -> None:
             f"of integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
         )
     backends.check_name(request.backend)
-    scheduled.check_schedules(request.schedules, request.schedule, request.backend)
+    scheduled.check_request(request)
     if request.device not in devices.DEVICES:
         meant = did_you_mean(request.device, devices.DEVICES)
         raise UsageError(
@@ -178,6 +178,7 @@ def check_case(case: Case) -> Case:
         delays=case.delays,
         separate=case.separate,
         schedules=case.schedules,
+        switches=case.switches,
         schedule=case.schedule,
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]

@@ -130,7 +130,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
         count = len(failed_subtests)
         text = ", ".join(failed_subtests)
         _refuse(f"contains {count} failed subtest{'s' * (count > 1)}: {text}")
-    if options.schedules:
+    if options.schedules or options.switches:
         _try_schedules(prepared)
     return ended.reports
 

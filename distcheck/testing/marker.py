@@ -15,7 +15,8 @@ NAME = "world"
 SIZE_PARAMETER = "_distcheck_world_size"  # a name that no fixture of a user has
 _MOST_RANKS, _MOST_SIMULATED = 256, 1024
 _KINDS = {
-    "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "schedule": str,
+    "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "switches": int,
+    "schedule": str,
 }  # fmt: skip
 _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reuse=False)'
 
@@ -32,6 +33,7 @@ class WorldOptions:
     seed: int = 0
     reuse: bool = False
     schedules: int = 0
+    switches: int = 0
     schedule: str = ""
 
     @property
@@ -71,7 +73,17 @@ def _as_written(mark: pytest.Mark) -> str:
 
 def check_options(mark: pytest.Mark) -> WorldOptions:
     """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
-    known = {"size", "backend", "device", "deadline_s", "seed", "reuse", "schedules", "schedule"}
+    known = {
+        "size",
+        "backend",
+        "device",
+        "deadline_s",
+        "seed",
+        "reuse",
+        "schedules",
+        "switches",
+        "schedule",
+    }
     unknown = set(mark.kwargs) - known
     if unknown:
         raise _refuse(f"takes no {', '.join(sorted(unknown))}")
@@ -109,13 +121,18 @@ def _check_simulated(options: WorldOptions) -> None:
         ):
             if given:
                 raise _refuse(f"was given {name} with backend='simulated', where {why}")
-    for name in ("schedules", "schedule"):
+    for name in ("schedules", "switches", "schedule"):
         if getattr(options, name) and not options.is_simulated:
             raise _refuse(f"was given {name}, which needs backend='simulated'")
     try:
         if options.is_simulated:
             check_name(options.backend)
-        check_schedules(options.schedules, options.schedule or None, options.backend)
+        check_schedules(
+            options.schedules,
+            options.schedule or None,
+            options.backend,
+            switches=options.switches,
+        )
     except UsageError as error:
         raise _refuse(f"was given another value than it takes: {error}") from None
 

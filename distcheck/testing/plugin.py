@@ -17,9 +17,9 @@ from distcheck.worlds import turns
 
 _HELP = (
     "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False, schedules=0, "
-    "schedule=''): run the test on `size` ranks, each a process, or with backend='simulated' a "
-    "thread; a list of sizes runs it once for each. The fixture `world` gives rank, size, device, "
-    "group, seed, barrier() and gather(value)."
+    "switches=0, schedule=''): run the test on `size` ranks, each a process, or with "
+    "backend='simulated' a thread; a list of sizes runs it once for each. The fixture `world` "
+    "gives rank, size, device, group, seed, barrier() and gather(value)."
 )
 
 

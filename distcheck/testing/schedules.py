@@ -7,7 +7,8 @@ from typing import NoReturn
 import pytest
 
 from distcheck.errors import DistcheckError
-from distcheck.judge.schedules import timelines
+from distcheck.judge.schedules import found_by, timelines
+from distcheck.plan.scheduled import how_many
 from distcheck.records.ends import RankEnd
 from distcheck.records.schedules import Searched
 from distcheck.testing import failures, timeouts
@@ -33,7 +34,8 @@ def search(
             backend=options.backend,
             size=options.size,
             request=lambda meeting: meeting,
-            schedules=options.schedules,
+            schedules=how_many(options.schedules, options.switches),
+            switches=options.switches,
             deadline_s=options.deadline_s,
             look=lambda: timeouts.check(item),
         )
@@ -73,8 +75,8 @@ def _fail(
     assert other is not None
     marker = f'@pytest.mark.world({options.size}, backend="{options.backend}", '
     said = (
-        f"passed under the usual schedule, and failed under schedule {other.schedule} (found by "
-        f"seed {found.drawn}, shrunk in {found.shrinking} runs)"
+        f"passed under the usual schedule, and failed under schedule {other.schedule} "
+        f"({found_by(found)})"
     )
     text = "\n".join(
         [
@@ -83,7 +85,7 @@ def _fail(
             *timelines(found.usual, other),
         ]
     )
-    ended = run_again(replace(options, schedule=other.schedule, schedules=0))
+    ended = run_again(replace(options, schedule=other.schedule, schedules=0, switches=0))
     if all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes):
         _refuse(f"{text}\nit ended in a {other.end} ({other.what}), and passed when run again")
     failure = failures.failure_of(ended, item.config)

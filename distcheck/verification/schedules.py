@@ -63,7 +63,7 @@ def _digests(result: bytes) -> tuple[str, ...]:
 
 
 def _replay(case: Case) -> str:
-    return msgspec.structs.replace(case, schedules=0).command_line
+    return msgspec.structs.replace(case, schedules=0, switches=0).command_line
 
 
 def _search(
@@ -82,9 +82,10 @@ def _search(
             case=case, rendezvous=meeting, description=description
         ),
         schedules=case.schedules,
+        switches=case.switches,
         deadline_s=case.deadline_s,
         fds={} if data_fd is None else {"data": data_fd},
         on_progress=lambda ran: show(
-            f"{case.strategy}, world {case.world}: schedule {ran} of {case.schedules}"
+            f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"
         ),
     )

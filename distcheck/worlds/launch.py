@@ -127,13 +127,15 @@ def search_schedules(
     size: int,
     request: Callable[[Rendezvous], Asked],
     schedules: int,
+    switches: int,
     deadline_s: float,
     fds: Descriptors | None = None,
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
     """What a job of ranks comes to in a simulated world under the usual schedule and `schedules`
-    others. `look` is called meanwhile, and may raise. Raises as `job_result` does.
+    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
+    Raises as `job_result` does.
     """
     meetings = [
         Rendezvous(
@@ -154,7 +156,7 @@ def search_schedules(
         environments=[environment_of(one) for one in meetings],
         order_seeds=[None] * size,
     )
-    asked = SearchRequest(host=host, schedules=schedules, deadline_s=deadline_s)
+    asked = SearchRequest(host=host, schedules=schedules, deadline_s=deadline_s, switches=switches)
     world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * deadline_s)
     world.children[0].on_progress = lambda progress: on_progress(progress.step)
     run_until_over(pool, world, look=look)

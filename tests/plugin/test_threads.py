@@ -124,6 +124,14 @@ def test_properties(world, record_property):
     record_property("from", world.rank)
     world.barrier()
 
+@pytest.fixture
+def asked(): return os.environ["RANK"]
+
+@threads
+def test_asked_for_by_name(world, request):
+    assert request.getfixturevalue("asked") == str(world.rank)
+    world.barrier()
+
 @threads
 def test_folder(world, tmp_path, request):
     (request.getfixturevalue("tmp_path") / str(world.rank)).write_text("")
@@ -167,7 +175,7 @@ def test_after_all(): assert (count, seen, weights.sum()) == (0, {"deep": []}, 0
 
 def test_each_rank_has_for_itself_what_it_has_in_a_process(run: Run) -> None:
     ran = run(HEAD + OWN, "-rA", "-W", "error::distcheck.testing.LeakWarning")
-    assert re.search(r"^=+ 19 passed, 1 skipped, 1 xfailed, 4 warnings", ran.stdout, re.M), (
+    assert re.search(r"^=+ 20 passed, 1 skipped, 1 xfailed, 4 warnings", ran.stdout, re.M), (
         ran.stdout
     )
     for rank in range(3):

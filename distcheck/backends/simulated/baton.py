@@ -77,7 +77,9 @@ class Baton:
                 target=self._live, args=(runner, main), name=name, daemon=True
             )
             runner.thread.start()
-        first = self._ready.popleft()  # rank 0 holds the process
+        first = self._next()
+        if first.rank:
+            self._switch(0, first.rank)  # rank 0 holds the process
         self.current = first.rank
         first.turn.release()
         self._over.wait()

@@ -10,16 +10,21 @@ PCT          ranks have priorities in an order that is drawn, and the highest th
 import random
 from collections.abc import Sequence
 
-from distcheck.records.schedules import KINDS, Schedule
+from distcheck.records.schedules import KINDS, Choice, Schedule
 
 _CHANGES, _AMONG = 3, 128  # of PCT: changes of priority, among so many choices; chosen
 _MOST_QUANTUM = 4  # calls between two turns of round-robin; chosen
 
 
 class Chooser:
-    """Makes the choices of one run; `switches` are those that were not the usual ones."""
+    """Makes the choices of one run; `switches` are those that were not the usual ones. The first
+    `keeps` are noted in `choices`; `cut` says that there were more.
+    """
 
-    def __init__(self, schedule: Schedule, size: int) -> None:
+    def __init__(self, schedule: Schedule, size: int, *, keeps: int = 0) -> None:
+        self._keeps = keeps
+        self.choices: list[Choice] = []
+        self.cut = False
         self._schedule = schedule
         self._random = random.Random(schedule.seed)
         self._told = dict(schedule.switches)
@@ -40,6 +45,11 @@ class Chooser:
         if len(ranks) < 2:
             return usual
         self._choices += 1
+        if len(self.choices) < self._keeps:
+            others = tuple(rank for rank in ranks if rank != usual)
+            self.choices.append(Choice(usual, others))
+        else:
+            self.cut = self._keeps > 0
         chosen = self._draw(usual, ranks)
         if chosen != usual:
             self.switches.append((self._choices, chosen))

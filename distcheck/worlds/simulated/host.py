@@ -93,6 +93,8 @@ class Host:
         fds: Descriptors,
         reporter: Reporter,
         schedule: Schedule | None = None,
+        *,
+        keeps_choices: int = 0,
     ) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
         module, _, name = asked.target.partition(":")
@@ -116,6 +118,7 @@ class Host:
             switch=self._switch,
             ended=self._ended,
             schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
+            keeps_choices=keeps_choices,
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()
