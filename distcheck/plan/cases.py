@@ -177,9 +177,7 @@ def check_case(case: Case) -> Case:
         accept=case.accept,
         delays=case.delays,
         separate=case.separate,
-        schedules=case.schedules,
-        switches=case.switches,
-        schedule=case.schedule,
+        **scheduled.settings_of(case),
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:

@@ -1,7 +1,7 @@
 """Schedules of a simulated world, as they are asked for, and the case that is searched for them."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -69,6 +69,11 @@ def check_schedules(
 def check_request(asked: Asked) -> None:
     """Raises UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """What a case says of schedules, as a request has it."""
+    return {name: getattr(case, name) for name in ("schedules", "switches", "schedule")}
 
 
 def how_many(schedules: int, switches: int) -> int:
