@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from distcheck.records.schedules import KINDS, Choice, Schedule
 
 _CHANGES, _AMONG = 3, 128  # of PCT: changes of priority, among so many choices; chosen
+_ASKS_EARLY = 0.5  # of the times that a rank asks whether something is there; chosen
 _MOST_QUANTUM = 4  # calls between two turns of round-robin; chosen
 
 
@@ -37,11 +38,10 @@ class Chooser:
 
     def choose(self, usual: int, ranks: Sequence[int], asking: int | None = None) -> int:
         """The rank that runs next, of `ranks`, which are those that can; `usual` is one of them.
-        A rank that was `asking` whether something is there gets the lowest priority: it may ask
-        again until another one has run.
+        A rank that was `asking` whether something is there is the last of them. In half of the
+        cases it goes on, as if it had asked before the others ran; otherwise it gets the lowest
+        priority, since it may ask again until another one has run.
         """
-        if asking is not None:
-            self._priority[asking] = min(self._priority) - 1
         if len(ranks) < 2:
             return usual
         self._choices += 1
@@ -50,7 +50,13 @@ class Chooser:
             self.choices.append(Choice(usual, others))
         else:
             self.cut = self._keeps > 0
-        chosen = self._draw(usual, ranks)
+        if asking is None or not self._schedule.seed:
+            chosen = self._draw(usual, ranks)
+        elif self._random.random() < _ASKS_EARLY:
+            chosen = asking
+        else:
+            self._priority[asking] = min(self._priority) - 1
+            chosen = self._draw(usual, [rank for rank in ranks if rank != asking])
         if chosen != usual:
             self.switches.append((self._choices, chosen))
         return chosen
