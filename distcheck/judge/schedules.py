@@ -30,17 +30,9 @@ def judged(
     if found.usual.end != "finished":
         return _not_compared(found), _saved_by_buffering(found)
     if found.usual.came_to != found.again.came_to:
-        evidence = (
-            f"two runs under the same schedule, with the same inputs, {_part(found.again)}"
-            f"{_where(found.usual, found.again, digests)}: it depends on something that no "
-            "schedule controls, such as the clock, the system's random numbers, or another thread"
-        )
-        result = CheckResult(
-            check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence
-        )
-        suggestion = "draw from seeded generators, and keep clocks out of what is computed"
-        cause = Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
-        return result, [cause]
+        return _by_chance(found.usual, found.again, compared, digests)
+    if found.other is not None and not found.repeats:
+        return _by_chance(found.usual, found.other, compared, digests)
     if found.other is None and found.late:
         reason = (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "
@@ -113,6 +105,23 @@ def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
     ]
 
 
+def _by_chance(
+    usual: ScheduleRun, other: ScheduleRun, compared: Compared, digests: Digests
+) -> tuple[CheckResult, list[Diagnosis]]:
+    """What differs from run to run of one schedule."""
+    schedule = "the same schedule" if usual.schedule == other.schedule else (
+        f"the schedule {other.schedule}, which does not come to the same each time"
+    )  # fmt: skip
+    evidence = (
+        f"two runs under {schedule}, with the same inputs, {_part(other)}"
+        f"{_where(usual, other, digests)}: it depends on something that no schedule controls, "
+        "such as the clock, the system's random numbers, or another thread"
+    )
+    result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
+    suggestion = "draw from seeded generators, and keep clocks out of what is computed"
+    return result, [Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)]
+
+
 def _depends(
     found: Searched, compared: Compared, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
@@ -124,8 +133,6 @@ def _depends(
         f"with {' and '.join(told) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
     )
-    if not found.repeats:
-        evidence += "; that schedule came to something else when it was run again"
     lines = "\n".join(
         [
             evidence,

@@ -133,6 +133,6 @@ class Searched(msgspec.Struct, frozen=True):
     drawn: str = ""  # the schedule that was found first
     other: ScheduleRun | None = None
     shrinking: int = 0  # runs that it took
-    repeats: bool = True  # whether the other one came to the same when it was run again
+    repeats: bool = True  # whether the other one came to the same whenever it was run again
     buffered: ScheduleRun | None = None
     covered: Covered | None = None  # where schedules were not drawn

@@ -56,6 +56,12 @@ def _why_not_compared(found: Searched) -> str:
                 f"schedule ({run.what}): it depends on something that no schedule controls, such "
                 "as the clock, or the system's random numbers"
             )
+    if found.other is not None and not found.repeats:
+        return (
+            f"the test passed, and ended in a {found.other.end} under schedule "
+            f"{found.other.schedule} ({found.other.what}), but not each time: it depends on "
+            "something that no schedule controls, such as the clock, or the system's random numbers"
+        )
     if found.other is None and found.late:
         return (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "

@@ -342,3 +342,21 @@ def test_switches_take_a_limit_of_their_own() -> None:
     for more, said in (({"switches": 2}, "needs ranks whose"), ({"switches": 99}, "out of range")):
         with pytest.raises(UsageError, match=f"--switches .*{said}"):
             plan_cases(Request(strategies=("allreduce",), **more))
+
+
+@pytest.mark.parametrize("differs_from", [2, 3])
+def test_what_differs_only_at_times_accuses_no_schedule(differs_from: int) -> None:
+    """The usual schedule is run again where another one differs, and so is that one."""
+    runs = {"": 0, "other": 0}
+
+    def one(schedule: Schedule) -> ScheduleRun:
+        name = "other" if schedule.seed or schedule.switches else ""
+        runs[name] += 1
+        late = name == "" and runs[name] > 2 and differs_from == 2
+        never_twice = name == "other" and runs[name] % 2 and differs_from == 3
+        return ran(schedule, bits=b"b" if late or never_twice or schedule.seed == 1 else b"a")
+
+    verdict, reason, causes = judged(search(all_of(one), 30))
+    assert verdict == "fail"
+    assert [cause.partition(":")[0] for cause in causes] == ["nondeterministic"]
+    assert "two runs under the s" in reason

@@ -38,6 +38,7 @@ from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
 from distcheck.worlds.simulated.rounds import NOT_SEEN, TURNS, Tree, drawn
 
 _leave = os._exit  # which a world replaces
+_REPEATS = 2  # of both schedules, once they differ; chosen
 _MOST_SHRINKING = 80  # runs; chosen
 _SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
 _STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
@@ -83,7 +84,10 @@ def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
         found = next((one for one in differ if one.end not in NOT_SEEN), None)
         if found is not None:
             smallest, tried = shrunk(found, usual, run_all)
-            repeated = run_all([read_schedule(smallest.schedule)])[0]
+            for one in run_all([Schedule()] * _REPEATS):
+                if _differs(one, usual):  # by chance, as the other one may
+                    return Searched(usual, one)
+            repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
             return Searched(
                 usual,
                 again,
@@ -92,12 +96,17 @@ def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
                 drawn=found.schedule,
                 other=smallest,
                 shrinking=tried,
-                repeats=repeated.came_to == smallest.came_to,
+                repeats=not any(_differs(one, smallest) for one in repeated),
             )
         if tree is not None:
             tree.enter(runs)
     covered = None if tree is None else tree.covered
     return Searched(usual, again, ran, len(distinct), late=tuple(late), covered=covered)
+
+
+def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
+    """Whether two runs came to different ends by their own doing."""
+    return one.came_to != other.came_to and one.end not in NOT_SEEN
 
 
 def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[ScheduleRun, int]:
