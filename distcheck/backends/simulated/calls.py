@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (
     _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
 )  # fmt: skip
+_HERE = os.path.dirname(__file__)
 _MOST_FRAMES = 64
 
 
@@ -30,7 +32,7 @@ class Call(Posted):
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    frames: list[dict[str, Any]] = field(default_factory=list)
+    called_from: list[tuple[CodeType, int]] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     complete: bool = False
     delivered: bool = False
@@ -45,11 +47,19 @@ class Call(Posted):
         self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
 
     @property
+    def frames(self) -> list[dict[str, Any]]:
+        """The frames that it was called from, innermost first, as torch's recorder has them."""
+        return [
+            {"filename": code.co_filename, "line": line, "name": code.co_name}
+            for code, line in self.called_from
+        ]
+
+    @property
     def where(self) -> str:
         """The line of the code under test that called it, as " at FILE:LINE"; or nothing."""
-        for frame in self.frames:
-            if is_theirs(frame["filename"]):
-                return f" at {frame['filename']}:{frame['line']}"
+        for code, line in self.called_from:
+            if is_theirs(code.co_filename):
+                return f" at {code.co_filename}:{line}"
         return ""
 
     @property
@@ -78,18 +88,19 @@ def place_of_caller() -> str:
     return ""
 
 
-def calling_frames() -> list[dict[str, Any]]:
-    """The frames of the caller outside of this folder, innermost first."""
+def calling_frames() -> list[tuple[CodeType, int]]:
+    """The frames of the caller outside of this folder, innermost first: code and line. They are
+    few numbers of many calls, which are put into words where a call is shown.
+    """
     return list(_frames())
 
 
-def _frames() -> Iterator[dict[str, Any]]:
-    frame = sys._getframe(2)
-    own = os.path.dirname(__file__)
+def _frames() -> Iterator[tuple[CodeType, int]]:
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
-        code = frame.f_code
-        if not code.co_filename.startswith(own):
-            yield {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}
-        if frame.f_back is None:
+        if frame is None:
             return
+        code = frame.f_code
+        if not code.co_filename.startswith(_HERE):
+            yield code, frame.f_lineno
         frame = frame.f_back

@@ -198,7 +198,7 @@ class SimulatedGroup(PythonGroup):
             in_splits=splits[0],
             out_splits=splits[1],
             counts=tuple(t.numel() for t in counts or ()),
-            frames=calling_frames(),
+            called_from=calling_frames(),
         )
         self._world.post(self._channel, call)
         return SimulatedWork(self._world, [call], outputs)

@@ -154,9 +154,9 @@ def _put_modes(modes: Sequence[Any]) -> None:
 
 def _is_of_their_code(call: Call) -> bool:
     """Whether code under test has called it, and not code of torch's own."""
-    for frame in call.frames:
-        if not frame["filename"].endswith(_ON_THE_WAY):
-            return is_theirs(frame["filename"])
+    for code, _ in call.called_from:
+        if not code.co_filename.endswith(_ON_THE_WAY):
+            return is_theirs(code.co_filename)
     return False
 
 

@@ -218,7 +218,7 @@ class Forks:
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
             for schedule in schedules:
-                collected = _Collected(schedule, fd)
+                collected = _Collected(schedule, fd, tells_imports=not self._warm)
                 try:
                     collected.host = Host(
                         self._asked.host,
@@ -275,10 +275,10 @@ class _Fork:
 class _Collected(Reporter):
     """Takes what the ranks of one world say, and writes what it comes to."""
 
-    def __init__(self, schedule: Schedule, fd: int) -> None:
+    def __init__(self, schedule: Schedule, fd: int, *, tells_imports: bool) -> None:
         super().__init__(fd)
         self._schedule, self._out = schedule, fd
-        self._known = set(sys.modules)
+        self._known = set(sys.modules) if tells_imports else None
         self._results: dict[int, bytes] = {}
         self._raised: tuple[str, str] | None = None
         self.host: Host | None = None
@@ -307,8 +307,12 @@ class _Collected(Reporter):
         self.tell(*(self._raised or ("finished", "")))
         return self._raised is None
 
-    def _is_shared(self, name: str) -> bool:
-        return name not in self._known and name.partition(".")[0] in _SHARED
+    def _imported(self) -> tuple[str, ...]:
+        """What was imported here and every run needs, where it is to be told."""
+        if self._known is None:
+            return ()
+        new = (name for name in sys.modules if name not in self._known)
+        return tuple(name for name in new if name.partition(".")[0] in _SHARED)
 
     def tell(self, end: str, what: str) -> None:
         """Writes a run."""
@@ -326,7 +330,7 @@ class _Collected(Reporter):
                     switches=() if chooser is None else tuple(chooser.switches),
                     choices=() if chooser is None else tuple(chooser.choices),
                     cut=chooser is not None and chooser.cut,
-                    imported=tuple(name for name in sys.modules if self._is_shared(name)),
+                    imported=self._imported(),
                     turns=() if world is None else tuple(_turns(world.turns)),
                 )
             ),
