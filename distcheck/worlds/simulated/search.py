@@ -308,7 +308,7 @@ class _Collected(Reporter):
         return self._raised is None
 
     def _imported(self) -> tuple[str, ...]:
-        """What was imported here and every run needs, where it is to be told."""
+        """The shared modules that this run has imported, as every run would."""
         if self._known is None:
             return ()
         new = (name for name in sys.modules if name not in self._known)
