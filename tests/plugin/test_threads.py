@@ -286,6 +286,9 @@ def test_from_each(world): ordered(world, lambda sender: sender)
 @pytest.mark.world(3, backend="simulated", schedule="1:2")
 def test_replayed(world): ordered(world, lambda sender: None)
 
+@pytest.mark.world(3, backend="simulated", switches=1)
+def test_every_switch(world): ordered(world, lambda sender: None)
+
 @pytest.mark.world(8, backend="simulated", schedules=3)
 def test_no_schedule_controls_it(world):
     with open("counted", "a") as file: file.write("x")
@@ -295,12 +298,14 @@ def test_no_schedule_controls_it(world):
 
 def test_schedules_find_what_the_usual_one_hides(run: Run) -> None:
     ran = run(HEAD + SCHEDULES)
-    assert re.search(r"^=+ 3 failed, 1 passed in", ran.stdout, re.M), ran.stdout
+    assert re.search(r"^=+ 4 failed, 1 passed in", ran.stdout, re.M), ran.stdout
     told = section(ran.stdout, "test_from_any")
     assert "[2.0, 1.0] == [1.0, 2.0]" in told
     assert "passed under the usual schedule, and failed under schedule 1:2 (found by seed" in told
     assert 'run it again: @pytest.mark.world(3, backend="simulated", schedule="1:2")' in told
     assert "(switched to this rank)" in told
     assert "[2.0, 1.0] == [1.0, 2.0]" in section(ran.stdout, "test_replayed")
+    told = section(ran.stdout, "test_every_switch")
+    assert "failed under schedule 1:2 (found by schedule 1:2, shrunk in 1 runs)" in told
     told = section(ran.stdout, "test_no_schedule_controls_it")
     assert "run again under the same schedule" in told
