@@ -151,6 +151,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         logs.report_handler.reset()
+    has_process = not prepared.options.is_simulated
     error: BaseException | None = None
     body_s = 0.0
     with _seen_warnings(item) as seen:
@@ -170,10 +171,11 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                     body_s = time.perf_counter() - started
                 _refuse_a_result(item, result)
         except BaseException as raised:
+            if not has_process and _has_left(raised):
+                raise
             error = raised
         error = session.with_unheard(item, error)
     end = _end_of(error)
-    has_process = not prepared.options.is_simulated
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
     goes_on = end in ("passed", "skipped", "rejected")
     left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.Left()
@@ -205,6 +207,13 @@ def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapp
 
     named = {k: threads.own_copy(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
     return threads.own_body(prepared.body), prepared.args, named
+
+
+def _has_left(error: BaseException) -> bool:
+    """Whether a rank that is a thread has called os._exit, which is for its world to report."""
+    from distcheck.worlds.simulated.limits import RankLeftError
+
+    return isinstance(error, RankLeftError)
 
 
 def _is_short(error: BaseException) -> bool:

@@ -218,6 +218,11 @@ def test_subtest(world, subtests):
 def test_forks(world): os.fork()
 
 @threads
+def test_leaves(world):
+    if world.rank == 1: os._exit(3)
+    world.barrier()
+
+@threads
 def test_descriptors(world, capfd): pass
 
 @pytest.fixture
@@ -260,6 +265,10 @@ def test_a_failure_names_the_rank_and_the_line(run: Run) -> None:
     told = section(ran.stdout, "test_forks")
     assert "it calls os.fork at" in told
     assert told.rstrip().endswith('leave backend="simulated" away')
+    told = section(ran.stdout, "test_leaves")
+    assert "rank 1 of 3 exited" in told
+    assert "code 3" in told
+    assert re.search(r"test_it.py., line \d+, in test_leaves", told), told
     assert "use capsys" in section(ran.stdout, "test_descriptors")
     assert "the value of lock cannot be copied for each rank" in section(ran.stdout, "test_a_lock")
     assert "FAILED test_it.py::test_deadlock - all 3 ranks: hung (proven deadlock" in ran.stdout

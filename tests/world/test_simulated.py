@@ -304,7 +304,7 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("", "depends-on-schedule"),
+        ("", "message-race"),
         ("s", ""),
     ],
     ids=["from_any", "from_each"],
