@@ -20,8 +20,8 @@ _GROUPS = (
     ("Data and ranks", (
         "nproc", "keep_going",
         "world", "batch", "data", "data_dir", "download", "seed", "backend", "device", "deadline_s",
-        "separate", "after_hang", "schedules", "schedule", "budget", "max_cases", "epochs",
-        "rate",
+        "separate", "after_hang", "schedules", "switches", "schedule", "budget", "max_cases",
+        "epochs", "rate",
     )),
     ("Several machines, without a launcher", (
         "nnodes", "machine", "master_addr", "master_port", "init_method",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distcheck.explore.search import Finding, Search
 
 _MOST_DEADLINE_S = 3.0  # as `distcheck explore` has it: what is found is confirmed by replays
+_BACKEND = "gloo"
 _MOST_UNKNOWN = 3  # that are shown
 _AFTER_FAILURE = "not searched: its cases already fail"
 _FLOAT64_ALONE = "its code computes in float32 alone"
@@ -153,7 +154,8 @@ def _explore(
 def _is_of(case: Case, asked: Asked, without: Collection[str]) -> bool:
     """Whether a case that was found earlier is one of those that are searched now."""
     words = {*re.findall("[a-z]+", case.workload), case.dtype}
-    return case.adaptation == asked.adaptation and not words & {*without}
+    alike = case.adaptation == asked.adaptation and case.backend == _BACKEND
+    return alike and not words & {*without}
 
 
 def _sample(asked: Asked, world: int) -> Case:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from distcheck.backends import check_name, name_of
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.explore.budget import seconds_of
 from distcheck.explore.found import KeptCases
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _MOST_WORLD = 16
 _MOST_STEPS = 10
 _MOST_COMBINATIONS = 64
+_BACKENDS = ("gloo", "simulated")
 _LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
@@ -84,10 +86,12 @@ def _explore(
     begun = time.monotonic()
     space = _space(strategy, asked, vary)
     kept = KeptCases(strategy)
-    earlier = kept.read()
+    earlier = [case for case in kept.read() if case.backend == asked["backend"]]
     pool = Pool()
     interrupted = False
     runner = Runner(pool)
+    if name_of(asked["backend"]) == "simulated":
+        runner.distrusts_kept = "simulated worlds are not kept; every case ran in a fresh one"
     with _Live(Console(stderr=True, quiet=asked["quiet"])) as live:
         search = Search(
             runner=runner,
@@ -149,6 +153,7 @@ def _space(
         vary=vary,
         loss=asked["loss"],
         deadline_s=asked["deadline_s"],
+        backend=asked["backend"],
     )
 
 
@@ -175,6 +180,12 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     ):
         if value is not None and not least <= value <= most:
             raise UsageError(f"{option} {value} is out of range; it takes {least} to {most}")
+    check_name(asked["backend"])
+    if name_of(asked["backend"]) not in _BACKENDS:
+        raise UsageError(
+            f"--backend {asked['backend']} is not supported by explore; give gloo, simulated or "
+            "simulated:ORDER"
+        )
     if asked["accept"] is not None:
         raise UsageError(
             f"--accept {asked['accept']} is not supported by explore, which compares every result "
@@ -238,6 +249,7 @@ def _samples(strategy: str, asked: dict[str, Any], vary: dict[str, list[str]]) -
             workloads=("generated:linear1",),
             dtype="float32",
             loss=asked["loss"],
+            backend=asked["backend"],
             adaptation=Adaptation(
                 form=given.form,
                 arguments=(*given.arguments, *chosen),

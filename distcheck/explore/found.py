@@ -57,6 +57,10 @@ def as_python(case: Case) -> str:
         "seed": case.seed,
         "dtype": case.dtype,
     }
+    if case.backend != "gloo":
+        words["backend"] = case.backend
+    if case.schedules:
+        words["schedules"] = case.schedules
     if case.deadline_s != _DEFAULT_DEADLINE_S:
         words["deadline_s"] = case.deadline_s
     if said.form:

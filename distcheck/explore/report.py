@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from distcheck.backends import name_of
 from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import shown
 from distcheck.explore.found import as_python
@@ -81,6 +82,8 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
         count("groups", {"2" if model.groups else "1"})
         count("rates", {"change" if model.schedule else "constant"})
         count("accumulate", {str(model.accumulate)})
+        if name_of(case.backend) == "simulated":
+            count("schedules", {str(case.schedules)})
         count("late ranks", {str(len({late.rank for late in case.delays}))})
         for name, value in case.adaptation.arguments:
             count(f"argument {name}", {value})
@@ -197,6 +200,8 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
     steps = f"{case.steps} step{'s' * (case.steps != 1)}"
     samples = f"{case.batch} sample{'s' * (case.batch != 1)}"
     given = "".join(f", {name}={value}" for name, value in case.adaptation.arguments)
+    given += f", {case.schedules} schedules" if case.schedules else ""
+    given += f", backend {case.backend}" if case.backend != "gloo" else ""
     yield (
         "case",
         f"world {case.world}, {steps} of {samples}, {case.dtype}, {case.workload}{given}",

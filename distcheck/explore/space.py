@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 from hypothesis import strategies as st
 
+from distcheck.backends import name_of
 from distcheck.plan import cases as plan
 from distcheck.plan.cases import Request
 from distcheck.plan.declined import ABSENT, ACCUMULATE
@@ -44,6 +45,9 @@ _SIZES: Mapping[str, Sequence[int]] = {
     "table": _TABLES,
 }
 LATE, UNEQUAL, SHORT = "late", "unequal", "short-last-batch"
+TURNS = "turns"  # schedules of a simulated world; `schedule` is a word of a model's
+# So many schedules take up to a second or two; in half of the cases of a simulated world none.
+_SCHEDULES = (0, 0, 8, 24)
 # What `--without` takes.
 DIMENSIONS = (
     *KINDS,
@@ -57,6 +61,7 @@ DIMENSIONS = (
     UNEQUAL,
     SHORT,
     ACCUMULATE,
+    TURNS,
 )
 # A bit for each mark; the rest is how deeply a layer is nested.
 _BITS = st.integers(0, 2 ** len(MARKS) * (MOST_NESTED + 1) - 1)
@@ -172,9 +177,10 @@ def cases(
     without: Collection[str] = (),
     loss: str = "mean",
     deadline_s: float = 3.0,
+    backend: str = "gloo",
 ) -> Case:
     """A case for `strategy`: world, steps, dtype, shards, backward passes in a step, model,
-    arguments and delays.
+    arguments and delays; with a simulated `backend` also how many schedules are compared.
 
     `vary` has, for names of the strategy's arguments, values to choose from as Python literals,
     the simplest first; `arguments` are the same in every case. `without` names what is to be left
@@ -207,7 +213,9 @@ def cases(
         chosen = tuple((name, draw(st.sampled_from(list(vary[name])))) for name in sorted(vary))
         adaptation = msgspec.structs.replace(adaptation, arguments=(*adaptation.arguments, *chosen))
     late = () if LATE in without else draw(delays(world))
-    template = _template(strategy, dtype, adaptation, loss, deadline_s)
+    simulated = name_of(backend) == "simulated"
+    schedules = draw(st.sampled_from(_SCHEDULES)) if simulated and TURNS not in without else 0
+    template = _template(strategy, dtype, adaptation, loss, deadline_s, backend)
     case = msgspec.structs.replace(
         template,
         id="",
@@ -215,8 +223,9 @@ def cases(
         steps=steps,
         batch=batch,
         workload=model.workload,
-        rerun=bool(late),
+        rerun=bool(late) and not schedules,  # their usual schedule runs twice
         delays=late,
+        schedules=schedules if world > 1 else 0,
     )
     return msgspec.structs.replace(case, id=identify(case))
 
@@ -225,10 +234,10 @@ _templates: dict[Any, Case] = {}
 
 
 def _template(
-    strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float
+    strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float, backend: str
 ) -> Case:
     """What `verify` would plan, made once: looking at entry points takes longer than a case."""
-    key = (strategy, dtype, adaptation, loss, deadline_s)
+    key = (strategy, dtype, adaptation, loss, deadline_s, backend)
     if key not in _templates:
         request = Request(
             strategies=(strategy,),
@@ -237,6 +246,7 @@ def _template(
             adaptation=adaptation,
             loss=loss,
             deadline_s=deadline_s,
+            backend=backend,
             separate=False,
         )
         (_templates[key],) = plan.plan_cases(request)

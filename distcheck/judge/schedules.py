@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from distcheck.records import CheckResult, Compared, Diagnosis
-from distcheck.records.schedules import BUFFERED, KINDS, ScheduleRun, Searched, Turn, read_schedule
+from distcheck.records.schedules import (
+    BUFFERED,
+    KINDS,
+    Covered,
+    ScheduleRun,
+    Searched,
+    Turn,
+    read_schedule,
+)
 
 CHECK = "schedules"
 _MOST_LINES = 14  # of one timeline
@@ -22,17 +30,9 @@ def judged(
     if found.usual.end != "finished":
         return _not_compared(found), _saved_by_buffering(found)
     if found.usual.came_to != found.again.came_to:
-        evidence = (
-            f"two runs under the same schedule, with the same inputs, {_part(found.again)}"
-            f"{_where(found.usual, found.again, digests)}: it depends on something that no "
-            "schedule controls, such as the clock, the system's random numbers, or another thread"
-        )
-        result = CheckResult(
-            check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence
-        )
-        suggestion = "draw from seeded generators, and keep clocks out of what is computed"
-        cause = Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
-        return result, [cause]
+        return _by_chance(found.usual, found.again, compared, digests)
+    if found.other is not None and not found.repeats:
+        return _by_chance(found.usual, found.other, compared, digests)
     if found.other is None and found.late:
         reason = (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "
@@ -48,11 +48,38 @@ def judged(
 
 
 def _alike(found: Searched, compared: Compared) -> CheckResult:
-    said = (
-        f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them) left the bits "
-        f"of the usual one; calls came in {found.distinct} different orders"
-    )
+    said = _ran(found) if found.covered is None else _covered(found.ran, found.covered)
+    said += f" left the bits of the usual one; calls came in {found.distinct} different orders"
     return CheckResult(check=CHECK, layer="-", verdict="pass", compared=compared, reason=said)
+
+
+def _ran(found: Searched) -> str:
+    return f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
+
+
+def _covered(ran: int, covered: Covered) -> str:
+    """What was run of the schedules with few switches; all are claimed only where all were run."""
+    each = " (each also with buffered sends)" if covered.buffered else ""
+    if covered.all:
+        return f"all {ran} schedules that there are{each}"
+    if covered.switches == covered.most:
+        return f"all {ran} schedules with at most {_switches(covered.most)}{each}"
+    more = f"{covered.further} of those with {_switches(covered.switches + 1)}"
+    if covered.switches < 1:
+        return f"{ran} schedules with at most {_switches(1)}, not all of them{each},"
+    whole = f"all with at most {_switches(covered.switches)}"
+    return f"{ran} schedules{each}, which are {whole} and {more},"
+
+
+def _switches(count: int) -> str:
+    return f"{count} switch{'es' * (count != 1)}"
+
+
+def found_by(found: Searched) -> str:
+    """How the other run was found, in words."""
+    drawn = found.drawn
+    first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
+    return f"found by {first}, shrunk in {found.shrinking} runs"
 
 
 def _not_compared(found: Searched) -> CheckResult:
@@ -78,25 +105,39 @@ def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
     ]
 
 
+def _by_chance(
+    usual: ScheduleRun, other: ScheduleRun, compared: Compared, digests: Digests
+) -> tuple[CheckResult, list[Diagnosis]]:
+    """What differs from run to run of one schedule."""
+    schedule = "the same schedule" if usual.schedule == other.schedule else (
+        f"the schedule {other.schedule}, which does not come to the same each time"
+    )  # fmt: skip
+    evidence = (
+        f"two runs under {schedule}, with the same inputs, {_part(other)}"
+        f"{_where(usual, other, digests)}: it depends on something that no schedule controls, "
+        "such as the clock, the system's random numbers, or another thread"
+    )
+    result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
+    suggestion = "draw from seeded generators, and keep clocks out of what is computed"
+    return result, [Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)]
+
+
 def _depends(
     found: Searched, compared: Compared, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
     other = found.other
     assert other is not None
-    switches = len(other.switches)
     told = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
-    told += [f"{switches} switch{'es' * (switches != 1)}"] if switches else []
+    told += [_switches(len(other.switches))] if other.switches else []
     evidence = (
         f"with {' and '.join(told) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"
     )
-    if not found.repeats:
-        evidence += "; that schedule came to something else when it was run again"
     lines = "\n".join(
         [
             evidence,
-            f"found by seed {found.drawn}, shrunk in {found.shrinking} runs",
-            *_timelines(found.usual, other),
+            found_by(found),
+            *timelines(found.usual, other),
         ]
     )
     result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
@@ -167,7 +208,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
     return f", first after step {first_step} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
-def _timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
+def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
     """Both runs around the first call that they do not share."""
     apart = next(
         (

@@ -11,6 +11,8 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from distcheck.machine.numerics import smallest
@@ -42,11 +44,26 @@ def seed_everything(seed: int) -> None:
     """
     import torch
 
-    torch.manual_seed(seed)
+    if _may_have_accelerator():
+        torch.manual_seed(seed)
+    else:  # torch would note the stack for each kind of device, which takes longer than a layer
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@cache
+def _may_have_accelerator() -> bool:
+    """Whether torch could find a device of its own here, beside the CPU: CUDA's, ROCm's, one of
+    Direct Rendering, WSL's, or one that a library registers.
+    """
+    import torch
+
+    files = [f for pattern in ("nvidia*", "kfd", "dri", "dxg") for f in Path("/dev").glob(pattern)]
+    registered: Any = torch._C
+    return bool(files) or hasattr(torch, registered._get_privateuse1_backend_name())
 
 
 # Mersenne twisters: 624 words and a position, then whether half of a pair of normal numbers is kept

@@ -98,7 +98,7 @@ def check_request(request: Request) -> None:
             f"of integers exactly; give --dtype {' or '.join(EXACT_DTYPES)}, or another workload"
         )
     backends.check_name(request.backend)
-    scheduled.check_schedules(request.schedules, request.schedule, request.backend)
+    scheduled.check_request(request)
     if request.device not in devices.DEVICES:
         meant = did_you_mean(request.device, devices.DEVICES)
         raise UsageError(
@@ -177,8 +177,7 @@ def check_case(case: Case) -> Case:
         accept=case.accept,
         delays=case.delays,
         separate=case.separate,
-        schedules=case.schedules,
-        schedule=case.schedule,
+        **scheduled.settings_of(case),
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
     if not alike:

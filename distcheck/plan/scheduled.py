@@ -1,7 +1,7 @@
 """Schedules of a simulated world, as they are asked for, and the case that is searched for them."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -12,7 +12,8 @@ from distcheck.records.schedules import read_schedule
 
 _WORKLOAD = "mlp:small"  # where none was given: a schedule costs least there
 _STEPS = 2  # the second begins with what the first has left in flight
-_MOST = 10**6
+_MOST, _MOST_SWITCHES = 10**6, 10
+_ENUMERATED = 1000  # schedules, where only their switches are given
 
 
 class Asked(Protocol):
@@ -21,6 +22,18 @@ class Asked(Protocol):
     @property
     def schedules(self) -> int:
         """How many are searched."""
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of the first world."""
+
+    @property
+    def backend(self) -> str:
+        """The backend of the ranks."""
+
+    @property
+    def switches(self) -> int:
+        """The most switches of a schedule; 0: schedules are drawn."""
 
     @property
     def workloads(self) -> tuple[str, ...]:
@@ -35,17 +48,37 @@ class Asked(Protocol):
         """The steps that were asked for."""
 
 
-def check_schedules(schedules: int, schedule: str | None, backend: str) -> None:
+def check_schedules(
+    schedules: int, schedule: str | None, backend: str, *, switches: int = 0
+) -> None:
     """Raises UsageError for what cannot be run."""
     if not 0 <= schedules <= _MOST:
         raise UsageError(f"--schedules {schedules} is out of range; it takes 0 to {_MOST}")
+    if not 0 <= switches <= _MOST_SWITCHES:
+        raise UsageError(f"--switches {switches} is out of range; it takes 0 to {_MOST_SWITCHES}")
     if schedule is not None:
         read_schedule(schedule)
-    asked = "--schedules" if schedules else "--schedule" if schedule else ""
+    given = {"--schedules": schedules, "--switches": switches, "--schedule": schedule}
+    asked = next((name for name, value in given.items() if value), "")
     if asked and backends.name_of(backend) != "simulated":
         raise UsageError(
             f"{asked} needs ranks whose turns distcheck decides; add --backend simulated"
         )
+
+
+def check_request(asked: Asked) -> None:
+    """Raises UsageError for what cannot be run."""
+    check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """What a case says of schedules, as a request has it."""
+    return {name: getattr(case, name) for name in ("schedules", "switches", "schedule")}
+
+
+def how_many(schedules: int, switches: int) -> int:
+    """The most schedules that are run."""
+    return schedules or (_ENUMERATED if switches else 0)
 
 
 def searched(asked: Asked, case_of: Callable[[str, str], Case]) -> list[Case]:
@@ -53,7 +86,8 @@ def searched(asked: Asked, case_of: Callable[[str, str], Case]) -> list[Case]:
     It has no rerun: the schedules take its place. It is the first of its strategy and world, so
     that one that hangs is named by what its schedules show.
     """
-    if not asked.schedules:
+    schedules = how_many(asked.schedules, asked.switches)
+    if not schedules:
         return []
     case = case_of((*asked.workloads, _WORKLOAD)[0], asked.dtype or "float32")
     steps = _STEPS if asked.steps is None else asked.steps
@@ -62,7 +96,8 @@ def searched(asked: Asked, case_of: Callable[[str, str], Case]) -> list[Case]:
             case,
             id=f"{case.id}-schedules",
             steps=steps,
-            schedules=asked.schedules,
+            schedules=schedules,
+            switches=asked.switches,
             rerun=False,
         )
     ]

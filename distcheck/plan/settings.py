@@ -91,6 +91,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             metavar="N",
         ),
     ] = 0
+    switches: Annotated[
+        int,
+        Setting(
+            kind=Annotated[int, Meta(ge=0)],
+            takes="a number of switches, from 0 (schedules are drawn)",
+            help="With --backend simulated: run every schedule with at most this many switches, "
+            "those with the fewest first; --schedules is the most that are run (1000).",
+            metavar="K",
+        ),
+    ] = 0
     schedule: Annotated[
         str | None,
         Setting(

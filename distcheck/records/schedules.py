@@ -75,10 +75,18 @@ class Turn(msgspec.Struct, frozen=True):
     took: str = ""
 
 
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """A choice of a run: the rank that runs next in the usual order, and the others that could."""
+
+    usual: int
+    others: tuple[int, ...]
+
+
 class ScheduleRun(msgspec.Struct, frozen=True):
     """What a world came to under one schedule. `end` is "finished", or how it did not: "deadlock",
     "mismatch", "raised", "hung", ...; `what` says it. `results` are the ranks', in their job's own
-    form. `switches` are the choices that were not the usual ones.
+    form. `switches` are the choices that were not the usual ones. `choices` are all, where they
+    were asked for; `cut` says that there were more than are kept.
     """
 
     schedule: str
@@ -88,11 +96,27 @@ class ScheduleRun(msgspec.Struct, frozen=True):
     switches: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
     imported: tuple[str, ...] = ()  # modules that all runs need, and none of the code under test
+    choices: tuple[Choice, ...] = ()
+    cut: bool = False
 
     @property
     def came_to(self) -> tuple[str, tuple[bytes, ...]]:
         """What must be alike under every schedule."""
         return self.end, self.results if self.end == "finished" else ()
+
+
+class Covered(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a search came that runs every schedule with at most `most` switches, those with the
+    fewest first. All with at most `switches` were run (-1: not even those), and `further` of those
+    with one more; `all` says that no schedule has more. `buffered` says whether each was run with
+    sends of both kinds, as it is where there are sends.
+    """
+
+    most: int
+    switches: int
+    further: int = 0
+    all: bool = False
+    buffered: bool = False
 
 
 class Searched(msgspec.Struct, frozen=True):
@@ -109,5 +133,6 @@ class Searched(msgspec.Struct, frozen=True):
     drawn: str = ""  # the schedule that was found first
     other: ScheduleRun | None = None
     shrinking: int = 0  # runs that it took
-    repeats: bool = True  # whether the other one came to the same when it was run again
+    repeats: bool = True  # whether the other one came to the same whenever it was run again
     buffered: ScheduleRun | None = None
+    covered: Covered | None = None  # where schedules were not drawn

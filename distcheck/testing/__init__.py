@@ -1,12 +1,15 @@
 """Distributed tests under pytest: a test marked `world(4)` runs its body on four fresh ranks.
 
 The ranks are forked from the pytest process itself at the moment of the call, so that fixtures,
-parameters and hypothesis' examples are simply there. `plugin.py` is the door; beside it:
+parameters and hypothesis' examples are simply there. With `backend="simulated"` one process is
+forked, and the ranks are its threads. `plugin.py` is the door; beside it:
 
     marker      what `@pytest.mark.world(...)` may say
     fixtures    which fixtures belong to the ranks
     front       in the pytest process: starts a world, waits, decides
     rank        in a rank: runs the body, tells what happened
+    threads     ranks of a simulated world: what each has of its own
+    schedules   a test that passed in one, under other schedules
     session     in a rank: its copy of pytest's session, kept from the terminal
     examples    hypothesis' examples: rejected, held to a deadline, spoken of on ranks
     subtests    the ranks' subtests, passed on by the front

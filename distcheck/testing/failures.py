@@ -17,7 +17,7 @@ from _pytest._code.code import (
 )
 
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, RankEnd
 from distcheck.records.odd_ranks import is_victim
 from distcheck.testing.messages import RankReport, Subtest
 
@@ -190,8 +190,9 @@ def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
 
 
 def _last_line(outcome: Outcome) -> str:
-    wanted = ("last collective", "killed by", "left with")
-    lines = [t for t in outcome.detail.splitlines() if t.startswith(wanted)]
+    given = outcome.detail.splitlines()
+    lines = [t for t in given if t.startswith(tuple(f"{why}: " for why in PROVEN.values()))]
+    lines += [t for t in given if t.startswith(("last collective", "killed by", "left with"))]
     return f"({lines[0]})" if lines else ""
 
 

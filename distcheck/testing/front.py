@@ -6,17 +6,30 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
 import pytest
 
-from distcheck.errors import DistcheckError, HelperError
+from distcheck.errors import DistcheckError, HelperError, NotSimulatedError
 from distcheck.machine import devices
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
-from distcheck.testing import blas, examples, failures, fixtures, kept, rank, subtests, timeouts
+from distcheck.testing import (
+    blas,
+    examples,
+    failures,
+    fixtures,
+    kept,
+    rank,
+    schedules,
+    subtests,
+    threads,
+    timeouts,
+)
 from distcheck.testing.failures import Ended
 from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
@@ -28,6 +41,7 @@ from distcheck.worlds import turns
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.surroundings import Surroundings
 
 # Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
 # with this process; the next world need not wait for that.
@@ -41,6 +55,8 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
     __tracebackhide__ = True
     if item.config.getoption("trace", False):  # it would quit at the end of an empty input: passed
         _refuse("--trace: a rank has no terminal that a debugger could use")
+    if options.is_simulated:
+        threads.prepare(item)
     args = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     function = item.obj
     handle = getattr(function, "hypothesis", None)
@@ -88,14 +104,20 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     if why := devices.missing(options.device, options.backend, options.size):
         _skip(why)
     _make_ready_to_fork(options)
-    fixtures.make_folders_base(item, kept=options.reuse)
+    fixtures.make_folders_base(item, kept=options.is_shared)
+    refused = ""
     with turns.turn():
         try:
             ended = kept.run(prepared) if options.reuse else _run_fresh(prepared)
+        except NotSimulatedError as error:
+            instead = 'leave backend="simulated" away'
+            refused = str(error).replace("give --backend gloo", instead)
         except DistcheckError as error:
             lost = isinstance(error, HelperError)
             what = "the world was lost" if lost else "no world could be made"
             raise pytest.fail.Exception(f"{what}: {error}", pytrace=False) from None
+    if refused:
+        _refuse(refused)
     failed_subtests = subtests.pass_on(item, ended)
     try:
         _tell(item, ended)
@@ -108,6 +130,8 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
         count = len(failed_subtests)
         text = ", ".join(failed_subtests)
         _refuse(f"contains {count} failed subtest{'s' * (count > 1)}: {text}")
+    if options.schedules or options.switches:
+        _try_schedules(prepared)
     return ended.reports
 
 
@@ -133,19 +157,42 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
 
 
 def _run_fresh(prepared: Prepared) -> Ended:
+    with _pool(prepared) as pool:
+        return _run_in(pool, prepared)
+
+
+def _run_in(pool: Pool, prepared: Prepared) -> Ended:
+    world = start_world(
+        pool,
+        job=RUN,
+        backend=prepared.options.backend,
+        size=prepared.options.size,
+        request=lambda rendezvous: rendezvous,
+        fds={},
+        deadline_s=prepared.options.deadline_s,
+        surroundings=Surroundings(schedule=prepared.options.schedule),
+    )
+    return wait(pool, world, listen(world, prepared.item))
+
+
+def _try_schedules(prepared: Prepared) -> None:
+    __tracebackhide__ = True
+    with turns.turn(), _pool(prepared) as pool:
+        schedules.search(
+            pool,
+            prepared.item,
+            prepared.options,
+            lambda options: _run_in(pool, replace(prepared, options=options)),
+        )
+
+
+@contextmanager
+def _pool(prepared: Prepared) -> Iterator[Pool]:
+    """A pool whose processes are forks of this one, and know the test."""
     rank.prepare(prepared)
     pool = Pool(ForkedHelper())
     try:
-        world = start_world(
-            pool,
-            job=RUN,
-            backend=prepared.options.backend,
-            size=prepared.options.size,
-            request=lambda rendezvous: rendezvous,
-            fds={},
-            deadline_s=prepared.options.deadline_s,
-        )
-        return wait(pool, world, listen(world, prepared.item))
+        yield pool
     finally:
         rank.prepare(None)
         pool.let_go()

@@ -60,10 +60,13 @@ class Left:
     stays: bool = False
 
 
-def left_behind(before: Before) -> Left:
+def left_behind(before: Before, *, has_process: bool = True) -> Left:
     """Looks for process groups, unfinished collectives, and threads and processes that were not
-    there before.
+    there before. A rank that is a thread has no process: what its process has may be another
+    rank's, and a simulated world names unfinished calls itself.
     """
+    if not has_process:
+        return Left(tuple(_process_groups()))
     staying = _unfinished_work() or _results_never_asked_for(before.functional)
     stray = _stray_threads(before.threads)
     if stray:

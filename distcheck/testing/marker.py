@@ -5,13 +5,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from distcheck.backends import name_of
+from distcheck.backends import check_name, name_of
+from distcheck.errors import UsageError
 from distcheck.machine.devices import DEVICES
+from distcheck.plan.scheduled import check_schedules
 from distcheck.records import MOST_DEADLINE_S
 
 NAME = "world"
 SIZE_PARAMETER = "_distcheck_world_size"  # a name that no fixture of a user has
-_MOST_RANKS = 256
+_MOST_RANKS, _MOST_SIMULATED = 256, 1024
+_KINDS = {
+    "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "switches": int,
+    "schedule": str,
+}  # fmt: skip
 _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reuse=False)'
 
 
@@ -26,6 +32,19 @@ class WorldOptions:
     deadline_s: float = 30.0
     seed: int = 0
     reuse: bool = False
+    schedules: int = 0
+    switches: int = 0
+    schedule: str = ""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its ranks are threads of one process."""
+        return name_of(self.backend) == "simulated"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a process runs the test more than once: for several ranks, or after others."""
+        return self.reuse or self.is_simulated
 
 
 def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
@@ -54,7 +73,17 @@ def _as_written(mark: pytest.Mark) -> str:
 
 def check_options(mark: pytest.Mark) -> WorldOptions:
     """Reads a marker. Raises pytest.UsageError with what was given and what is accepted."""
-    known = {"size", "backend", "device", "deadline_s", "seed", "reuse"}
+    known = {
+        "size",
+        "backend",
+        "device",
+        "deadline_s",
+        "seed",
+        "reuse",
+        "schedules",
+        "switches",
+        "schedule",
+    }
     unknown = set(mark.kwargs) - known
     if unknown:
         raise _refuse(f"takes no {', '.join(sorted(unknown))}")
@@ -65,7 +94,7 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
             raise _refuse("takes one size, or a list of them")
     if "size" not in arguments:
         raise _refuse("needs the number of ranks")
-    sizes = _sizes(arguments.pop("size"))
+    sizes = _sizes(arguments.pop("size"), arguments.get("backend", "gloo"))
     deadline_s = arguments.get("deadline_s", 30.0)
     if (
         isinstance(deadline_s, bool)
@@ -73,25 +102,48 @@ def check_options(mark: pytest.Mark) -> WorldOptions:
         or not (0 < deadline_s <= MOST_DEADLINE_S)
     ):
         raise _refuse(f"was given deadline_s={deadline_s!r}; it takes a number of seconds above 0")
-    for name, kind in (("seed", int), ("reuse", bool), ("backend", str), ("device", str)):
+    for name, kind in _KINDS.items():
         if name in arguments and not isinstance(arguments[name], kind):
             raise _refuse(f"was given {name}={arguments[name]!r}; it takes a {kind.__name__}")
-    if name_of(arguments.get("backend", "gloo")) == "simulated":
-        raise _refuse(
-            f"was given backend={arguments['backend']!r}, whose ranks share one process and so one "
-            'pytest item; call distcheck.verify(..., backend="simulated") in a plain test'
-        )
     device = arguments.get("device", "cpu")
     if device not in DEVICES:
         raise _refuse(f"was given device={device!r}; it takes {' or '.join(map(repr, DEVICES))}")
-    return WorldOptions(sizes=sizes, size=sizes[0], **arguments)
+    options = WorldOptions(sizes=sizes, size=sizes[0], **arguments)
+    _check_simulated(options)
+    return options
 
 
-def _sizes(given: object) -> tuple[int, ...]:
+def _check_simulated(options: WorldOptions) -> None:
+    if options.is_simulated:
+        for name, given, why in (
+            ("reuse", options.reuse, "each test has a process of its own, which all ranks share"),
+            ("device", options.device != "cpu", "its tensors are on the CPU"),
+        ):
+            if given:
+                raise _refuse(f"was given {name} with backend='simulated', where {why}")
+    for name in ("schedules", "switches", "schedule"):
+        if getattr(options, name) and not options.is_simulated:
+            raise _refuse(f"was given {name}, which needs backend='simulated'")
+    try:
+        if options.is_simulated:
+            check_name(options.backend)
+        check_schedules(
+            options.schedules,
+            options.schedule or None,
+            options.backend,
+            switches=options.switches,
+        )
+    except UsageError as error:
+        raise _refuse(f"was given another value than it takes: {error}") from None
+
+
+def _sizes(given: object, backend: object) -> tuple[int, ...]:
+    simulated = isinstance(backend, str) and name_of(backend) == "simulated"
+    most = _MOST_SIMULATED if simulated else _MOST_RANKS
     sizes = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_RANKS:
-            raise _refuse(f"was given the size {size!r}; it takes 1 to {_MOST_RANKS} ranks")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+            raise _refuse(f"was given the size {size!r}; it takes 1 to {most} ranks")
     if not sizes:
         raise _refuse("was given an empty list of sizes: nothing would run")
     return tuple(size for size in sizes if isinstance(size, int))

@@ -16,8 +16,9 @@ from distcheck.testing import fixtures, marker
 from distcheck.worlds import turns
 
 _HELP = (
-    "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False): run the test "
-    "on `size` ranks, each a process; a list of sizes runs it once for each. The fixture `world` "
+    "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False, schedules=0, "
+    "switches=0, schedule=''): run the test on `size` ranks, each a process, or with "
+    "backend='simulated' a thread; a list of sizes runs it once for each. The fixture `world` "
     "gives rank, size, device, group, seed, barrier() and gather(value)."
 )
 
@@ -106,7 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if options is None:
         _settle()  # an ordinary test finds the process as if there had been no world
     elif isinstance(item, pytest.Function):
-        fixtures.defer(item, fixtures.deferred_names(item, kept=options.reuse))
+        fixtures.defer(item, fixtures.deferred_names(item, kept=options.is_shared))
 
 
 @pytest.hookimpl(tryfirst=True)

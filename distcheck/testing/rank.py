@@ -7,7 +7,7 @@ import time
 import traceback
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from distcheck.worlds.local import late_compiler
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
+from distcheck.worlds.simulated.owned import Owned, of_each_rank
 
 _MOST_MESSAGE = 200_000  # characters of an exception that pytest is given
 _CUT = "; pytest is given 200,000 of a text"
@@ -66,12 +67,19 @@ def view() -> WorldView | None:
     return _view
 
 
+def _owned() -> Owned:
+    from distcheck.testing import threads
+
+    return threads.owned()
+
+
 @RUN.does
+@of_each_rank(_owned)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """The job of a fresh rank: one test."""
     prepared = inherited()
     session.take_over(prepared.item.config, reporter.say)
-    enter(rendezvous, fds[LISTEN], prepared.options, reporter)
+    enter(rendezvous, fds.get(LISTEN, -1), prepared.options, reporter)
     with examples.inherited():
         report, error = execute(prepared)
     reporter.say(encoded(report))
@@ -143,6 +151,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         logs.report_handler.reset()
+    has_process = not prepared.options.is_simulated
     error: BaseException | None = None
     body_s = 0.0
     with _seen_warnings(item) as seen:
@@ -152,21 +161,24 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                 fixtures.own_streams(item),
                 fixtures.set_up_in_rank(item) as values,
             ):
-                args = [fixtures.fill_in(value, values) for value in prepared.args]
-                kwargs = {k: fixtures.fill_in(v, values) for k, v in prepared.kwargs.items()}
+                body, given, named = _own(prepared)
+                args = [fixtures.fill_in(value, values) for value in given]
+                kwargs = {k: fixtures.fill_in(v, values) for k, v in named.items()}
                 started = time.perf_counter()
                 try:
-                    result = prepared.body(*args, **kwargs)
+                    result = body(*args, **kwargs)
                 finally:
                     body_s = time.perf_counter() - started
                 _refuse_a_result(item, result)
         except BaseException as raised:
+            if not has_process and _has_left(raised):
+                raise
             error = raised
         error = session.with_unheard(item, error)
     end = _end_of(error)
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
     goes_on = end in ("passed", "skipped", "rejected")
-    left = leaks.left_behind(before) if goes_on else leaks.Left()
+    left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.Left()
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
@@ -185,6 +197,23 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         assert error is not None
         report = _with_failure(report, item, error)
     return report, error
+
+
+def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
+    """The body and its arguments, as this rank has them."""
+    if not prepared.options.is_simulated:
+        return prepared.body, prepared.args, prepared.kwargs
+    from distcheck.testing import threads
+
+    named = {k: threads.own_copy(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
+    return threads.own_body(prepared.body), prepared.args, named
+
+
+def _has_left(error: BaseException) -> bool:
+    """Whether a rank that is a thread has called os._exit, which is for its world to report."""
+    from distcheck.worlds.simulated.limits import RankLeftError
+
+    return isinstance(error, RankLeftError)
 
 
 def _is_short(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from distcheck.testing import interrupts, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now, run_until_over
+from distcheck.worlds.launch import end_now, not_simulated, run_until_over
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
 
@@ -64,7 +64,8 @@ def wait(
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> Ended | None:
-    """Until the world is over, or there is `enough`: then None, and the world goes on.
+    """Until the world is over, or there is `enough`: then None, and the world goes on. Raises
+    NotSimulatedError for code that a simulated world cannot run.
 
     A timeout that strikes meanwhile is reported with the ranks' stacks, and so is Ctrl-C.
     """
@@ -88,6 +89,9 @@ def wait(
         finally:
             end_now(pool, world)
         raise
+    if (refused := not_simulated(world)) is not None:
+        world.close()
+        raise refused
     ended = Ended(
         size=len(world.children),
         outcomes=_of_the_test(blame.outcomes(world.children, hung=world.hung), told),

@@ -20,7 +20,8 @@ def source_line(target: Any, *, file: str) -> int:
         found = _inspectable(target)
         if inspect.getsourcefile(found) != file:
             return 0
-        return inspect.getsourcelines(found)[1]
+        # As getsourcelines() has it, which would also look for the last line.
+        return inspect.findsource(inspect.unwrap(found))[1] + 1
     except (TypeError, OSError):
         return 0
 

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +31,7 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.tokens import with_tokens
 from distcheck.training.traces.layout import has_loss
 from distcheck.training.traces.writer import TraceWriter
+from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local import noise
 from distcheck.worlds.local.child import Reporter, keep_folder
@@ -75,6 +78,10 @@ def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[st
     device = devices.enter(case.device, int(os.environ["LOCAL_RANK"]))
     join(job.rendezvous, fds.get(LISTEN, -1))
     ingredients = open_ingredients(case, job.description, fds.get("data"), device)
+    samples: object = ingredients.samples
+    if type(samples) is SyntheticSamples:
+        again: Any = RememberedSamples()
+        ingredients = replace(ingredients, samples=again)
     seeds.pin_default_dtype(case.dtype)
     strategy = load_strategy(case.strategy, case.adaptation)
     loop = Loop(ingredients, strategy, Unwatched(), rank=rank, progress=reporter.progress)

@@ -4,15 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from distcheck import backends
 from distcheck.judge import schedules
 from distcheck.records import Case, CaseReport, merge_verdicts
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
-from distcheck.worlds.launch import job_result, run_until_over, start_job
+from distcheck.worlds.launch import search_schedules
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.rendezvous import Rendezvous, environment_of
-from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 
 _OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
 
@@ -66,7 +63,7 @@ def _digests(result: bytes) -> tuple[str, ...]:
 
 
 def _replay(case: Case) -> str:
-    return msgspec.structs.replace(case, schedules=0).command_line
+    return msgspec.structs.replace(case, schedules=0, switches=0).command_line
 
 
 def _search(
@@ -76,36 +73,19 @@ def _search(
     data_fd: int | None,
     show: Callable[[str], None],
 ) -> Searched:
-    meetings = [
-        Rendezvous(
-            backend=case.backend,
-            rank=rank,
-            world=case.world,
-            host="127.0.0.1",
-            port=1,  # a simulated world has no store on a port
-            deadline_s=case.deadline_s,
-        )
-        for rank in range(case.world)
-    ]
-    host = HostRequest(
-        target=DIGEST.target,
-        order=backends.order_of(case.backend),
+    return search_schedules(
+        pool,
+        DIGEST,
+        backend=case.backend,
+        size=case.world,
+        request=lambda meeting: DigestRequest(
+            case=case, rendezvous=meeting, description=description
+        ),
+        schedules=case.schedules,
+        switches=case.switches,
         deadline_s=case.deadline_s,
-        payloads=[
-            DIGEST.encode(DigestRequest(case=case, rendezvous=one, description=description))
-            for one in meetings
-        ],
-        environments=[environment_of(one) for one in meetings],
-        order_seeds=[None] * case.world,
+        fds={} if data_fd is None else {"data": data_fd},
+        on_progress=lambda ran: show(
+            f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"
+        ),
     )
-    request = SearchRequest(host=host, schedules=case.schedules, deadline_s=case.deadline_s)
-    fds = {} if data_fd is None else {"data": data_fd}
-    world = start_job(pool, SEARCH, request, fds, deadline_s=4 * case.deadline_s)
-    world.children[0].on_progress = lambda progress: show(
-        f"{case.strategy}, world {case.world}: schedule {progress.step} of {case.schedules}"
-    )
-    run_until_over(pool, world)
-    try:
-        return SEARCH.decode(job_result(world))
-    finally:
-        world.close()

@@ -15,6 +15,7 @@ from distcheck.errors import (
     UsageError,
 )
 from distcheck.errors.defects import place_of
+from distcheck.records.schedules import Searched
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import LISTEN, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
@@ -24,6 +25,7 @@ from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, listening
 from distcheck.worlds.shares import RankStart, Share, Shared, descriptors_of
+from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 from distcheck.worlds.simulated.share import SimulatedShare
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
@@ -117,10 +119,58 @@ def start_job(
     return World([share], deadline_s=deadline_s)
 
 
-def run_until_over(pool: Pool, world: World) -> None:
+def search_schedules(
+    pool: Pool,
+    job: Job[Asked, Any],
+    *,
+    backend: str,
+    size: int,
+    request: Callable[[Rendezvous], Asked],
+    schedules: int,
+    switches: int,
+    deadline_s: float,
+    fds: Descriptors | None = None,
+    on_progress: Callable[[int], None] = lambda ran: None,
+    look: Callable[[], None] = lambda: None,
+) -> Searched:
+    """What a job of ranks comes to in a simulated world under the usual schedule and `schedules`
+    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
+    Raises as `job_result` does.
+    """
+    meetings = [
+        Rendezvous(
+            backend=backend,
+            rank=rank,
+            world=size,
+            host="127.0.0.1",
+            port=1,  # a simulated world has no store on a port
+            deadline_s=deadline_s,
+        )
+        for rank in range(size)
+    ]
+    host = HostRequest(
+        target=job.target,
+        order=backends.order_of(backend),
+        deadline_s=deadline_s,
+        payloads=[job.encode(request(one)) for one in meetings],
+        environments=[environment_of(one) for one in meetings],
+        order_seeds=[None] * size,
+    )
+    asked = SearchRequest(host=host, schedules=schedules, deadline_s=deadline_s, switches=switches)
+    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * deadline_s)
+    world.children[0].on_progress = lambda progress: on_progress(progress.step)
+    run_until_over(pool, world, look=look)
+    try:
+        return SEARCH.decode(job_result(world))
+    finally:
+        world.close()
+
+
+def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambda: None) -> None:
     """Blocks until the world is over; ends it if this process is interrupted."""
     try:
         while not world.over:
+            look()
             pool.pump(0.05)
             world.tick()
     except BaseException:
@@ -198,14 +248,21 @@ def refusal_of(world: World) -> DistcheckError | None:
     """Why what was asked for cannot be run, if ranks of a world that is over say so. Code that some
     ranks have loaded and others could not is not such a reason: those ranks failed.
     """
+    if (refused := not_simulated(world)) is not None:
+        return refused
+    reasons = (ExitCode.USAGE, ExitCode.CANNOT_RUN)
+    refusing = [c for c in world.children if c.raised and c.raised.exit_code in reasons]
+    if not refusing:
+        return None
+    loading = all(c.progress is not None and c.progress.phase == LOADING for c in refusing)
+    if loading and len(refusing) < len(world.children):
+        return None
+    return error_of(refusing[0])
+
+
+def not_simulated(world: World) -> NotSimulatedError | None:
+    """Why code cannot be run in a simulated world, if a rank says so."""
     for child in world.children:
         if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
             return NotSimulatedError(child.raised.message)
-    reasons = (ExitCode.USAGE, ExitCode.CANNOT_RUN)
-    refused = [c for c in world.children if c.raised and c.raised.exit_code in reasons]
-    if not refused:
-        return None
-    loading = all(c.progress is not None and c.progress.phase == LOADING for c in refused)
-    if loading and len(refused) < len(world.children):
-        return None
-    return error_of(refused[0])
+    return None

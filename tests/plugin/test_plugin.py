@@ -32,7 +32,11 @@ BAD_MARKERS = {
     "world('4')": "was given the size '4'",
     "world([])": "was given an empty list of sizes: nothing would run",
     "world(2, 3)": "takes one size, or a list of them",
-    "world(2, backend='simulated:tree')": "call distcheck.verify(",
+    "world(2, backend='simulated:heap')": "unknown order 'heap' of backend simulated",
+    "world(2, backend='simulated', reuse=True)": "was given reuse with backend='simulated', where",
+    "world(2, schedules=5)": "was given schedules, which needs backend='simulated'",
+    "world(2, backend='simulated', schedules=-1)": "schedules -1 is out of range",
+    "world(2, backend='simulated', schedule='x')": "schedule 'x' is not a schedule",
     "world(2, colour='red')": "takes no colour",
     "world(2, deadline_s=0)": "was given deadline_s=0; it takes a number of seconds above 0",
     "world(2, device='tpu')": "was given device='tpu'; it takes 'cpu' or 'cuda'",
@@ -47,7 +51,7 @@ def test_a_bad_marker_gets_a_sentence(run: Run, tmp_path: Path) -> None:
         (tmp_path / f"test_bad_{number}.py").write_text(text)
     ran = run("def test_good(): pass\n", "--continue-on-collection-errors")
     assert ran.returncode != 0
-    assert re.search(r"^=+ 1 passed, 11 errors in ", ran.stdout, re.M), ran.stdout
+    assert re.search(r"^=+ 1 passed, 15 errors in ", ran.stdout, re.M), ran.stdout
     for number, sentence in enumerate(BAD_MARKERS.values()):
         _, name, rest = ran.stdout.partition(f" test_bad_{number}.py ")
         assert name, ran.stdout

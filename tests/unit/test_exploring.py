@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 
 from distcheck.cli import _group
 from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Training
@@ -244,6 +245,27 @@ def test_every_case_of_the_space_can_be_replayed(case: Case) -> None:
     assert dict(case.adaptation.arguments).keys() == {"bucket"}
 
 
+@given(cases("allreduce", backend="simulated:tree"))
+@settings(max_examples=30)
+def test_every_case_of_a_simulated_space_can_be_replayed(case: Case) -> None:
+    assert check_case(case) == case
+    assert case.backend == "simulated:tree"
+    assert not (case.schedules and (case.rerun or case.world == 1))
+    assert (f"schedules={case.schedules}," in as_python(case)) == bool(case.schedules)
+    assert 'backend="simulated:tree",' in as_python(case)
+
+
+def test_schedules_are_drawn_in_simulated_worlds_only() -> None:
+    def scheduled(case: Case) -> bool:
+        return case.schedules > 0
+
+    found = find(cases("allreduce", backend="simulated"), scheduled)
+    assert (found.world, found.steps, found.schedules) == (2, 1, 8)
+    for space in (cases("allreduce", backend="simulated", without=["turns"]), cases("allreduce")):
+        with pytest.raises(NoSuchExample):
+            find(space, scheduled)
+
+
 LEAVABLE = [
     "strided", "frozen", "late", "unequal", "adam", "accumulate", "norm", "absent", "nested",
     "groups", "schedule",
@@ -311,6 +333,8 @@ BAD = {
     ("--deadline-s", "0"): "--deadline-s 0.0 is out of range",
     ("--vary", "bucket"): "--vary 'bucket' is not of the form NAME=VALUE",
     ("--without", "bucket"): "--without bucket: unknown word; choose from",
+    ("--backend", "mpi"): "--backend mpi is not supported by explore; give gloo, simulated or",
+    ("--backend", "simulated:heap"): "unknown order 'heap' of backend simulated",
     ("--loss", "sum"): "unknown loss contract --loss sum",
     ("--json", "/nowhere/x.json"): "--json /nowhere/x.json cannot be written",
 }

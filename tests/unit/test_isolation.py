@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +19,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from distcheck.worlds.simulated import patches as patches_module
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.owned import ABSENT, Owned
 from distcheck.worlds.simulated.patches import Patches
 
 NAME = "kept_by_a_rank"
+
+
+OWNER = SimpleNamespace(value=2)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +83,7 @@ LEFT: dict[str, tuple[Callable[[Path], object], Callable[[], object]]] = {
     "a flag of torch": (
         lambda _: torch.backends.mkldnn.set_flags(False), lambda: torch.backends.mkldnn.enabled
     ),
+    "what a job owns": (lambda _: setattr(OWNER, "value", 5), lambda: OWNER.value),
     "the output": (lambda _: setattr(sys, "stdout", StringIO()), lambda: id(sys.stdout)),
 }  # fmt: skip
 
@@ -88,12 +93,15 @@ def lives(changes: Callable[[Path], object], seen: Callable[[], object], folder:
     world's end.
     """
     before = seen()
-    isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2)
+    owned = Owned([(OWNER, name) for name in ("value", "other", "gone")], lambda: [2, 3, ABSENT])
+    isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2, owned)
     isolation.begin(0)
     changes(folder)
     changed = seen() != before
+    OWNER.other = OWNER.gone = 1
     isolation.switch(0, 1)
     apart = seen() == before
+    assert (OWNER.other, hasattr(OWNER, "gone")) == (3, False)
     isolation.switch(1, 0)
     kept = seen() != before
     isolation.end()

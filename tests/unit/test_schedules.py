@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from distcheck.backends.simulated.baton import Baton
@@ -9,7 +10,16 @@ from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import UsageError
 from distcheck.judge import schedules as judging
 from distcheck.plan.cases import Request, plan_cases
-from distcheck.records.schedules import Schedule, ScheduleRun, Turn, read_schedule
+from distcheck.records.schedules import (
+    Choice,
+    Covered,
+    Schedule,
+    ScheduleRun,
+    Searched,
+    Turn,
+    read_schedule,
+)  # fmt: skip
+from distcheck.worlds.simulated.rounds import Tree
 from distcheck.worlds.simulated.search import Forks, RunAll, search
 
 
@@ -70,7 +80,8 @@ def test_the_same_text_gives_the_same_turns_and_seeds_differ() -> None:
     assert len({tuple(order) for order in orders.values()}) > 6
     assert all(sorted(order) == [0] * 6 + [1] * 6 + [2] * 6 for order in orders.values())
     assert order_under("") == [0] * 6 + [1] * 6 + [2] * 6
-    assert order_under("3:2")[:4] == [0, 0, 0, 2]
+    assert order_under("3:2")[:3] == [0, 0, 2]
+    assert order_under("1:2")[0] == 2  # also the rank that begins is chosen
 
 
 @pytest.mark.parametrize("seed", range(1, 19))
@@ -204,3 +215,148 @@ def test_what_differs_in_a_shared_process_is_found_only_if_it_differs_alone() ->
     forks = Shared(lambda s, before: ran(s, bits=b"b" if s.seed and before == 1 else b"a"))
     found = forks.run_all(SEEDS, usual=ran(Schedule()))
     assert [one.results[0] for one in found] == [b"a"] * len(SEEDS)
+
+
+def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> tuple[Tree, list]:
+    """Every schedule of ranks that take so many turns each, and the orders that they ran in."""
+
+    def run_one(schedule: Schedule) -> tuple[ScheduleRun, tuple[int, ...]]:
+        chooser = Chooser(schedule, len(turns), keeps=4096)
+        order: list[int] = []
+        baton = Baton(
+            len(turns), switch=lambda *_: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
+            choose=chooser.choose,
+        )  # fmt: skip
+
+        def live(rank: int) -> None:
+            for _ in range(turns[rank]):
+                order.append(rank)
+                baton.offer()
+
+        baton.run(live)
+        assert tuple(chooser.switches) == schedule.switches
+        run = ScheduleRun(
+            str(schedule), "finished", choices=tuple(chooser.choices),
+            switches=tuple(chooser.switches), turns=(Turn(0, str(more.get("call", "barrier"))),),
+            cut=bool(more.get("cut")),
+        )  # fmt: skip
+        return run, tuple(order)
+
+    usual, first = run_one(Schedule())
+    tree, orders = Tree(usual, most), [first]
+    for batch in tree.rounds(limit):
+        runs = [run_one(schedule) for schedule in batch]
+        orders += [order for _, order in runs]
+        tree.enter([run for run, _ in runs])
+    return tree, orders
+
+
+def stop(*_: object) -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("turns", "orders"), [((2, 2), 6), ((2, 2, 2), 90), ((1, 3, 2), 60)])
+def test_without_a_bound_every_order_is_run_and_that_is_all(
+    turns: tuple[int, ...], orders: int
+) -> None:
+    tree, ran = interleaved(turns, most=10, limit=10_000)
+    assert len(set(ran)) == orders  # the multinomial coefficient
+    assert tree.covered.all
+
+
+def test_each_schedule_with_few_switches_is_run_once() -> None:
+    tree, ran = interleaved((2, 2), most=1, limit=100)
+    assert len(ran) == 1 + 3  # rank 1 begins, or goes on after either of rank 0's calls
+    assert (tree.covered.switches, tree.covered.all) == (1, False)
+    buffered, ran = interleaved((2, 2), most=1, limit=100, call="send(to rank 1)")
+    assert len(ran) == 8
+    assert buffered.covered.buffered
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "covered"),
+    [
+        (2, {}, (0, 2)),
+        (8, {}, (0, 8)),
+        (9, {}, (1, 0)),
+        (10, {}, (1, 1)),
+        (100, {"cut": True}, (0, 9)),
+        (0, {"call": "send"}, (-1, 0)),
+    ],
+)
+def test_what_was_not_run_is_never_claimed(
+    limit: int, more: dict[str, object], covered: tuple[int, int]
+) -> None:
+    tree, ran = interleaved((2, 2, 2), most=3, limit=limit, **more)
+    assert len(ran) <= 1 + limit
+    assert (tree.covered.switches, tree.covered.further) == covered, len(ran)
+    assert not tree.covered.all
+
+
+@pytest.mark.parametrize(
+    ("covered", "said"),
+    [
+        (Covered(most=2, switches=2), "all 7 schedules with at most 2 switches left the bits"),
+        (
+            Covered(most=1, switches=1, buffered=True),
+            "all 7 schedules with at most 1 switch (each also with buffered sends) left",
+        ),
+        (Covered(most=9, switches=4, all=True), "all 7 schedules that there are left the bits"),
+        (
+            Covered(most=2, switches=1, further=3),
+            "7 schedules, which are all with at most 1 switch and 3 of those with 2 switches, left",
+        ),
+        (Covered(most=2, switches=0, further=7), "7 schedules with at most 1 switch, not all of"),
+        (Covered(most=2, switches=-1), "7 schedules with at most 1 switch, not all of them"),
+    ],
+)
+def test_a_pass_says_which_schedules_were_run(covered: Covered, said: str) -> None:
+    usual = ran(Schedule())
+    verdict, reason, causes = judged(Searched(usual, usual, 7, 2, covered=covered))
+    assert (verdict, causes) == ("pass", [])
+    assert reason.startswith(said)
+
+
+def test_a_failure_among_enumerated_schedules_is_the_one_with_the_fewest_switches() -> None:
+    choices = tuple(Choice(0, (1,)) for _ in range(6))
+
+    def one(schedule: Schedule) -> ScheduleRun:
+        bits = b"b" if (5, 1) in schedule.switches else b"a"
+        made = msgspec.structs.replace(schedule)
+        run = ScheduleRun(str(made), "finished", "", (bits, bits), made.switches, (Turn(0, "x"),))
+        return msgspec.structs.replace(run, choices=choices)
+
+    found = search(all_of(one), 100, 2)
+    assert found.other is not None
+    assert (found.drawn, found.other.schedule) == ("5:1", "5:1")
+    _, _, (cause,) = judged(found)
+    assert "found by schedule 5:1, shrunk in 1 runs" in cause
+
+
+def test_switches_take_a_limit_of_their_own() -> None:
+    first, *_ = plan_cases(
+        Request(strategies=("allreduce",), switches=2, backend="simulated", worlds=(2,))
+    )
+    assert (first.schedules, first.switches) == (1000, 2)
+    assert first.command_line.endswith("--schedules 1000 --switches 2")
+    for more, said in (({"switches": 2}, "needs ranks whose"), ({"switches": 99}, "out of range")):
+        with pytest.raises(UsageError, match=f"--switches .*{said}"):
+            plan_cases(Request(strategies=("allreduce",), **more))
+
+
+@pytest.mark.parametrize("differs_from", [2, 3])
+def test_what_differs_only_at_times_accuses_no_schedule(differs_from: int) -> None:
+    """The usual schedule is run again where another one differs, and so is that one."""
+    runs = {"": 0, "other": 0}
+
+    def one(schedule: Schedule) -> ScheduleRun:
+        name = "other" if schedule.seed or schedule.switches else ""
+        runs[name] += 1
+        late = name == "" and runs[name] > 2 and differs_from == 2
+        never_twice = name == "other" and runs[name] % 2 and differs_from == 3
+        return ran(schedule, bits=b"b" if late or never_twice or schedule.seed == 1 else b"a")
+
+    verdict, reason, causes = judged(search(all_of(one), 30))
+    assert verdict == "fail"
+    assert [cause.partition(":")[0] for cause in causes] == ["nondeterministic"]
+    assert "two runs under the s" in reason

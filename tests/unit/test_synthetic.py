@@ -1,9 +1,11 @@
 """Synthetic images: the same bits everywhere, balanced, learnable."""
 
+import pytest
 import torch
 
 from distcheck.machine.shared_tensors import raw_bytes
-from distcheck.workloads.datasets.synthetic import SyntheticSamples, hash24
+from distcheck.workloads.datasets import synthetic
+from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples, hash24
 
 SAMPLES = SyntheticSamples()
 
@@ -61,3 +63,27 @@ def test_a_linear_model_learns_it() -> None:
 
 PINNED_LABELS = [6, 5, 2, 8, 8, 2, 9, 1]
 PINNED_DIGEST = "50e2cd4124cfcac9"
+
+
+def test_remembered_samples_are_the_same_and_each_readers_own() -> None:
+    remembered, ids = RememberedSamples(), torch.tensor([3, 40_000])
+    for train in (True, False):
+        for dtype in (torch.float32, torch.float64):
+            of_test = ids if train else ids % 10_000
+            expected, labels = SAMPLES.read(of_test, train=train, dtype=dtype)
+            for _ in range(2):
+                images, found = remembered.read(of_test, train=train, dtype=dtype)
+                assert images.dtype == dtype
+                assert torch.equal(images, expected)
+                assert torch.equal(found, labels)
+                images.zero_()  # as code under test may do
+                found.zero_()
+
+
+def test_what_is_too_large_is_made_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "_made", {})
+    monkeypatch.setattr(synthetic, "_MOST_BYTES", 3 * 32 * 32 * 4)
+    ids = torch.tensor([1]), torch.tensor([2])
+    for one in ids:
+        RememberedSamples().read(one, train=True, dtype=torch.float32)
+    assert len(synthetic._made) == 1

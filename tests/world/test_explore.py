@@ -236,6 +236,21 @@ def test_a_race_is_found_by_making_ranks_late(pool: Pool) -> None:
     assert verify_case(late).verdict == "fail"
 
 
+@pytest.mark.sweep
+def test_a_race_between_messages_is_shrunk_with_its_schedules(pool: Pool) -> None:
+    without = ["unequal", "accumulate", "short-last-batch"]
+    runner = Runner(pool)
+    runner.distrusts_kept = "simulated worlds are not kept"
+    strategy = f"{PLANTED}:first_come_first_added"
+    runner.look_at([msgspec.structs.replace(TWICE, strategy=strategy)])
+    space = cases(strategy, backend="simulated", without=[*without, "absent"], deadline_s=10.0)
+    case, _ = least(search_in(pool, space, 60, runner))
+    assert (case.world, case.steps, case.schedules) == (3, 1, 8)
+    again = verify_case(case)
+    assert [found.cause for found in again.cases[0].diagnosis] == ["message-race"]
+    assert verify_case(msgspec.structs.replace(case, schedules=0)).verdict == "pass"
+
+
 @pytest.mark.parametrize("most", [6, pytest.param(60, marks=pytest.mark.sweep)])
 def test_nothing_is_found_in_right_code(pool: Pool, most: int) -> None:
     found = search(pool, "ddp", most)

@@ -75,3 +75,41 @@ def stops_at_the_first_answer(rank: int, wrong: bool) -> object:
         dist.recv(received)  # named
         answers.append(float(received))
     return answers[0] if wrong else min(answers)
+
+
+@wrong(_KIND, _CAUSE, on_gloo="", schedules=True)
+def loses_an_update(rank: int, wrong: bool) -> object:
+    """A server of one number: workers read it, and write back one more; right: they send what is to
+    be added, so that every order comes to the same sum.
+    """
+    if rank == 0:
+        value, message = 1.0, torch.empty(2)
+        for _ in range((2 if wrong else 1) * (WORLD - 1)):
+            sender = dist.recv(message)  # named
+            reads, given = (float(one) for one in message)
+            if reads:
+                dist.send(torch.tensor([value]), sender)
+            else:
+                value = given if wrong else value + given
+        return value
+    read = torch.zeros(1)
+    if wrong:
+        dist.send(torch.tensor([1.0, 0.0]), 0)
+        dist.recv(read, 0)
+    dist.send(torch.tensor([0.0, float(read) * 2 + rank]), 0)
+    return None
+
+
+@wrong(_KIND, _CAUSE, on_gloo="", schedules=True)
+def waits_for_whom_it_has_heard(rank: int, wrong: bool) -> object:
+    """Takes the first message from any rank, and the second from rank 2: it waits for ever where
+    that one has come first.
+    """
+    if rank in (1, 2):
+        dist.send(torch.tensor([float(rank)]), 0)  # named
+    elif rank == 0:
+        first, second = torch.empty(1), torch.empty(1)
+        sender = dist.recv(first)  # named
+        dist.recv(second, 2 if wrong else 3 - sender)
+        return float(first + second)
+    return None

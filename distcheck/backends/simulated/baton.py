@@ -77,7 +77,9 @@ class Baton:
                 target=self._live, args=(runner, main), name=name, daemon=True
             )
             runner.thread.start()
-        first = self._ready.popleft()  # rank 0 holds the process
+        first = self._next()
+        if first.rank:
+            self._switch(0, first.rank)  # rank 0 holds the process
         self.current = first.rank
         first.turn.release()
         self._over.wait()
@@ -105,18 +107,21 @@ class Baton:
             self._ready.append(runner)
 
     def give_way(self) -> None:
-        """Lets every rank that is ready run first. To ask takes time, so that ranks that ask again
-        and again come to what another one does later.
+        """Lets every rank that is ready run first, unless a schedule has this one go on. To ask
+        takes time, so that ranks that ask again and again come to what another one does later.
         """
         own = self.runners[self.current]
         self.time_s += _ASKING_S
         while self._asleep and (not self._ready or self._asleep[0][0] <= self.time_s):
             self._let_time_pass()
         if self._ready:
-            following = self._next(asking=own.rank).rank  # another one, whatever the schedule
-            self._ready.appendleft(self.runners[following])
-            self._ready.append(own)
-            self._pass_on(own, following)
+            following = self._ready[0].rank
+            if self._choose is not None:
+                ranks = [*(runner.rank for runner in self._ready), own.rank]
+                following = self._choose(following, ranks, own.rank)
+            if following != own.rank:
+                self._ready.append(own)
+                self._pass_on(own, following)
 
     def offer(self) -> None:
         """Lets the schedule have another rank run, if there is a schedule."""
@@ -153,12 +158,12 @@ class Baton:
             else:
                 self._pass_on(runner)
 
-    def _next(self, chosen: int | None = None, *, asking: int | None = None) -> Runner:
+    def _next(self, chosen: int | None = None) -> Runner:
         """The runner that goes on: the chosen rank's, or the one that its schedule takes."""
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
             ranks = [runner.rank for runner in self._ready]
-            chosen = self._choose(usual.rank, ranks, asking)
+            chosen = self._choose(usual.rank, ranks, None)
         found = usual if chosen is None else self.runners[chosen]
         self._ready.remove(found)
         return found

@@ -10,16 +10,22 @@ PCT          ranks have priorities in an order that is drawn, and the highest th
 import random
 from collections.abc import Sequence
 
-from distcheck.records.schedules import KINDS, Schedule
+from distcheck.records.schedules import KINDS, Choice, Schedule
 
 _CHANGES, _AMONG = 3, 128  # of PCT: changes of priority, among so many choices; chosen
+_ASKS_EARLY = 0.5  # of the times that a rank asks whether something is there; chosen
 _MOST_QUANTUM = 4  # calls between two turns of round-robin; chosen
 
 
 class Chooser:
-    """Makes the choices of one run; `switches` are those that were not the usual ones."""
+    """Makes the choices of one run; `switches` are those that were not the usual ones. The first
+    `keeps` are noted in `choices`; `cut` says that there were more.
+    """
 
-    def __init__(self, schedule: Schedule, size: int) -> None:
+    def __init__(self, schedule: Schedule, size: int, *, keeps: int = 0) -> None:
+        self._keeps = keeps
+        self.choices: list[Choice] = []
+        self.cut = False
         self._schedule = schedule
         self._random = random.Random(schedule.seed)
         self._told = dict(schedule.switches)
@@ -32,15 +38,25 @@ class Chooser:
 
     def choose(self, usual: int, ranks: Sequence[int], asking: int | None = None) -> int:
         """The rank that runs next, of `ranks`, which are those that can; `usual` is one of them.
-        A rank that was `asking` whether something is there gets the lowest priority: it may ask
-        again until another one has run.
+        A rank that was `asking` whether something is there is the last of them. In half of the
+        cases it goes on, as if it had asked before the others ran; otherwise it gets the lowest
+        priority, since it may ask again until another one has run.
         """
-        if asking is not None:
-            self._priority[asking] = min(self._priority) - 1
         if len(ranks) < 2:
             return usual
         self._choices += 1
-        chosen = self._draw(usual, ranks)
+        if len(self.choices) < self._keeps:
+            others = tuple(rank for rank in ranks if rank != usual)
+            self.choices.append(Choice(usual, others))
+        else:
+            self.cut = self._keeps > 0
+        if asking is None or not self._schedule.seed:
+            chosen = self._draw(usual, ranks)
+        elif self._random.random() < _ASKS_EARLY:
+            chosen = asking
+        else:
+            self._priority[asking] = min(self._priority) - 1
+            chosen = self._draw(usual, [rank for rank in ranks if rank != asking])
         if chosen != usual:
             self.switches.append((self._choices, chosen))
         return chosen

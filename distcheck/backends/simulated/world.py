@@ -36,8 +36,9 @@ _MOST_TURNS = 4096  # calls that are noted of a run under a schedule
 
 class SimulatedWorld:
     """A world of `size` ranks whose collectives add in `order`, and who may sleep for `deadline_s`
-    at once; with a `schedule`, they run in its order. `switch` is called between two ranks;
-    `ended(how, what)` when the world can go no further, and no rank goes on after it.
+    at once; with a `schedule`, they run in its order, and the first `keeps_choices` of its choices
+    are noted. `switch` is called between two ranks; `ended(how, what)` when the world can go no
+    further, and no rank goes on after it.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class SimulatedWorld:
         switch: Callable[[int, int], None],
         ended: Callable[[End, str], None],
         schedule: Schedule | None = None,
+        keeps_choices: int = 0,
     ) -> None:
         self.size, self.order = size, order
-        self.chooser = None if schedule is None else Chooser(schedule, size)
+        self.chooser = None if schedule is None else Chooser(schedule, size, keeps=keeps_choices)
         self._buffered = schedule is not None and schedule.buffered
         self.turns: list[tuple[Call, int]] = []  # where there is a schedule: calls as posted
         self.baton = Baton(

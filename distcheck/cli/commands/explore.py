@@ -36,6 +36,15 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
 @click.option("--world", default=6, show_default=True, metavar="N", help="Most ranks.")
 @click.option("--steps", default=6, show_default=True, metavar="N", help="Most steps.")
 @click.option(
+    "--backend",
+    default="gloo",
+    show_default=True,
+    metavar="NAME",
+    help="gloo; or simulated, or simulated:ORDER: worlds in one process, where cases also draw "
+    "schedules.",
+    **completion.BACKENDS,
+)
+@click.option(
     "--vary",
     multiple=True,
     metavar="NAME=VALUE",
@@ -49,7 +58,7 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     multiple=True,
     metavar="WORD",
     help="Leave out what the strategy does not support: strided, frozen, unequal, accumulate, "
-    "absent, nested, norm, groups, schedule, late, ...",
+    "absent, nested, norm, groups, schedule, late, turns, ...",
 )
 @click.option(
     "--deadline-s",
@@ -68,6 +77,7 @@ def command(**asked: Any) -> int:
     \b
     distcheck explore --strategy my_sync.py:sync --budget 5m
     distcheck explore --strategy my_sync.py:sync --max-cases 200 --world 3
+    distcheck explore --strategy my_sync.py:sync --backend simulated
     """  # fmt: skip
     from distcheck.explore.command import explore_command
     from distcheck.explore.matrix import explorations

@@ -48,6 +48,7 @@ def form_names() -> list[str]:
     return sorted(found.name.replace("_", "-") for found in pkgutil.iter_modules([str(folder)]))
 
 
+@cache
 def load_form(name: str) -> Form:
     """A form by its name. Raises UsageError for one that does not exist."""
     if name not in form_names():

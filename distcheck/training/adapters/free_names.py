@@ -11,6 +11,7 @@ import dis
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -125,11 +126,9 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
             if id(code) in seen:
                 continue
             seen.add(id(code))
-            for instruction in dis.get_instructions(code):
-                if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    read.add(instruction.argval)
-                elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                    written.add(instruction.argval)
+            globals_read, globals_written = _globals_of(code)
+            read |= globals_read
+            written |= globals_written
             called = [known[name] for name in code.co_names if name in known]
             waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
     # What was filled in for another strategy of the same module is not the module's own.
@@ -137,6 +136,17 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
     own = {n for n, v in known.items() if n not in filled or v is not filled[n]}
     missing = {n for n in read - written if n not in own and not hasattr(builtins, n)}
     return missing - {"__class__"}, sources
+
+
+@lru_cache(maxsize=1024)  # ranks that share a process load the same code again
+def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global names that code reads, and those that it binds or deletes."""
+    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+
+    def names(*operations: str) -> frozenset[str]:
+        return frozenset(name for operation, name in found if operation in operations)
+
+    return names("LOAD_GLOBAL", "LOAD_NAME"), names("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:

@@ -188,7 +188,25 @@ def counts(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in (int, "int")
 
 
-_Nodes = tuple[ast.AST, ...]
+class _Nodes(tuple[ast.AST, ...]):
+    """The nodes of a tree, with what is asked of them for every form."""
+
+    @cached_property
+    def attributes(self) -> set[str]:
+        """Every `.name` in it."""
+        return {node.attr for node in self if isinstance(node, ast.Attribute)}
+
+    @cached_property
+    def words(self) -> set[str]:
+        """Every name in it, of whatever kind."""
+        return self.attributes | {node.id for node in self if isinstance(node, ast.Name)}
+
+    @cached_property
+    def descends(self) -> bool:
+        """See `Source`."""
+        return any(_subtracts(node) for node in self)
+
+
 _seen: dict[int, tuple[Any, _Nodes]] = {}  # by id, since objects of a user's may not be hashable
 _of_code: dict[tuple[str, CodeType], _Nodes] = {}  # which ranks that share a process load again
 
@@ -207,7 +225,7 @@ def _nodes_of(function: Any) -> _Nodes:
 
 
 def _parsed(function: Any) -> _Nodes:
-    return tuple(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    return _Nodes(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
 
 
 class Source:
@@ -217,12 +235,12 @@ class Source:
         try:
             self._nodes = _nodes_of(function_of(value))
         except (OSError, TypeError, SyntaxError):
-            self._nodes = ()
+            self._nodes = _Nodes()
 
-    @cached_property
+    @property
     def attributes(self) -> set[str]:
         """Every `.name` in it."""
-        return {node.attr for node in self._nodes if isinstance(node, ast.Attribute)}
+        return self._nodes.attributes
 
     def attributes_of(self, name: str) -> set[str]:
         """Every `.attr` of a variable."""
@@ -313,18 +331,17 @@ class Source:
                 return True
         return False
 
-    @cached_property
+    @property
     def words(self) -> set[str]:
         """Every name in it, of whatever kind."""
-        names = {node.id for node in self._nodes if isinstance(node, ast.Name)}
-        return self.attributes | names
+        return self._nodes.words
 
     @property
     def descends(self) -> bool:
         """Whether it subtracts something from a `.data` that is not a gradient's: p.data -= ...,
         p.data.sub_(...), p.data = p.data - ...
         """
-        return any(_subtracts(node) for node in self._nodes)
+        return self._nodes.descends
 
     @property
     def registers_hooks(self) -> bool:

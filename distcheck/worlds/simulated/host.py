@@ -31,6 +31,7 @@ from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated.isolation import Isolation
+from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.requests import HostRequest
 from distcheck.worlds.simulated.share import TURN, TURN_FD
 
@@ -94,6 +95,8 @@ class Host:
         fds: Descriptors,
         reporter: Reporter,
         schedule: Schedule | None = None,
+        *,
+        keeps_choices: int = 0,
     ) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
         module, _, name = asked.target.partition(":")
@@ -106,7 +109,8 @@ class Host:
             in_order({**os.environ, **own}, seed)
             for own, seed in zip(asked.environments, asked.order_seeds, strict=True)
         ]
-        self._isolation = Isolation(environments, [(s, s) for s in self._streams])
+        streams = [(stream, stream) for stream in self._streams]
+        self._isolation = Isolation(environments, streams, owned_by(self._target))
         self._world = simulated.SimulatedWorld(
             len(ranks),
             asked.order,
@@ -114,6 +118,7 @@ class Host:
             switch=self._switch,
             ended=self._ended,
             schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
+            keeps_choices=keeps_choices,
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()

@@ -10,6 +10,7 @@ whenever another rank runs.
                       installed beside them are shared, and so are modules with compiled code.
     working directory once a rank has changed it
     streams           sys.stdout and sys.stderr
+    what a job says   attributes that `owned.py` names
 """
 
 import importlib
@@ -26,11 +27,13 @@ from typing import Any, TextIO
 
 import torch
 
+from distcheck.worlds.simulated.owned import Owned
 from distcheck.worlds.simulated.patches import Patches
 from distcheck.worlds.simulated.random_numbers import Generators, Numbers
 from distcheck.worlds.simulated.settings import Settings
 
 _COMPILED = (".so", ".pyd")
+_NOTHING = Owned()
 
 
 @dataclass
@@ -44,18 +47,23 @@ class Own:
     streams: tuple[TextIO, TextIO]
     folder: str
     module_locks: dict[str, Any]
+    attributes: Sequence[Any]
     modules: dict[str, ModuleType] = field(default_factory=dict)
 
 
 class Isolation:
     """Exchanges what is a rank's own. All ranks begin with what this process has now, and with
-    `environments`, one for each.
+    `environments`, one for each; of what the job has `owned`, with its first values.
     """
 
     def __init__(
-        self, environments: Sequence[Mapping[str, str]], streams: Sequence[tuple[TextIO, TextIO]]
+        self,
+        environments: Sequence[Mapping[str, str]],
+        streams: Sequence[tuple[TextIO, TextIO]],
+        owned: Owned = _NOTHING,
     ) -> None:
         self._generators = Generators()
+        self._owned = owned
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
         _hear_of_folders()
         _folders.differ = False
@@ -66,10 +74,10 @@ class Isolation:
         self._first = frozenset(sys.modules)  # what all ranks share, whatever it is
         self._latest = next(reversed(sys.modules))
         self._own = [
-            self._beginning(dict(variables), own)
+            self._beginning(dict(variables), own, owned.begin())
             for variables, own in zip(environments, streams, strict=True)
         ]
-        self._before = self._beginning({}, (sys.stdout, sys.stderr))
+        self._before = self._beginning({}, (sys.stdout, sys.stderr), owned.read())
         environ: Any = os.environ
         self._before.environment = environ._data
         self._before.module_locks = self._locks._module_locks
@@ -90,7 +98,12 @@ class Isolation:
         self._enter(self._before)
         self._patches.end()
 
-    def _beginning(self, variables: dict[str, str], streams: tuple[TextIO, TextIO]) -> Own:
+    def _beginning(
+        self,
+        variables: dict[str, str],
+        streams: tuple[TextIO, TextIO],
+        attributes: Sequence[Any],
+    ) -> Own:
         environ: Any = os.environ
         data = {environ.encodekey(k): environ.encodevalue(v) for k, v in variables.items()}
         return Own(
@@ -101,6 +114,7 @@ class Isolation:
             streams=streams,
             folder=os.getcwd(),
             module_locks={},
+            attributes=attributes,
         )
 
     def _leave(self, own: Own) -> None:
@@ -109,6 +123,7 @@ class Isolation:
         own.patches = self._patches.take()
         own.streams = (sys.stdout, sys.stderr)
         own.modules = self._take_modules(own.modules)
+        own.attributes = self._owned.read()
         if _folders.differ:
             own.folder = os.getcwd()
 
@@ -124,6 +139,7 @@ class Isolation:
             if (parent := self._shared_parent(name, own.modules)) is not None:
                 setattr(parent, name.rpartition(".")[2], module)
         self._locks._module_locks = own.module_locks
+        self._owned.write(own.attributes)
         if _folders.differ:
             os.chdir(own.folder)
 
@@ -156,18 +172,12 @@ class Isolation:
 
     def _is_own(self, module: ModuleType | None) -> bool:
         """Whether a module is of the code under test, and so each rank's own."""
-        file = getattr(module, "__file__", None)
-        if file is None:  # a folder without __init__.py, or built in
-            file = next(iter(getattr(module, "__path__", ())), None)
-        if not isinstance(file, str):
+        file = _file_of(module)
+        if file is None:
             return self._is_made_by_code(module)
-        if not os.path.isabs(file):  # as of torch.ops
-            return False
         known = self._known_files.get(file)
         if known is None:
-            compiled = file.endswith(_COMPILED)
-            known = not compiled and not os.path.normpath(file).startswith(self._shared)
-            self._known_files[file] = known
+            known = self._known_files[file] = _is_theirs(file, self._shared)
         return known
 
     def _is_made_by_code(self, module: ModuleType | None) -> bool:
@@ -179,6 +189,30 @@ class Isolation:
         package = sys.modules.get(module.__name__.partition(".")[0])
         shared = package is not None and package is not module and not self._is_own(package)
         return not shared and not module.__name__.startswith("_")
+
+
+def code_under_test() -> list[ModuleType]:
+    """The modules of the code under test that this process has imported."""
+    shared, found = _shared_folders(), []
+    for module in list(sys.modules.values()):
+        file = _file_of(module)
+        if file is not None and _is_theirs(file, shared):
+            found.append(module)
+    return found
+
+
+def _file_of(module: ModuleType | None) -> str | None:
+    """A module's file, or of a package without one its folder."""
+    file = getattr(module, "__file__", None)
+    if file is None:  # a folder without __init__.py, or built in
+        file = next(iter(getattr(module, "__path__", ())), None)
+    return file if isinstance(file, str) else None
+
+
+def _is_theirs(file: str, shared: tuple[str, ...]) -> bool:
+    if not os.path.isabs(file):  # as of torch.ops
+        return False
+    return not file.endswith(_COMPILED) and not os.path.normpath(file).startswith(shared)
 
 
 class _Folders:

@@ -23,7 +23,6 @@ import msgspec
 from distcheck.errors import ExitCode
 from distcheck.machine.cores import cores
 from distcheck.records.schedules import (
-    KINDS,
     Schedule,
     ScheduleRun,
     Searched,
@@ -36,16 +35,16 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.simulated.host import Host
 from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
+from distcheck.worlds.simulated.rounds import NOT_SEEN, TURNS, Tree, drawn
 
 _leave = os._exit  # which a world replaces
+_REPEATS = 2  # of both schedules, once they differ; chosen
 _MOST_SHRINKING = 80  # runs; chosen
 _SHARED = ("torch", "distcheck", "numpy")  # packages that run no code under test when imported
-_NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which accuses no one
 _STUCK = ("deadlock", "mismatch", "unmatched")  # which may be for want of a buffer
 _NO_WORD = "its process ended without a word"
-_TURNS = 400  # of one run that are kept
+_CHOICES = 4096  # of one run that are kept, where its schedules are enumerated
 _WORDS = 4000
-_FIRST_ROUND, _LAST_ROUND = 4 * len(KINDS), 32 * len(KINDS)  # schedules; chosen
 _MOST_TOGETHER = 32  # schedules that one process runs; chosen
 
 
@@ -64,27 +63,31 @@ class RunAll(Protocol):
 @SEARCH.does
 def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
     """The job of this process."""
-    return search(Forks(asked, fds, reporter).run_all, asked.schedules)
+    return search(Forks(asked, fds, reporter).run_all, asked.schedules, asked.switches)
 
 
-def search(run_all: RunAll, schedules: int) -> Searched:
-    """What the schedules come to."""
+def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
+    """What the schedules come to: drawn ones, or with `switches` those with at most so many."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
         return Searched(usual, again, buffered=buffered)
+    tree = Tree(usual, switches) if switches else None
     ran, distinct = 0, {usual.turns}
     late: list[str] = []
-    for seeds in _rounds(schedules):
-        runs = run_all([read_schedule(str(seed)) for seed in seeds], usual=usual)
+    for round_ in tree.rounds(schedules) if tree is not None else drawn(schedules):
+        runs = run_all(round_, usual=usual)
         ran += len(runs)
         distinct |= {one.turns for one in runs}
-        late += [one.schedule for one in runs if one.end in _NOT_SEEN]
+        late += [one.schedule for one in runs if one.end in NOT_SEEN]
         differ = [one for one in runs if one.came_to != usual.came_to]
-        found = next((one for one in differ if one.end not in _NOT_SEEN), None)
+        found = next((one for one in differ if one.end not in NOT_SEEN), None)
         if found is not None:
             smallest, tried = shrunk(found, usual, run_all)
-            repeated = run_all([read_schedule(smallest.schedule)])[0]
+            for one in run_all([Schedule()] * _REPEATS):
+                if _differs(one, usual):  # by chance, as the other one may
+                    return Searched(usual, one)
+            repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
             return Searched(
                 usual,
                 again,
@@ -93,17 +96,17 @@ def search(run_all: RunAll, schedules: int) -> Searched:
                 drawn=found.schedule,
                 other=smallest,
                 shrinking=tried,
-                repeats=repeated.came_to == smallest.came_to,
+                repeats=not any(_differs(one, smallest) for one in repeated),
             )
-    return Searched(usual, again, ran, len(distinct), late=tuple(late))
+        if tree is not None:
+            tree.enter(runs)
+    covered = None if tree is None else tree.covered
+    return Searched(usual, again, ran, len(distinct), late=tuple(late), covered=covered)
 
 
-def _rounds(schedules: int) -> Iterator[range]:
-    """Seeds, few at first: what most schedules show is found soon."""
-    first, size = 1, _FIRST_ROUND
-    while first <= schedules:
-        yield range(first, min(first + size, schedules + 1))
-        first, size = first + size, min(2 * size, _LAST_ROUND)
+def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
+    """Whether two runs came to different ends by their own doing."""
+    return one.came_to != other.came_to and one.end not in NOT_SEEN
 
 
 def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[ScheduleRun, int]:
@@ -117,7 +120,7 @@ def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[Sch
         nonlocal tried
         tried += 1
         (one,) = run_all([Schedule(buffered=buffers, switches=tuple(switches))])
-        return one if one.came_to != usual.came_to and one.end not in _NOT_SEEN else None
+        return one if one.came_to != usual.came_to and one.end not in NOT_SEEN else None
 
     best = found
     if buffered and (one := other(found.switches, buffers=False)):
@@ -175,7 +178,7 @@ class Forks:
                 if last and (not sound or run.came_to != usual.came_to):
                     (run,) = self.run_all([schedule])
                 found.append(run)
-                if run.came_to != usual.came_to and run.end not in _NOT_SEEN:
+                if run.came_to != usual.came_to and run.end not in NOT_SEEN:
                     return found
         return found
 
@@ -215,9 +218,15 @@ class Forks:
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
             for schedule in schedules:
-                collected = _Collected(schedule, fd)
+                collected = _Collected(schedule, fd, tells_imports=not self._warm)
                 try:
-                    collected.host = Host(self._asked.host, self._fds, collected, schedule)
+                    collected.host = Host(
+                        self._asked.host,
+                        self._fds,
+                        collected,
+                        schedule,
+                        keeps_choices=_CHOICES if self._asked.switches else 0,
+                    )
                     collected.host.run()
                 except BaseException as error:
                     collected.tell("raised", f"{type(error).__name__}: {error}")
@@ -266,10 +275,10 @@ class _Fork:
 class _Collected(Reporter):
     """Takes what the ranks of one world say, and writes what it comes to."""
 
-    def __init__(self, schedule: Schedule, fd: int) -> None:
+    def __init__(self, schedule: Schedule, fd: int, *, tells_imports: bool) -> None:
         super().__init__(fd)
         self._schedule, self._out = schedule, fd
-        self._known = set(sys.modules)
+        self._known = set(sys.modules) if tells_imports else None
         self._results: dict[int, bytes] = {}
         self._raised: tuple[str, str] | None = None
         self.host: Host | None = None
@@ -298,8 +307,12 @@ class _Collected(Reporter):
         self.tell(*(self._raised or ("finished", "")))
         return self._raised is None
 
-    def _is_shared(self, name: str) -> bool:
-        return name not in self._known and name.partition(".")[0] in _SHARED
+    def _imported(self) -> tuple[str, ...]:
+        """The shared modules that this run has imported, as every run would."""
+        if self._known is None:
+            return ()
+        new = (name for name in sys.modules if name not in self._known)
+        return tuple(name for name in new if name.partition(".")[0] in _SHARED)
 
     def tell(self, end: str, what: str) -> None:
         """Writes a run."""
@@ -315,7 +328,9 @@ class _Collected(Reporter):
                     what=messages.printable(what[:_WORDS]),
                     results=results,
                     switches=() if chooser is None else tuple(chooser.switches),
-                    imported=tuple(name for name in sys.modules if self._is_shared(name)),
+                    choices=() if chooser is None else tuple(chooser.choices),
+                    cut=chooser is not None and chooser.cut,
+                    imported=self._imported(),
                     turns=() if world is None else tuple(_turns(world.turns)),
                 )
             ),
@@ -331,7 +346,7 @@ def _import_once(names: Sequence[str]) -> None:
 
 def _turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
     before = 0
-    for call, switches in noted[:_TURNS]:
+    for call, switches in noted[:TURNS]:
         words = messages.printable(call.in_words())
         where = messages.printable(call.where)
         yield Turn(call.rank, words, where, switches > before, _taken_by(call))

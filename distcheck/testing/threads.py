@@ -1,0 +1,208 @@
+"""Ranks of a simulated world, which are threads of one process: what each has of its own there.
+
+Ranks that are processes begin as copies of the pytest process. Threads share it, so that each gets
+its copies of what a test can see: pytest's own state of the test, the values of its fixtures and
+parameters, and the global variables of the code under test.
+"""
+
+import ast
+import copy
+import functools
+import types
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcheck.testing import fixtures, rank, session
+from distcheck.worlds.simulated.owned import ABSENT, Owned
+
+_HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
+# Fixtures that capture the descriptors of a process.
+_OF_DESCRIPTORS = ("capfd", "capfdbinary")
+# Where releases of pytest keep the names of all fixtures.
+_NAMES_OF_FIXTURES = ("_arg2fixturedefs", "_arg2node2fixturedefs", "_arg2nodeid2fixturedefs")
+_variables: list[tuple[types.ModuleType, str]] = []  # global variables that ranks own
+_memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
+
+
+def prepare(item: pytest.Function) -> None:
+    """In the pytest process: fails a test that asks for what threads cannot have; notes which
+    global variables ranks will own, once for all worlds that are forked for the test.
+    """
+    _variables[:] = [(module, name) for module in _modules() for name in _rebound(module)]
+    for name in _OF_DESCRIPTORS:
+        if name in item.fixturenames:
+            pytest.fail(
+                f"{name} captures the output of a process, which the ranks of backend='simulated' "
+                "share; use capsys",
+                pytrace=False,
+            )
+    if hasattr(item.obj, "hypothesis"):
+        pytest.fail(
+            "@given needs ranks that are processes; leave backend='simulated' away, or draw the "
+            "values in a parametrized test",
+            pytrace=False,
+        )
+
+
+def owned() -> Owned:
+    """What of pytest, and of the code under test, each rank of the prepared test owns."""
+    item: Any = rank.inherited().item
+    definitions = _definitions(item)
+    asked = {one for name in item.fixturenames for one in item._fixtureinfo.name2fixturedefs.get(
+        name, ()
+    )}  # fmt: skip
+    variables = list(_variables)
+    fixed = list(_fixed(item))
+    places = [place for place, _ in fixed]
+    places += [(one, name) for one in definitions for name in ("cached_result", "_finalizers")]
+
+    def begin() -> list[Any]:
+        memo: dict[int, Any] = {}
+        own = [_copied(getattr(*place, ABSENT), memo) for place in variables]
+        values = [memo if make is None else make() for _, make in fixed]
+        for one in definitions:
+            result = one.cached_result
+            if result is not None and one in asked:
+                result = (_copied_or_shared(result[0], memo), *result[1:])
+            values += [result, list(one._finalizers)]
+        return [*values, *own]
+
+    return Owned([*places, *variables], begin)
+
+
+def own_copy(value: Any, name: str) -> Any:
+    """In a rank: its copy of an argument of a test."""
+    if isinstance(value, fixtures.Deferred | types.ModuleType):
+        return value
+    try:
+        return copy.deepcopy(value, _memo)
+    except Exception as error:
+        pytest.fail(
+            f"{name} cannot be copied for each rank ({type(error).__name__}: {error}); have that "
+            "fixture depend on `world`, so that every rank sets it up",
+            pytrace=False,
+        )
+
+
+def own_body(body: Callable[..., object]) -> Callable[..., object]:
+    """In a rank: the test, bound to the rank's copy of its instance."""
+    if not isinstance(body, types.MethodType) or isinstance(body.__self__, type):
+        return body
+    return types.MethodType(body.__func__, own_copy(body.__self__, "the instance of the class"))
+
+
+_Place = tuple[Any, str]
+
+
+def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
+    """Places that every test has, each with what makes a rank's first value; None: its memo."""
+    from _pytest.runner import SetupState
+
+    yield (_here(), "_memo"), None
+    yield (session, "_line"), lambda: None
+    yield (item, "funcargs"), lambda: dict(item.funcargs)
+    yield (item, "_request"), lambda: _own_request(item)
+    yield (item.session, "_setupstate"), SetupState
+    for name in ("filters", "showwarning", "_showwarnmsg_impl"):
+        yield (warnings, name), _same(warnings, name)
+    captures = item.config.pluginmanager.getplugin("capturemanager")
+    if captures is not None:
+        yield (captures, "_capture_fixture"), lambda: None
+    logs = item.config.pluginmanager.getplugin("logging-plugin")
+    if logs is not None:
+        yield (logs.caplog_handler, "records"), list
+        for handler in (logs.caplog_handler, logs.report_handler):
+            yield (handler, "stream"), type(handler.stream)
+
+
+def _here() -> types.ModuleType:
+    import distcheck.testing.threads as here
+
+    return here
+
+
+def _same(owner: Any, name: str) -> Callable[[], Any]:
+    value = getattr(owner, name)
+    return lambda: list(value) if isinstance(value, list) else value
+
+
+def _own_request(item: Any) -> Any:
+    request = copy.copy(item._request)
+    request._fixture_defs = dict(request._fixture_defs)
+    return request
+
+
+def _definitions(item: Any) -> list[Any]:
+    """All fixtures that a rank could set up, also by `request.getfixturevalue`."""
+    manager = item.session._fixturemanager
+    known = (getattr(manager, name, {}) for name in _NAMES_OF_FIXTURES)
+    every = [manager.getfixturedefs(name, item) or () for names in known for name in names]
+    every += item._fixtureinfo.name2fixturedefs.values()
+    return list(dict.fromkeys(one for definitions in every for one in definitions))
+
+
+def _modules() -> list[types.ModuleType]:
+    from distcheck.worlds.simulated.isolation import code_under_test
+
+    return code_under_test()
+
+
+@functools.cache
+def _declared(file: str) -> frozenset[str]:
+    """The names that functions of a source file declare `global`."""
+    try:
+        text = Path(file).read_text()
+        tree = ast.parse(text) if "global" in text else None
+    except (OSError, ValueError, SyntaxError):
+        tree = None
+    nodes = () if tree is None else ast.walk(tree)
+    return frozenset(n for node in nodes if isinstance(node, ast.Global) for n in node.names)
+
+
+def _rebound(module: types.ModuleType) -> list[str]:
+    """The global variables of a module that its functions may change: those that they declare
+    `global`, and those whose value is of a kind that is copied.
+    """
+    held = [name for name, value in vars(module).items() if _is_copied(value)]
+    found = {name for name in held if not name.startswith(("__", "@"))}
+    return sorted(found | _declared(module.__file__ or ""))
+
+
+def _is_copied(value: object) -> bool:
+    import torch
+
+    return type(value) in _HOLDING or isinstance(value, torch.Tensor | torch.nn.Module)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A rank's copy of a global variable: containers in it as well, and tensors and models. What
+    else it holds is shared, since it may be held elsewhere, too.
+    """
+    if not _is_copied(value) or id(value) in memo:
+        return memo.get(id(value), value)
+    if type(value) in _HOLDING:
+        made = memo[id(value)] = copy.copy(value)
+        memo.setdefault(id(memo), []).append(value)  # as deepcopy does: its id stays its own
+        if isinstance(made, dict):
+            made.update({key: _copied(inner, memo) for key, inner in value.items()})
+        elif not isinstance(made, set | bytearray):
+            for place, inner in enumerate(value):
+                made[place] = _copied(inner, memo)
+        return made
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # of a tensor within a graph, for example
+        return value
+
+
+def _copied_or_shared(value: Any, memo: dict[int, Any]) -> Any:
+    """A rank's copy of a fixture's value, which it may never ask for."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
