@@ -32,6 +32,7 @@ _KINDS = {
     "_allgather_base": ("all_gather", "all_gather_into_tensor"),
     "all_gather_single": ("all_gather", "all_gather_into_tensor"),
     "gather": ("gather", "gather"),
+    "gather_single": ("gather", "gather_single"),
     "scatter": ("scatter", "scatter"),
     "reduce_scatter": ("reduce_scatter", "reduce_scatter"),
     "_reduce_scatter_base": ("reduce_scatter", "reduce_scatter_tensor"),
@@ -105,9 +106,9 @@ class Postings:
 
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
         """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
-        after which it may go on.
+        after which it may go on. A limit of zero is none.
         """
-        what = None if given or named else self.call_of(work)
+        what = None if any(given) or any(named.values()) else self.call_of(work)
         if what is None or self.on is not None or threading.get_ident() != self._main:
             return original(work, *given, **named)
         on = self.on = [what]
@@ -139,20 +140,32 @@ def install() -> None:
         return
     import torch.distributed as dist
 
-    group: Any = dist.ProcessGroup
-    work: Any = dist.distributed_c10d.Work
-    if not hasattr(group, "_get_sequence_number_for_group"):
+    if not hasattr(dist.ProcessGroup, "_get_sequence_number_for_group"):
         return
     _installed = True
+    note_calls_of(dist.ProcessGroup)
+    note_waits_of(dist.distributed_c10d.Work)
+
+
+def note_calls_of(group: Any) -> None:
+    """Makes the operations that a class of process groups itself has note their calls."""
     for name, (kind, said) in _KINDS.items():
         if name in group.__dict__:
             setattr(group, name, _collective(group.__dict__[name], kind, said))
     for name, (kind, takes) in _MESSAGES.items():
         if name in group.__dict__:
             setattr(group, name, _message(group.__dict__[name], kind, takes))
+
+
+def note_waits_of(work: Any, *, limited: Callable[[Any], bool] = lambda _: False) -> None:
+    """Makes `wait` of a class of Works say that it waits, except for those that are `limited`: that
+    raise so soon that the code may have meant it.
+    """
     original = work.wait
 
     def wait(self: Any, *given: Any, **named: Any) -> Any:
+        if limited(self):
+            return original(self, *given, **named)
         return HERE.wait(original, self, given, named)
 
     work.wait = wait

@@ -113,7 +113,7 @@ class Look:
         groups = _groups()
         if groups is None or self._postings.misses_messages:
             return None
-        entries = flight.entries()
+        entries = [entry for entry in flight.entries() if not _is_noted_message(entry)]
         posted: dict[str, int] = {}
         for name, (count, _) in groups.items():
             posted[name] = count - self._postings.of_group[name]
@@ -195,6 +195,11 @@ def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Pos
         known=known and (kind != "all_to_all" or bool(sent)),
         place=_place(entry),
     )
+
+
+def _is_noted_message(entry: dict[str, Any]) -> bool:
+    """Whether a recorded call is a message of a backend in Python: all of those are noted."""
+    return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
 def _op(given: Any) -> str:

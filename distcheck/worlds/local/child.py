@@ -290,12 +290,11 @@ def last_collective(found: list[dict[str, Any]] | None = None) -> str:
     """The last collective that this process entered, with the line that called it; or that of the
     recorder's entries `found`.
 
-    Empty where there was none, or torch records none.
+    Empty where there was none, or none is recorded.
     """
-    mpi: Any = sys.modules.get("distcheck.backends.mpi.work")
     found = flight.entries() if found is None else found
     if not found:
-        return str(mpi.latest()) if mpi is not None else ""
+        return ""
     entry = found[-1]
     shapes = flight.shapes_of(entry)
     names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]

@@ -65,7 +65,7 @@ class Child:
     @property
     def busy_seconds(self) -> float:
         """Seconds for which it ran or waited for a core; see `stalls.py`."""
-        return linux.busy_seconds(self.pid) if self.pid else 0.0
+        return linux.busy_seconds(self.pid, main_by_the_clock=self._only_looks) if self.pid else 0.0
 
     @property
     def known_at(self) -> float:
@@ -80,7 +80,16 @@ class Child:
         if not self.pid:
             return False
         ran_ns = 0 if self.waits is None else self.waits.ran_ns
-        return (ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns) or linux.is_awake(self.pid)
+        if ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns:
+            return True
+        return linux.is_awake(self.pid, main_by_the_clock=self._only_looks)
+
+    @property
+    def _only_looks(self) -> bool:
+        """Whether its main thread has said that it waits, and takes that back before it goes on:
+        what it does meanwhile is to look, by the clock, whether what it waits for has come.
+        """
+        return self.waits is not None and self.waits.ran_ns == 0 and not self.waits.over
 
     @property
     def is_stopped(self) -> bool:
