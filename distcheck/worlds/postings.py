@@ -8,6 +8,8 @@ They keep no tensor. Calls of C++ code (DDP's) are in the flight recorder alone.
 entry with the same `op_id` is of the same call.
 """
 
+import contextlib
+import functools
 import os
 import sys
 import threading
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcheck.worlds.call_log import TENSORS, CallLog, Tensors, dtype_name
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEPT = 128  # notes; the flight recorder keeps 64 entries
 _MOST_WORKS = 1024  # until those are dropped that are gone
 _MOST_FRAMES = 32
+_RAISED_IN = "_distcheck_raised_in"  # an attribute of an exception: the call that raised it
+_MOST_CAUSES = 16  # of an exception, that are looked at
 # What a process group calls an operation: what is noted of it, in the words of `Posted`.
 _KINDS = {
     "allreduce": ("all_reduce", "all_reduce"),
@@ -42,6 +48,7 @@ _KINDS = {
     "all_to_all_single": ("all_to_all", "all_to_all_single"),
     "barrier": ("barrier", "barrier"),
 }
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 # What messages are called, and how many arguments torch calls them with.
 _MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv", 2)}
 MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer's place or -1, tag
@@ -88,6 +95,8 @@ class Postings:
         self.on: list[Note | Message] | None = None
         self.after_wait: Callable[[Any], None] = lambda on: None
         self.misses_messages = False  # one was posted in a way that is not known
+        self.log: CallLog | None = None
+        self._ranks: dict[str, tuple[Any, tuple[int, ...]]] = {}  # by group's name
         self._works: dict[int, tuple[Any, Note | Message]] = {}
         self._main = threading.main_thread().ident
 
@@ -98,6 +107,16 @@ class Postings:
         if len(self._works) >= _MOST_WORKS:
             self._works = {key: one for key, one in self._works.items() if one[0]() is not None}
         self._works[id(work)] = (weakref.ref(work), what)
+
+    def ranks_of(self, group: Any, name: str) -> tuple[int, ...]:
+        """The ranks of the world that a group has, by their places in it."""
+        known = self._ranks.get(name)
+        if known is None or known[0]() is not group:
+            import torch.distributed as dist
+
+            ranks = tuple(dist.distributed_c10d._world.pg_group_ranks[group])
+            known = self._ranks[name] = weakref.ref(group), ranks
+        return known[1]
 
     def call_of(self, work: Any) -> Note | Message | None:
         """The call that a Work is of, where it is known."""
@@ -114,6 +133,10 @@ class Postings:
         on = self.on = [what]
         try:
             result = original(work, *given, **named)
+        except Exception as error:
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(error, _RAISED_IN, what)
+            raise
         finally:
             self.on = None
             self.after_wait(on)
@@ -122,8 +145,21 @@ class Postings:
         return result
 
 
+def raised_in(error: BaseException | None) -> Note | Message | None:
+    """The call whose wait raised an exception, or one that it was raised because of."""
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            break
+        found = getattr(error, _RAISED_IN, None)
+        if isinstance(found, Note | Message):
+            return found
+        error = error.__cause__ or error.__context__
+    return None
+
+
 HERE = Postings()
 _installed = False
+_log_fd = -1
 
 
 def is_installed() -> bool:
@@ -143,15 +179,25 @@ def install() -> None:
     if not hasattr(dist.ProcessGroup, "_get_sequence_number_for_group"):
         return
     _installed = True
+    if _log_fd >= 0:
+        with contextlib.suppress(OSError):  # where memory is short: then there is no log
+            HERE.log = CallLog(_log_fd)
     note_calls_of(dist.ProcessGroup)
     note_waits_of(dist.distributed_c10d.Work)
+
+
+def log_to(fd: int) -> None:
+    """Makes this process log its calls to a file, once it notes them."""
+    global _log_fd
+    _log_fd = fd
 
 
 def note_calls_of(group: Any) -> None:
     """Makes the operations that a class of process groups itself has note their calls."""
     for name, (kind, said) in _KINDS.items():
         if name in group.__dict__:
-            setattr(group, name, _collective(group.__dict__[name], kind, said))
+            original = group.__dict__[name]
+            setattr(group, name, _collective(original, kind, said, TENSORS[name]))
     for name, (kind, takes) in _MESSAGES.items():
         if name in group.__dict__:
             setattr(group, name, _message(group.__dict__[name], kind, takes))
@@ -171,25 +217,44 @@ def note_waits_of(work: Any, *, limited: Callable[[Any], bool] = lambda _: False
     work.wait = wait
 
 
-def _collective(original: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
+def _collective(
+    original: Callable[..., Any],
+    kind: str,
+    name: str,
+    tensors: Callable[[Any], tuple[Tensors, Tensors]],
+) -> Callable[..., Any]:
     takes_splits = name == "all_to_all_single"
 
     def post(group: Any, *given: Any, **named: Any) -> Any:
         before = _count(group)
+        options = given[-1] if given else None
+        note = Note(
+            group=str(group.group_name),
+            number=before + 1,
+            until=before,
+            kind=kind,
+            name=name,
+            op=getattr(options, "reduceOp", None),
+            root=getattr(options, "rootRank", None),
+            splits=_splits(given) if takes_splits else (),
+        )
+        if HERE.log is not None and before >= 0:
+            with contextlib.suppress(Exception):  # of arguments that are not as they should be
+                HERE.log.collective(
+                    *tensors(given),
+                    kind=kind,
+                    name=name,
+                    group=note.group,
+                    ranks=HERE.ranks_of(group, note.group),
+                    number=note.number - HERE.of_group[note.group],
+                    op=op_name(note.op),
+                    root=note.root,
+                    splits=note.splits,
+                    place=_place(),
+                )
         work = original(group, *given, **named)
-        until = _count(group)
-        if until > before >= 0:
-            options = given[-1] if given else None
-            note = Note(
-                group=str(group.group_name),
-                number=before + 1,
-                until=until,
-                kind=kind,
-                name=name,
-                op=getattr(options, "reduceOp", None),
-                root=getattr(options, "rootRank", None),
-                splits=_splits(given) if takes_splits else (),
-            )
+        note.until = _count(group)
+        if note.until > before >= 0:
             HERE.notes.append(note)
             HERE.remember(work, note)
         return work
@@ -206,12 +271,40 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         key = (str(group.group_name), kind, int(given[1]) if takes == 3 else -1, tag)
         number = HERE.messages[key] = HERE.messages[key] + 1
         HERE.of_group[key[0]] += 1
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        message = Message(key, number, tensor.numel(), shape, dtype, _place())
+        if HERE.log is not None:
+            with contextlib.suppress(Exception):
+                HERE.log.message(
+                    kind=kind,
+                    group=key[0],
+                    ranks=HERE.ranks_of(group, key[0]),
+                    number=number,
+                    peer=None if key[2] < 0 else key[2],
+                    tag=tag,
+                    shape=shape,
+                    dtype=dtype,
+                    place=message.place,
+                )
         work = original(group, *given)
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-        HERE.remember(work, Message(key, number, tensor.numel(), shape, dtype, _place()))
+        HERE.remember(work, message)
         return work
 
     return post
+
+
+def op_name(given: Any) -> str:
+    """The name of a reduce operation; empty for one that takes a factor, or none."""
+    if given is None:
+        return ""
+    return next((name for name, op in _ops() if given == op), "")
+
+
+@functools.cache
+def _ops() -> list[tuple[str, Any]]:
+    import torch.distributed as dist
+
+    return [(name, getattr(dist.ReduceOp, name)) for name in _OPS]
 
 
 def _splits(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -240,6 +333,7 @@ def _place() -> str:
     return ""
 
 
+@functools.cache
 def is_theirs(file: str) -> bool:
     """Whether a file is of the code under test: neither torch's nor distcheck's own."""
     return "/torch/" not in file and not file.startswith((_PACKAGE, "<"))

@@ -2,19 +2,21 @@
 records none of a backend that is written in Python.
 """
 
+import functools
 import os
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _KEPT = 64  # as many as torch's recorder keeps
 _MOST_FRAMES = 32
-_HERE = os.path.dirname(__file__) + os.sep
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 # The recorder's names, of those operations that have another one here.
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -109,14 +111,22 @@ def forget() -> None:
 
 
 def _frames() -> list[tuple[str, int, str]]:
-    """The callers outside of this folder."""
-    frame: Any = sys._getframe(2)
+    """The callers, up to the first one that is neither torch's nor distcheck's: walking a whole
+    stack would take as long as the call itself.
+    """
+    frame: Any = sys._getframe(3)
     found: list[tuple[str, int, str]] = []
     for _ in range(_MOST_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        if not code.co_filename.startswith(_HERE):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        found.append((code.co_filename, frame.f_lineno, code.co_name))
+        if _is_theirs(code.co_filename):
+            break
         frame = frame.f_back
     return found
+
+
+@functools.cache
+def _is_theirs(file: str) -> bool:
+    return "/torch/" not in file and not file.startswith((_PACKAGE, "<"))

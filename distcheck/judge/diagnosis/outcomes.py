@@ -37,6 +37,9 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
+    how, what = _proven(cause.detail)
+    if how == PROVEN["mismatch"]:
+        return [_of_apart(what)]
     if is_mismatch(cause.detail):
         return [_of_mismatch(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
@@ -98,8 +101,6 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     how, what = _proven(detail)
     if how == PROVEN["unmatched"]:
         return Diagnosis(cause="unmatched-message", evidence=what, suggestion=_BOTH_ENDS)
-    if how == PROVEN["mismatch"]:
-        return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
     if how == PROVEN["asleep"]:
         return msgspec.structs.replace(found, evidence=what)
     if how != PROVEN["deadlock"]:
@@ -113,6 +114,10 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     return Diagnosis(
         cause=found.cause, evidence=f"every rank waits for ever: {what}", suggestion=suggestion
     )
+
+
+def _of_apart(what: str) -> Diagnosis:
+    return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:

@@ -94,6 +94,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         target: Target = getattr(importlib.import_module(module), name)
         end = FIRST_OF_JOB + len(request.given)
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
+        postings.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
         _flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
@@ -233,6 +234,7 @@ def as_event(error: BaseException) -> messages.Raised:
         collective=last_collective(),
         collectives=flight.latest(),
         defect=messages.printable(reported(masked(defect))),
+        within_call=postings.raised_in(error) is not None,
     )
 
 

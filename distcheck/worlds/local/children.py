@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.worlds import linux, messages
+from distcheck.worlds.call_log import LoggedCall, logged
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
 
@@ -105,8 +106,14 @@ class Child:
     def low_level_stacks(self) -> str:
         """What faulthandler wrote: on a fatal signal, or when asked with SIGUSR1."""
         with contextlib.suppress(OSError):
-            return os.pread(self._stacks_fd, 65536, 0).decode(errors="replace")
+            written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the calls
+            return written.decode(errors="replace")
         return ""
+
+    @property
+    def called(self) -> list[LoggedCall]:
+        """The latest calls that it logged, in no order."""
+        return logged(self._stacks_fd)
 
     def take(self, event: messages.Event) -> None:
         """Notes an event."""
