@@ -159,7 +159,8 @@ def measure(rounds: int, backend: str) -> None:
             print(f"{name}: {statistics.median(noting) / statistics.median(bare):.3f} of the "
                   f"medians, {statistics.median(ratios):.3f} in the median pair "
                   f"({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} pairs); a bare step "
-                  f"{statistics.median(bare) * 1e3:.1f} ms; aim: below 1.05", flush=True)  # fmt: skip
+                  f"{statistics.median(bare) * 1e3:.1f} ms; aim: below 1.05",
+                  flush=True)  # fmt: skip
     dist.barrier()
     if backend == "mpi":
         from distcheck.backends import mpi

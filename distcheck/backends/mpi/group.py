@@ -26,10 +26,20 @@ def create(options: Any, _: Any) -> "MPIGroup":
     if not ranks:
         everybody = runtime.world(options.group_rank, options.group_size)
         return MPIGroup(everybody, options)
+    _meet(options, ranks)
     everybody = runtime.world_so_far()
     members = everybody.Get_group().Incl(ranks)
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     return MPIGroup(everybody.Create_group(members, tag), options)
+
+
+def _meet(options: Any, ranks: Sequence[int]) -> None:
+    """Waits for the others at torch's store: MPI itself spins until all ranks make the group, and
+    a rank that spins looks as if it computed.
+    """
+    of = ",".join(map(str, ranks))
+    options.store.set(f"distcheck/{of}/{options.group_rank}", "")
+    options.store.wait([f"distcheck/{of}/{place}" for place in range(len(ranks))])
 
 
 class MPIGroup(PythonGroup):

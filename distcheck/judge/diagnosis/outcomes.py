@@ -11,6 +11,7 @@ from distcheck.records.ends import MISUSES, PROVEN, RankEnd
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+_MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 _NO_ANSWER = "did not answer when it was asked"
 _STOPPED = "stopped (state T)"
@@ -167,6 +168,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     is in no collective, while the others wait for it: a hang of that rank's own.
     """
     calls: dict[str, list[int]] = {}
+    messages: dict[str, list[int]] = {}  # of those backends that record them
     elsewhere = []
     silent = []
     stopped = [outcome.rank for outcome in hung if _STOPPED in outcome.detail]
@@ -180,8 +182,9 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
             elsewhere.append(outcome.rank)
         else:
             call = f"{match[1]} of [{match[2]}], number {match[3]}"
-            calls.setdefault(call, []).append(outcome.rank)
-    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
+            of_its_kind = messages if match[1] in _MESSAGES else calls
+            of_its_kind.setdefault(call, []).append(outcome.rank)
+    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in (calls | messages).items()]
     parts += [f"{ranks_text(elsewhere)} in no collective"] if elsewhere else []
     parts += [f"{ranks_text(silent)} did not answer"] if silent else []
     parts += [f"{ranks_text(finished)} finished"] if finished else []
@@ -198,7 +201,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
         return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
-    where = elsewhere or ([] if silent else next(iter(calls.values())))
+    where = elsewhere or ([] if silent else next(iter((messages | calls).values())))
     return Diagnosis(
         cause="hang",
         evidence=f"no progress until the deadline: {evidence}",
