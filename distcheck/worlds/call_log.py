@@ -17,7 +17,8 @@ _SLOTS = 32
 _SLOT_BYTES = 4096  # a page; a call that does not fit, as of thousands of tensors, is left out
 _LENGTH_BYTES = 4
 _OFFSET = 1 << 20  # in the file that faulthandler writes stacks to, from its beginning
-_BYTES = _SLOTS * _SLOT_BYTES
+_WITHIN = _SLOTS * _SLOT_BYTES  # where it says whether the main thread is within a call
+_BYTES = _WITHIN + _SLOT_BYTES
 Sizes = Sequence[tuple[int, ...]]
 Tensors = Sequence[Any]
 # The tensors of each operation among its arguments: what the rank gives, and what it gets where
@@ -90,6 +91,10 @@ class CallLog:
         """Logs a send or a receive."""
         self.write(LoggedCall(kind=kind, name=kind, input_sizes=[shape], **about))
 
+    def within_call(self, yes: bool) -> None:
+        """Logs whether the main thread is within a call."""
+        self._memory[_WITHIN] = yes
+
     def write(self, call: LoggedCall) -> None:
         """Notes a call in place of the oldest one."""
         data = self._encoder.encode(call)
@@ -104,6 +109,13 @@ class CallLog:
 def dtype_name(given: Any) -> str:
     """The name of a dtype of torch's: "float32"."""
     return str(given).removeprefix("torch.")
+
+
+def is_within_call(fd: int) -> bool:
+    """Whether the main thread of a rank was within a call when it last logged that."""
+    with contextlib.suppress(OSError):
+        return os.pread(fd, 1, _OFFSET + _WITHIN) == b"\1"
+    return False
 
 
 def logged(fd: int) -> list[LoggedCall]:

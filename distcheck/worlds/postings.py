@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,19 @@ class Postings:
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
+    @contextlib.contextmanager
+    def within_call(self) -> Iterator[None]:
+        """Logs that the main thread is within a call: a library may end the process there, or
+        raise and leave memory behind that a later line ends in.
+        """
+        log = self.log if threading.get_ident() == self._main else None
+        if log is None:
+            yield
+            return
+        log.within_call(True)
+        yield
+        log.within_call(False)
+
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
         """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
         after which it may go on. A limit of zero is none.
@@ -132,7 +145,8 @@ class Postings:
             return original(work, *given, **named)
         on = self.on = [what]
         try:
-            result = original(work, *given, **named)
+            with self.within_call():
+                result = original(work, *given, **named)
         except Exception as error:
             with contextlib.suppress(AttributeError, TypeError):
                 setattr(error, _RAISED_IN, what)
@@ -252,7 +266,8 @@ def _collective(
                     splits=note.splits,
                     place=_place(),
                 )
-        work = original(group, *given, **named)
+        with HERE.within_call():
+            work = original(group, *given, **named)
         note.until = _count(group)
         if note.until > before >= 0:
             HERE.notes.append(note)
@@ -286,7 +301,8 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
                     dtype=dtype,
                     place=message.place,
                 )
-        work = original(group, *given)
+        with HERE.within_call():
+            work = original(group, *given)
         HERE.remember(work, message)
         return work
 

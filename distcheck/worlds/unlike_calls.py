@@ -5,6 +5,7 @@ rank has said by then that it waits. Calls of one number that are apart are wron
 for them or not; they are taken for the cause only where a rank failed within a call.
 """
 
+import signal
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -14,14 +15,18 @@ from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
 
+# What a library that reads or writes beyond its memory ends in, or that gives up.
+_FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the ranks of that, its number
 
 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
     """The calls that do not match, if the rank that failed first failed within a call."""
     within = cause.raised is not None and cause.raised.within_call
-    aborted = cause.exit_signal is not None and odd_ranks.is_mismatch(cause.output)
-    if not (within or aborted):
+    died = cause.exit_signal in _FATAL and (
+        cause.was_within_call or odd_ranks.is_mismatch(cause.output)
+    )
+    if not (within or died):
         return None
     logs = _logs(children)
     what = _collectives_apart(logs) or _messages_apart(logs)

@@ -10,7 +10,15 @@ import pytest
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records.odd_ranks import _MISMATCH
 from distcheck.worlds import blame, messages
-from distcheck.worlds.call_log import _OFFSET, _SLOT_BYTES, _SLOTS, CallLog, LoggedCall, logged
+from distcheck.worlds.call_log import (
+    _OFFSET,
+    _SLOT_BYTES,
+    _SLOTS,
+    CallLog,
+    LoggedCall,
+    is_within_call,
+    logged,
+)
 from distcheck.worlds.messages import Proven
 from distcheck.worlds.remote.links import RemoteChild
 from distcheck.worlds.unlike_calls import mismatch_of, or_earlier
@@ -24,6 +32,12 @@ def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> LoggedCall:
         "op": "SUM" if kind == "all_reduce" else "",
     }  # fmt: skip
     return LoggedCall(**{**given, **about})
+
+
+class Within(RemoteChild):
+    """A rank that waited for a call when it ended."""
+
+    was_within_call = True  # type: ignore[assignment]
 
 
 def failed(*logs: list[LoggedCall], within_call: bool = True) -> list[RemoteChild]:
@@ -98,6 +112,10 @@ def test_a_library_that_aborted_the_rank_says_that_sizes_differ() -> None:
     aborted = RemoteChild(gone=True, exit_signal=signal.SIGABRT, heard_called=[call()])
     children[0] = aborted
     assert mismatch_of(aborted, children) is None, "it may have been anything"
+    within = Within(gone=True, exit_signal=signal.SIGSEGV, heard_called=[call()])
+    assert mismatch_of(within, [within, *children[1:]]) is not None
+    within.exit_signal = signal.SIGTERM
+    assert mismatch_of(within, [within, *children[1:]]) is None
     aborted.take_output(f"what(): is there a {_MISMATCH}?".encode())
     found = mismatch_of(aborted, children)
     assert found is not None
@@ -152,6 +170,9 @@ def test_a_log_keeps_the_latest_calls() -> None:
         log.write(call(number))
     log.write(call(1000, place="x" * _SLOT_BYTES))  # does not fit
     assert sorted(one.number for one in logged(fd)) == list(range(3, _SLOTS + 3))
+    for yes in (True, False):
+        log.within_call(yes)
+        assert is_within_call(fd) is yes
     os.pwrite(fd, b"\xff" * 40, _OFFSET)
     os.pwrite(fd, b"\x05\0\0\0hello", _OFFSET + _SLOT_BYTES)
     assert len(logged(fd)) == _SLOTS - 2

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.worlds import linux, messages
-from distcheck.worlds.call_log import LoggedCall, logged
+from distcheck.worlds.call_log import LoggedCall, is_within_call, logged
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
 
@@ -114,6 +114,11 @@ class Child:
     def called(self) -> list[LoggedCall]:
         """The latest calls that it logged, in no order."""
         return logged(self._stacks_fd)
+
+    @property
+    def was_within_call(self) -> bool:
+        """Whether its main thread was within a call when it last logged that."""
+        return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.Event) -> None:
         """Notes an event."""
