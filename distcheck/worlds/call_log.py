@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 _SLOTS = 32
-_SLOT_BYTES = 4096  # a page; a call that does not fit, as of thousands of tensors, is left out
+_SLOT_BYTES = 2048  # a call that does not fit, as of hundreds of tensors, is left out
 _LENGTH_BYTES = 4
-_OFFSET = 1 << 20  # in the file that faulthandler writes stacks to, from its beginning
+_OFFSET = 1 << 20  # whole pages, in the file that faulthandler writes stacks to, from its beginning
 _WITHIN = _SLOTS * _SLOT_BYTES  # where it says whether the main thread is within a call
 _BYTES = _WITHIN + _SLOT_BYTES
 Sizes = Sequence[tuple[int, ...]]
@@ -74,6 +74,7 @@ class CallLog:
         self._memory = mmap.mmap(fd, _BYTES, offset=_OFFSET)
         self._encoder = msgspec.msgpack.Encoder()
         self._count = 0
+        self._owner = os.getpid()
 
     def collective(self, given: Tensors, got: Tensors, **about: Any) -> None:
         """Logs a collective of tensors that the rank gives and gets."""
@@ -90,6 +91,11 @@ class CallLog:
     def message(self, *, kind: str, shape: tuple[int, ...], **about: Any) -> None:
         """Logs a send or a receive."""
         self.write(LoggedCall(kind=kind, name=kind, input_sizes=[shape], **about))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process is the rank, and not one that it forked."""
+        return os.getpid() == self._owner
 
     def within_call(self, yes: bool) -> None:
         """Logs whether the main thread is within a call."""

@@ -129,7 +129,7 @@ class Postings:
         raise and leave memory behind that a later line ends in.
         """
         log = self.log if threading.get_ident() == self._main else None
-        if log is None:
+        if log is None or not log.is_own:
             yield
             return
         log.within_call(True)
@@ -252,7 +252,7 @@ def _collective(
             root=getattr(options, "rootRank", None),
             splits=_splits(given) if takes_splits else (),
         )
-        if HERE.log is not None and before >= 0:
+        if HERE.log is not None and HERE.log.is_own and before >= 0:
             with contextlib.suppress(Exception):  # of arguments that are not as they should be
                 HERE.log.collective(
                     *tensors(given),
@@ -288,7 +288,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         HERE.of_group[key[0]] += 1
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         message = Message(key, number, tensor.numel(), shape, dtype, _place())
-        if HERE.log is not None:
+        if HERE.log is not None and HERE.log.is_own:
             with contextlib.suppress(Exception):
                 HERE.log.message(
                     kind=kind,
