@@ -74,31 +74,40 @@ class CallLog:
         self._memory = mmap.mmap(fd, _BYTES, offset=_OFFSET)
         self._encoder = msgspec.msgpack.Encoder()
         self._count = 0
-        self._owner = os.getpid()
 
-    def collective(self, given: Tensors, got: Tensors, **about: Any) -> None:
+    def collective(
+        self,
+        given: Tensors,
+        got: Tensors,
+        kind: str,
+        name: str,
+        group: str,
+        ranks: tuple[int, ...],
+        number: int,
+        place: str,
+        op: str,
+        root: int | None,
+        splits: tuple[tuple[int, ...], ...],
+    ) -> None:
         """Logs a collective of tensors that the rank gives and gets."""
-        first = given[0] if given else got[0] if got else None
+        dtype = dtype_name(given[0].dtype) if given else dtype_name(got[0].dtype) if got else ""
+        sizes = [tuple(tensor.shape) for tensor in given]
+        received = [tuple(tensor.shape) for tensor in got] if got else ()
         self.write(
             LoggedCall(
-                dtype="" if first is None else dtype_name(first.dtype),
-                input_sizes=[tuple(tensor.shape) for tensor in given],
-                output_sizes=[tuple(tensor.shape) for tensor in got],
-                **about,
+                kind, name, group, ranks, number, place, dtype, sizes, received, op, root, None, 0,
+                splits,
             )
-        )
+        )  # fmt: skip
 
     def message(self, *, kind: str, shape: tuple[int, ...], **about: Any) -> None:
         """Logs a send or a receive."""
         self.write(LoggedCall(kind=kind, name=kind, input_sizes=[shape], **about))
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this process is the rank, and not one that it forked."""
-        return os.getpid() == self._owner
-
     def within_call(self, yes: bool) -> None:
-        """Logs whether the main thread is within a call."""
+        """Logs whether the rank is within a call: a library may end the process there, or raise and
+        leave memory behind that a later line ends in.
+        """
         self._memory[_WITHIN] = yes
 
     def write(self, call: LoggedCall) -> None:
@@ -118,7 +127,7 @@ def dtype_name(given: Any) -> str:
 
 
 def is_within_call(fd: int) -> bool:
-    """Whether the main thread of a rank was within a call when it last logged that."""
+    """Whether a rank was within a call when it last logged that."""
     with contextlib.suppress(OSError):
         return os.pread(fd, 1, _OFFSET + _WITHIN) == b"\1"
     return False

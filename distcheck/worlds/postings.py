@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,10 @@ class Postings:
         self._works: dict[int, tuple[Any, Note | Message]] = {}
         self._main = threading.main_thread().ident
 
+    def log_no_more(self) -> None:
+        """Stops logging, in a process that the rank has forked."""
+        self.log = None
+
     def remember(self, work: Any, what: Note | Message) -> None:
         """Notes of which call a Work is."""
         if work is None:
@@ -123,19 +127,6 @@ class Postings:
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
-    @contextlib.contextmanager
-    def within_call(self) -> Iterator[None]:
-        """Logs that the main thread is within a call: a library may end the process there, or
-        raise and leave memory behind that a later line ends in.
-        """
-        log = self.log if threading.get_ident() == self._main else None
-        if log is None or not log.is_own:
-            yield
-            return
-        log.within_call(True)
-        yield
-        log.within_call(False)
-
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
         """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
         after which it may go on. A limit of zero is none.
@@ -144,9 +135,12 @@ class Postings:
         if what is None or self.on is not None or threading.get_ident() != self._main:
             return original(work, *given, **named)
         on = self.on = [what]
+        if self.log is not None:
+            self.log.within_call(True)
         try:
-            with self.within_call():
-                result = original(work, *given, **named)
+            result = original(work, *given, **named)
+            if self.log is not None:
+                self.log.within_call(False)
         except Exception as error:
             with contextlib.suppress(AttributeError, TypeError):
                 setattr(error, _RAISED_IN, what)
@@ -196,6 +190,7 @@ def install() -> None:
     if _log_fd >= 0:
         with contextlib.suppress(OSError):  # where memory is short: then there is no log
             HERE.log = CallLog(_log_fd)
+            os.register_at_fork(after_in_child=HERE.log_no_more)
     note_calls_of(dist.ProcessGroup)
     note_waits_of(dist.distributed_c10d.Work)
 
@@ -252,22 +247,26 @@ def _collective(
             root=getattr(options, "rootRank", None),
             splits=_splits(given) if takes_splits else (),
         )
-        if HERE.log is not None and HERE.log.is_own and before >= 0:
-            with contextlib.suppress(Exception):  # of arguments that are not as they should be
-                HERE.log.collective(
+        log = HERE.log
+        if log is not None and before >= 0:
+            with contextlib.suppress(Exception):  # of arguments that torch will refuse
+                log.collective(
                     *tensors(given),
-                    kind=kind,
-                    name=name,
-                    group=note.group,
-                    ranks=HERE.ranks_of(group, note.group),
-                    number=note.number - HERE.of_group[note.group],
-                    op=op_name(note.op),
-                    root=note.root,
-                    splits=note.splits,
-                    place=_place(),
+                    note.kind,
+                    note.name,
+                    note.group,
+                    HERE.ranks_of(group, note.group),
+                    note.number - HERE.of_group[note.group],
+                    _place(),
+                    op_name(note.op),
+                    note.root,
+                    note.splits,
                 )
-        with HERE.within_call():
-            work = original(group, *given, **named)
+        if log is not None:
+            log.within_call(True)
+        work = original(group, *given, **named)
+        if log is not None:
+            log.within_call(False)
         note.until = _count(group)
         if note.until > before >= 0:
             HERE.notes.append(note)
@@ -288,9 +287,10 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         HERE.of_group[key[0]] += 1
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         message = Message(key, number, tensor.numel(), shape, dtype, _place())
-        if HERE.log is not None and HERE.log.is_own:
+        log = HERE.log
+        if log is not None:
             with contextlib.suppress(Exception):
-                HERE.log.message(
+                log.message(
                     kind=kind,
                     group=key[0],
                     ranks=HERE.ranks_of(group, key[0]),
@@ -301,8 +301,10 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
                     dtype=dtype,
                     place=message.place,
                 )
-        with HERE.within_call():
-            work = original(group, *given)
+            log.within_call(True)
+        work = original(group, *given)
+        if log is not None:
+            log.within_call(False)
         HERE.remember(work, message)
         return work
 
@@ -313,7 +315,10 @@ def op_name(given: Any) -> str:
     """The name of a reduce operation; empty for one that takes a factor, or none."""
     if given is None:
         return ""
-    return next((name for name, op in _ops() if given == op), "")
+    for name, op in _ops():
+        if given == op:
+            return name
+    return ""
 
 
 @functools.cache

@@ -117,7 +117,7 @@ class Child:
 
     @property
     def was_within_call(self) -> bool:
-        """Whether its main thread was within a call when it last logged that."""
+        """Whether it was within a call when it last logged that."""
         return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.Event) -> None:
