@@ -8,6 +8,7 @@ import contextlib
 import functools
 import mmap
 import os
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 
 _SLOTS = 32
 _SLOT_BYTES = 2048  # a call that does not fit, as of hundreds of tensors, is left out
-_LENGTH_BYTES = 4
+_HEADER = struct.Struct("<IQ")  # the length, and the how many-th call it is
 _OFFSET = 1 << 20  # whole pages, in the file that faulthandler writes stacks to, from its beginning
 _WITHIN = _SLOTS * _SLOT_BYTES  # where it says whether the main thread is within a call
 _BYTES = _WITHIN + _SLOT_BYTES
@@ -113,10 +114,10 @@ class CallLog:
     def write(self, call: LoggedCall) -> None:
         """Notes a call in place of the oldest one."""
         data = self._encoder.encode(call)
-        if len(data) <= _SLOT_BYTES - _LENGTH_BYTES:
+        if len(data) <= _SLOT_BYTES - _HEADER.size:
             start = self._count % _SLOTS * _SLOT_BYTES
             self._count += 1
-            whole = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+            whole = _HEADER.pack(len(data), self._count) + data
             self._memory[start : start + len(whole)] = whole
 
 
@@ -134,16 +135,16 @@ def is_within_call(fd: int) -> bool:
 
 
 def logged(fd: int) -> list[LoggedCall]:
-    """The calls in a file that a rank logs to, in no order. What is not one is left out: any code
+    """The calls in a file that a rank logs to, oldest first. What is not one is left out: any code
     may run in the rank, and it may have ended while it wrote.
     """
     found = []
     with contextlib.suppress(OSError):
         for slot in range(_SLOTS):
             data = os.pread(fd, _SLOT_BYTES, _OFFSET + slot * _SLOT_BYTES)
-            length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            with contextlib.suppress(struct.error, msgspec.MsgspecError, UnicodeDecodeError):
+                length, count = _HEADER.unpack_from(data)
                 if length:
-                    whole = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
-                    found.append(msgspec.msgpack.decode(whole, type=LoggedCall))
-    return found
+                    whole = data[_HEADER.size : _HEADER.size + length]
+                    found.append((count, msgspec.msgpack.decode(whole, type=LoggedCall)))
+    return [call for _, call in sorted(found, key=lambda one: one[0])]

@@ -283,6 +283,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
             return original(group, *given, **named)
         tensor, tag = given[0][0], int(given[-1])
         key = (str(group.group_name), kind, int(given[1]) if takes == 3 else -1, tag)
+        before = _count(group)
         number = HERE.messages[key] = HERE.messages[key] + 1
         HERE.of_group[key[0]] += 1
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
@@ -302,7 +303,13 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
                     place=message.place,
                 )
             log.within_call(True)
-        work = original(group, *given)
+        try:
+            work = original(group, *given)
+        except Exception:
+            if _count(group) == before:  # it was refused, and is none
+                HERE.messages[key] -= 1
+                HERE.of_group[key[0]] -= 1
+            raise
         if log is not None:
             log.within_call(False)
         HERE.remember(work, message)

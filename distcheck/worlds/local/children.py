@@ -112,7 +112,7 @@ class Child:
 
     @property
     def called(self) -> list[LoggedCall]:
-        """The latest calls that it logged, in no order."""
+        """The latest calls that it logged, oldest first."""
         return logged(self._stacks_fd)
 
     @property
