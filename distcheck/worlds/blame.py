@@ -124,10 +124,10 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
-    return _of_proven(child) or _of_process(child, hung=hung)
+    return _of_proven(child, hung=hung) or _of_process(child, hung=hung)
 
 
-def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
+def _of_proven(child: Child, *, hung: bool) -> tuple[RankEnd, str] | None:
     """A rank of a world that is proven to go no further; or of a simulated one whose process ended,
     or was ended, while another rank had its turn.
     """
@@ -135,7 +135,7 @@ def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
         return None
     if child.stacks.waits_for_turn:
         return RankEnd.ENDED, f"{_where(child)}\n{child.stacks.text}{_output(child)}"
-    if child.proven is None:
+    if child.proven is None or not hung:
         return None
     last = f"\nlast collective: {child.stacks.collective}" if child.stacks.collective else ""
     text = f"{_where(child)}{_why(child)}{last}\n{child.stacks.text}{_output(child)}"
