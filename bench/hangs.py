@@ -47,7 +47,9 @@ class Notes:
 
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
+        postings.log_to(os.memfd_create("calls"))
         postings.install()
+        assert postings.HERE.log is not None
         if backend == "mpi":
             from distcheck.worlds.mpi.noting import note_calls
 

@@ -1,5 +1,7 @@
 """Worlds of processes that hang are ended as soon as that is proven, and others are not."""
 
+import time
+
 import pytest
 
 from distcheck import backends
@@ -8,7 +10,7 @@ from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.pool import Pool
 from tests.world import hanging_jobs
-from tests.world.launching import run_to_end, start
+from tests.world.launching import hang, run_to_end, start
 
 MISSING = backends.missing("mpi")
 NEEDS_MPI = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
@@ -101,3 +103,14 @@ def test_a_rank_that_is_late_is_not_accused(pool: Pool, name: str) -> None:
 def test_a_rank_that_is_late_over_mpi_is_not_accused(pool: Pool, name: str) -> None:
     outcomes, _ = ends_of(pool, name, wrong=False, backend="mpi")
     assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}, outcomes
+
+
+@NEEDS_MPI
+@pytest.mark.sweep
+def test_ranks_that_make_a_group_of_mpi_do_not_spin(pool: Pool) -> None:
+    """One takes others for its members. A rank that spins has ten times as long as the deadline."""
+    job, name = "tests.wrong_programs.running:runs", "groups_with_other_members"
+    begun = time.monotonic()
+    _, outcomes = hang(pool, job, 4, backend="mpi", program=name, wrong=True)
+    assert time.monotonic() - begun < 10.0, "the deadline is one second"
+    assert any("new_group" in outcome.detail for outcome in outcomes), outcomes
