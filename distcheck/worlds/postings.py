@@ -127,6 +127,15 @@ class Postings:
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
+    def go_on(self) -> None:
+        """Takes back that the main thread waits, if it does, because it posts a call: a handler of
+        a signal may do so within a wait that looks by the clock, as MPI's.
+        """
+        on = self.on
+        if on is not None and threading.get_ident() == self._main:
+            self.on = None
+            self.after_wait(on)
+
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
         """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
         after which it may go on. A limit of zero is none.
@@ -235,6 +244,7 @@ def _collective(
     takes_splits = name == "all_to_all_single"
 
     def post(group: Any, *given: Any, **named: Any) -> Any:
+        HERE.go_on()
         before = _count(group)
         options = given[-1] if given else None
         note = Note(
@@ -278,6 +288,7 @@ def _collective(
 
 def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..., Any]:
     def post(group: Any, *given: Any, **named: Any) -> Any:
+        HERE.go_on()
         if named or len(given) != takes:
             HERE.misses_messages = True
             return original(group, *given, **named)

@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records.odd_ranks import _MISMATCH
-from distcheck.worlds import blame, messages, postings
+from distcheck.worlds import blame, messages
 from distcheck.worlds.call_log import (
     _OFFSET,
     _SLOT_BYTES,
@@ -179,24 +178,3 @@ def test_a_log_keeps_the_latest_calls() -> None:
     assert len(logged(fd)) == _SLOTS - 2
     os.close(fd)
     assert logged(fd) == []
-
-
-@pytest.mark.parametrize(("counted", "expected"), [(0, 0), (1, 1)])
-def test_a_message_that_is_refused_does_not_count(counted: int, expected: int) -> None:
-    """Unless torch has counted it. The calls after it would have other numbers than elsewhere."""
-
-    class Group:
-        group_name, calls = f"refusing {counted}", 7
-
-        def _get_sequence_number_for_group(self) -> int:
-            return self.calls
-
-    def refuse(group: Group, *_: Any) -> None:
-        group.calls += counted
-        raise ValueError("no such tag")
-
-    post = postings._message(refuse, "send", 3)
-    with pytest.raises(ValueError, match="no such tag"):
-        post(Group(), [torch.ones(2)], 1, 0)
-    assert postings.HERE.of_group[Group.group_name] == expected
-    assert postings.HERE.messages[Group.group_name, "send", 1, 0] == expected
