@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import MISUSES, PROVEN, RankEnd
+from distcheck.records.ends import MISUSES, PROVEN, RankEnd, proven_in
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
@@ -38,7 +38,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
-    how, what = _proven(cause.detail)
+    how, what = proven_in(cause.detail)
     if how == PROVEN["mismatch"]:
         return [_of_apart(what)]
     if is_mismatch(cause.detail):
@@ -82,15 +82,9 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     return [_as_proven(found, cause.detail)]
 
 
-def _proven(detail: str) -> tuple[str, str]:
-    """How a world says that it ended, in the words of PROVEN, and what it says of that."""
-    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
-    return how, what
-
-
 def _of_misuse(detail: str) -> Diagnosis | None:
     """What one rank of a simulated world did with a tensor or a work."""
-    said, what = _proven(detail)
+    said, what = proven_in(detail)
     cause = next((how for how in MISUSES if PROVEN[how] == said), "")
     return Diagnosis(cause=cause, evidence=what, suggestion=_OF_MISUSE[cause]) if cause else None
 
@@ -99,7 +93,7 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     """What a simulated world says of itself, where it does: calls that do not match, or ranks that
     all wait.
     """
-    how, what = _proven(detail)
+    how, what = proven_in(detail)
     if how == PROVEN["unmatched"]:
         return Diagnosis(cause="unmatched-message", evidence=what, suggestion=_BOTH_ENDS)
     if how == PROVEN["asleep"]:
