@@ -89,9 +89,11 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
         )
     registered = registered or backends.register(rendezvous.backend)
     if registered == mpi.TORCH_NAME:
+        from torch.distributed.constants import default_pg_timeout
+
         from distcheck.worlds.mpi.noting import note_calls
 
-        note_calls(min(timeout, dist.default_pg_timeout).total_seconds())
+        note_calls(min(timeout, default_pg_timeout).total_seconds())
     dist.init_process_group(
         registered,
         store=store,
