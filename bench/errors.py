@@ -1,10 +1,10 @@
 """The set of wrong programs and their right twins: what is named, and who is accused.
 
-    python bench/errors.py [--gloo] [NAME ...]
+    python bench/errors.py [--gloo | --mpi] [NAME ...]
 
 Prints for each class how many programs got the right class (the cause that is expected), how many
 had every line named that is expected, and how many right twins were accused; in simulated worlds,
-and with --gloo in worlds of processes, with the seconds until a program was named.
+and with --gloo or --mpi in worlds of processes, with the seconds until a program was named.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from tests.wrong_programs.running import Named, named
 
 def judge(pool: Pool, program: Program, backend: str) -> tuple[Named, Named]:
     """What is named of a program and of its right twin; what is wrong with that is printed."""
-    expected = program.cause if backend == "simulated" else program.on_gloo
+    expected = program.expected(backend)
     found = named(pool, program, wrong=True, backend=backend)
     if found.cause != expected:
         print(f"  {program.name}: {found.cause or 'nothing'}, not {expected}: {found.said[:600]}")
@@ -44,7 +44,7 @@ def main(backend: str, programs: list[Program]) -> None:
     print(f"{backend}:")
     everything = [row for own in rows.values() for row in own]
     for kind, own in [*rows.items(), ("all", everything)]:
-        expected = [p.cause if backend == "simulated" else p.on_gloo for p, _, _ in own]
+        expected = [p.expected(backend) for p, _, _ in own]
         right = sum(f.cause == e for (_, f, _), e in zip(own, expected, strict=True))
         lines = sum(f.cause != "" and not f.missing_lines(p) for p, f, _ in own)
         accused = sum(bool(twin.causes) or not twin.finished for _, _, twin in own)
@@ -62,10 +62,7 @@ def main(backend: str, programs: list[Program]) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    gloo = "--gloo" in words
-    names = [word for word in words if word != "--gloo"]
+    asked = next((backend for backend in ("gloo", "mpi") if f"--{backend}" in words), "simulated")
+    names = [word for word in words if not word.startswith("--")]
     chosen = [PROGRAMS[name] for name in names] or list(PROGRAMS.values())
-    if gloo:
-        main("gloo", [program for program in chosen if program.on_gloo])
-    else:
-        main("simulated", chosen)
+    main(asked, [program for program in chosen if program.expected(asked)])

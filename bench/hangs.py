@@ -1,11 +1,12 @@
 """What it costs a right step that ranks note their calls, so that a hang can be proven at once.
 
-    python bench/hangs.py [ROUNDS]
+    python bench/hangs.py [ROUNDS] [mpi]
 
-Prints a step with the notes over a bare one, in a world of 4 over gloo: of a small MLP that reduces
-every parameter by itself (24 collectives a step and little else) and under DDP, and of VGG11. Each
-rank makes bare and noting steps in turn, in one process, so that all meet the same machine; the
-thread that looks at the rank ten times a second runs beside the noting steps only.
+Prints a step with the notes over a bare one, in a world of 4 over gloo, or over the backend mpi: of
+a small MLP that reduces every parameter by itself (24 collectives a step and little else) and under
+DDP, and of VGG11. Each rank makes bare and noting steps in turn, in one process, so that all meet
+the same machine; the thread that looks at the rank ten times a second runs beside the noting steps
+only.
 """
 
 import os
@@ -31,21 +32,35 @@ class Nowhere:
 
 
 class Notes:
-    """Switches the notes of this process on and off."""
+    """Switches the notes of this process on and off. Over mpi, the recorder is one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
         import torch.distributed as dist
 
         from distcheck.worlds import postings
 
-        kinds = (dist.ProcessGroup, dist.distributed_c10d.Work)
+        kinds = [dist.ProcessGroup, dist.distributed_c10d.Work]
+        if backend == "mpi":
+            from distcheck.backends.mpi import calls
+            from distcheck.backends.mpi.group import MPIGroup
+            from distcheck.backends.mpi.work import MPIWork
+
+            kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
+        postings.log_to(os.memfd_create("calls"))
         postings.install()
+        assert postings.HERE.log is not None
+        if backend == "mpi":
+            from distcheck.worlds.mpi.noting import note_calls
+
+            note_calls(0.0)
+            one = calls.Call("all_reduce", "0", 1, 1, [], [], [], 0)
+            before[-1]["record"] = lambda *_: one
         self._changes = [
             (kind, name, old[name], now)
             for kind, old in zip(kinds, before, strict=True)
             for name, now in dict(vars(kind)).items()
-            if old.get(name) is not now
+            if name in old and old[name] is not now
         ]
         assert len(self._changes) > 10, self._changes
 
@@ -74,7 +89,22 @@ class Looking:
         self._thread.join()
 
 
-def measure(rounds: int) -> None:
+def join(backend: str) -> None:
+    """Makes the default group."""
+    import torch.distributed as dist
+
+    if backend == "gloo":
+        dist.init_process_group("gloo")
+        return
+    from distcheck.backends import mpi
+
+    variables = {"rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE"}
+    places = {name: int(os.environ[variable]) for name, variable in variables.items()}
+    meeting = f"file://{os.getcwd()}/meeting"
+    dist.init_process_group(mpi.register(), init_method=meeting, **places)
+
+
+def measure(rounds: int, backend: str) -> None:
     """What one rank does; the first prints the figures."""
     sys.path.insert(0, PEERS)
     import torch
@@ -85,9 +115,9 @@ def measure(rounds: int) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
-    notes = Notes()
+    notes = Notes(backend)
 
     def small():
         torch.manual_seed(0)
@@ -131,17 +161,39 @@ def measure(rounds: int) -> None:
             print(f"{name}: {statistics.median(noting) / statistics.median(bare):.3f} of the "
                   f"medians, {statistics.median(ratios):.3f} in the median pair "
                   f"({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} pairs); a bare step "
-                  f"{statistics.median(bare) * 1e3:.1f} ms; aim: below 1.05")  # fmt: skip
+                  f"{statistics.median(bare) * 1e3:.1f} ms; aim: below 1.05",
+                  flush=True)  # fmt: skip
     dist.barrier()
+    if backend == "mpi":
+        from distcheck.backends import mpi
+
+        mpi.finalize()
     os._exit(0)
 
 
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        measure(int(sys.argv[1]))
+def launch(rounds: str, backend: str) -> int:
+    """Runs this file on four ranks."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="64")
+    scripts = Path(sysconfig.get_path("scripts"))
+    if backend == "gloo":
+        words = [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "4"]
     else:
-        os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="64")
-        rounds = sys.argv[1] if len(sys.argv) > 1 else "40"
-        torchrun = str(Path(sysconfig.get_path("scripts")) / "torchrun")
-        words = [torchrun, "--standalone", "--nproc-per-node", "4", str(Path(__file__).resolve())]
-        sys.exit(subprocess.run([*words, rounds], cwd=tempfile.mkdtemp(), check=False).returncode)
+        from distcheck.backends.mpi import library
+        from distcheck.worlds.mpi import started
+
+        launcher = library.find_launcher()
+        assert launcher is not None, "there is no MPI launcher here"
+        os.environ.update(started._SETTINGS, MPI4PY_LIBMPI=launcher.library)
+        words = [launcher.path, *started._options(launcher), "-n", "4", sys.executable]
+    words += [str(Path(__file__).resolve()), rounds, backend, "rank"]
+    return subprocess.run(words, cwd=tempfile.mkdtemp(), check=False).returncode
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    backend = "mpi" if "mpi" in given else "gloo"
+    rounds = next((word for word in given if word.isdigit()), "40")
+    if "rank" in given:
+        measure(int(rounds), backend)
+    else:
+        sys.exit(launch(rounds, backend))

@@ -28,6 +28,14 @@ MISUSES = ("buffer-in-flight", "work-not-waited", "work-waited-twice")
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung
 
 
+def proven_in(detail: str) -> tuple[str, str]:
+    """Why a world ended, in the words of PROVEN, and that in a sentence: by the second line of what
+    is known of a rank, if it says so.
+    """
+    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
+    return how, what
+
+
 class RankEnd(StrEnum):
     """How a rank ended; its value is what reports hold."""
 

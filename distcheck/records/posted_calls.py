@@ -4,13 +4,17 @@ Collectives of a group with the same number must be alike on all of its ranks. W
 a call is not compared: two calls are apart only in what is known of both.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words
+from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words, usual
 
 _MOST_SITES = 4  # of one kind of call, that a sentence names
+_REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
+_HAVE_ROOT = ("broadcast", "reduce", "gather", "scatter")
+Sizes = Sequence[Sequence[int]]  # the shapes of several tensors
 
 
 @dataclass(eq=False, kw_only=True)
@@ -76,6 +80,42 @@ class Posted:
         return f"{self.name}{asked}{sized}"
 
 
+def reduces(kind: str) -> bool:
+    """Whether a kind of call has a reduce operation."""
+    return kind in _REDUCES
+
+
+def has_root(kind: str) -> bool:
+    """Whether a kind of call has a root."""
+    return kind in _HAVE_ROOT
+
+
+def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
+    """The numbers of elements that must be alike on all ranks: of what each rank gives, or gets
+    from the root. The parts of a reduce_scatter may be a list or one tensor.
+    """
+    if kind == "all_to_all":
+        return ()
+    found = tuple(math.prod(size) for size in (got if kind == "scatter" else given))
+    return (sum(found),) if kind == "reduce_scatter" else found
+
+
+def splits_of(
+    name: str, rows: Sequence[Sequence[int]], given: Sizes, got: Sizes, world: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements that an all_to_all sends to and receives from each rank; or nothing. `rows` are
+    those of one tensor for each rank, sent and received; equally many if left out.
+    """
+    both = []
+    for sizes, own in zip((given, got), rows or ((), ()), strict=True):
+        if len(sizes) == world and name == "all_to_all":
+            both.append(tuple(math.prod(size) for size in sizes))
+        elif len(sizes) == 1 and sizes[0] and world:
+            first, row = sizes[0][0], math.prod(sizes[0][1:])
+            both.append(tuple(count * row for count in own or (first // world,) * world))
+    return (both[0], both[1]) if len(both) == 2 else ((), ())
+
+
 def are_apart(one: Posted, other: Posted) -> bool:
     """Whether two calls that must be alike are not, in something that is known of both."""
     return bool(_apart_in(one.signature(), other.signature()))
@@ -96,14 +136,19 @@ def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
     )
 
 
-def meeting_in_words(number: int, calls: Sequence[Posted], missing: Sequence[int]) -> str:
+def meeting_in_words(
+    number: int, calls: Sequence[Posted], missing: Sequence[int], unknown: Sequence[int] = ()
+) -> str:
     """Calls with one number that are apart: who called what where, in what they differ, and which
-    is the odd rank. `missing` ranks have not come to it.
+    is the odd rank. `missing` ranks have not come to it; what the `unknown` ones called is not
+    known.
     """
     groups = _alike(sorted(calls, key=lambda call: call.rank))
     said = " and ".join(_by_group(groups))
     absent = f"; {ranks_in_words(missing)} did not come to it" if missing else ""
-    return f"at call {number}, {said}: {difference(calls)}{absent}; {_odd(groups)}"
+    absent += f"; {ranks_in_words(unknown)} gave no data" if unknown else ""
+    odd = _odd(groups, unknown=len(unknown))
+    return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
 
 
 def message_in_words(sent: Posted, received: Posted) -> str:
@@ -166,10 +211,11 @@ def _by_group(groups: Mapping[str, Sequence[Posted]]) -> Iterator[str]:
         yield f"{ranks_in_words([call.rank for call in calls])} called {words}{at}"
 
 
-def _odd(groups: Mapping[str, Sequence[Posted]]) -> str:
-    odd = outside_the_majority(
-        {words: [call.rank for call in calls] for words, calls in groups.items()}
-    )
+def _odd(groups: Mapping[str, Sequence[Posted]], *, unknown: int) -> str:
+    ranks = {words: [call.rank for call in calls] for words, calls in groups.items()}
+    if unknown and not usual(ranks, unknown=unknown):
+        return "so it is not known which is wrong"
+    odd = outside_the_majority(ranks)
     if not odd:
         return "the groups are equally large, so it is not known which is wrong"
     return f"most ranks agree, and {ranks_in_words(odd)} did something else"

@@ -14,6 +14,8 @@ stalls.py        telling a hung rank from a slow machine
 waiting.py       whether a rank waits, and in which of its calls
 postings.py      what those calls are; flight.py: torch's own record of them
 proofs.py        what proves by them that a world can go no further
+call_log.py      the latest calls in shared memory, for ranks that a library ends
+unlike_calls.py  which of those do not match
 blame.py         how each rank ended, and which end was the cause
 interrupts.py    Ctrl-C and SIGTERM
 turns.py         how many worlds run at once under pytest-xdist

@@ -70,7 +70,7 @@ def own_defect(children: Sequence[Child], *, hung: bool) -> messages.Raised | No
 
 def _in_own_code(child: Child) -> bool:
     raised = child.raised
-    if raised is None or not raised.defect or is_victim(child):
+    if raised is None or not raised.defect or is_victim(child) or child.proven is not None:
         return False
     return is_of_a_program(raised.kind)
 
@@ -124,10 +124,10 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
-    return _of_proven(child) or _of_process(child, hung=hung)
+    return _of_proven(child, hung=hung) or _of_process(child, hung=hung)
 
 
-def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
+def _of_proven(child: Child, *, hung: bool) -> tuple[RankEnd, str] | None:
     """A rank of a world that is proven to go no further; or of a simulated one whose process ended,
     or was ended, while another rank had its turn.
     """
@@ -135,12 +135,18 @@ def _of_proven(child: Child) -> tuple[RankEnd, str] | None:
         return None
     if child.stacks.waits_for_turn:
         return RankEnd.ENDED, f"{_where(child)}\n{child.stacks.text}{_output(child)}"
-    if child.proven is None:
+    if child.proven is None or not hung:
         return None
     last = f"\nlast collective: {child.stacks.collective}" if child.stacks.collective else ""
-    said = f"{PROVEN[child.proven.how]}: {child.proven.what}"
-    text = f"{_where(child)}\n{said}{last}\n{child.stacks.text}{_output(child)}"
+    text = f"{_where(child)}{_why(child)}{last}\n{child.stacks.text}{_output(child)}"
     return (RankEnd.RAISED if child.proven.how in MISUSES else RankEnd.HUNG), text
+
+
+def _why(child: Child) -> str:
+    """Why the world could go no further, or failed, in a line of its own; or nothing."""
+    if child.proven is None:
+        return ""
+    return f"\n{PROVEN[child.proven.how]}: {child.proven.what}"
 
 
 def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
@@ -157,14 +163,15 @@ def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
         if _in_own_code(child):
             text += f"\nraised in {place_of(child.raised.defect)}: {_OWN_CODE}"
         victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
-        return RankEnd.RAISED, f"{where}{victim}\n{text}{_output(child)}"
+        return RankEnd.RAISED, f"{where}{victim}{_why(child)}\n{text}{_output(child)}"
     if finished(child, hung=hung):
         return RankEnd.FINISHED, ""
     died = child.exit_signal not in (None, signal.SIGKILL)
     if died and child.done is None and child.stacks is None and not child.shaken:
         name = _signal_name(child.exit_signal)
         stack = _without_plumbing(child.low_level_stacks)
-        return RankEnd.KILLED, f"{where}\nkilled by {name}{_output(child)}\n{stack}"
+        why = _why(child)
+        return RankEnd.KILLED, f"{where}{why}\nkilled by {name}{_output(child)}\n{stack}"
     if child.stopped and child.exit_signal == signal.SIGKILL:
         return (RankEnd.HUNG if hung else RankEnd.ENDED), f"{where}\n{_STOPPED}{_output(child)}"
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks

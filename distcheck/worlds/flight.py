@@ -1,7 +1,8 @@
 """torch's flight recorder: the collectives that this process has entered.
 
 It works for gloo on CPU as well, where TORCH_FR_BUFFER_SIZE is set; empty where torch has none.
-NCCL's are in a recorder of their own, which is asked where the process has used a GPU.
+NCCL's are in a recorder of their own, which is asked where the process has used a GPU. It records
+nothing of backends that are written in Python: such a one may have a recorder of its own.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +23,31 @@ _LOOKS = 500  # a starved thread of gloo's takes that long to note that its work
 _LOOK_EVERY_S = 0.001
 
 
+@dataclass(frozen=True)
+class Recorder:
+    """What a backend of its own has recorded, in the same form; how to drop that; and what lets
+    calls complete that only move on when they are asked.
+    """
+
+    entries: Callable[[], list[dict[str, Any]]]
+    forget: Callable[[], None]
+    move_on: Callable[[], None]
+
+
 _source: Callable[[], list[dict[str, Any]]] | None = None
+_further: list[Recorder] = []
 
 
 def record_from(source: Callable[[], list[dict[str, Any]]]) -> None:
     """Makes `entries` ask another recorder, whose entries look the same."""
     global _source
     _source = source
+
+
+def record_further(recorder: Recorder) -> None:
+    """Makes `entries` ask another recorder as well."""
+    if recorder not in _further:
+        _further.append(recorder)
 
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
@@ -38,7 +58,9 @@ def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         found += _recorded("_dump_nccl_trace", stacks=stacks)
-        found.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    for recorder in _further:
+        found += recorder.entries()
+    found.sort(key=lambda entry: entry.get("time_created_ns", 0))
     return found
 
 
@@ -61,6 +83,8 @@ def forget() -> None:
     with contextlib.suppress(ImportError, AttributeError, RuntimeError):
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         c10d._reset_fr_trace()
+    for recorder in _further:
+        recorder.forget()
 
 
 def name_of(entry: dict[str, Any]) -> str:
@@ -107,6 +131,8 @@ def still_open(patience_s: float = math.inf) -> list[str]:
     """
     end = time.monotonic() + patience_s
     for _ in range(_LOOKS):
+        for recorder in _further:
+            recorder.move_on()
         names = [name_of(entry) for entry in entries(stacks=False) if is_open(entry)]
         if not names or time.monotonic() >= end:
             break

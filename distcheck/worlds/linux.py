@@ -106,10 +106,10 @@ def ran_ns(pid: int) -> int:
     return 0
 
 
-def is_awake(pid: int) -> bool:
+def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
     """Whether a thread of a process runs or would run if it had a core (state R), or the kernel is
     fetching something for it: a page, a file (state D). Threads that wake by the clock do not
-    count.
+    count, of which the main one may be one.
 
     While it waits for a core, or another process has the core itself, `busy_seconds` stands still:
     the kernel adds what was waited for when it is over.
@@ -119,7 +119,9 @@ def is_awake(pid: int) -> bool:
             with contextlib.suppress(OSError):  # this thread is
                 stat = Path(task.path, "stat").read_bytes()  # a name may be cut within a character
                 before, _, after = stat.rpartition(b")")
-                by_the_clock = before.partition(b"(")[2] in _BY_THE_CLOCK
+                by_the_clock = before.partition(b"(")[2] in _BY_THE_CLOCK or (
+                    main_by_the_clock and task.name == str(pid)
+                )
                 if after.split()[:1] in ([b"R"], [b"D"]) and not by_the_clock:
                     return True
     return False
@@ -132,7 +134,7 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def busy_seconds(pid: int) -> float:
+def busy_seconds(pid: int, *, main_by_the_clock: bool = False) -> float:
     """Seconds for which the threads of a process ran or waited for a core; 0.0 once it is gone.
 
     A rank that waits for a peer gathers nothing here, one that computes on a crowded machine
@@ -144,6 +146,8 @@ def busy_seconds(pid: int) -> float:
         for task in tasks:
             ran, waited, _ = Path(task.path, "schedstat").read_text().split()
             total += int(ran)
+            if main_by_the_clock and task.name == str(pid):
+                continue
             if Path(task.path, "comm").read_bytes().rstrip() not in _BY_THE_CLOCK:
                 total += int(waited)
     return total / 1e9

@@ -96,6 +96,7 @@ class Raised(msgspec.Struct, tag=True):
 
     `exit_code` is set for errors that are meant for a person (`DistcheckError`), and `defect`
     is the whole traceback where no code but that of distcheck and its libraries is in it.
+    `within_call` is whether a call of torch.distributed raised it that the rank waited for.
     """
 
     kind: str
@@ -106,6 +107,7 @@ class Raised(msgspec.Struct, tag=True):
     collective: str = ""
     collectives: tuple[Collective, ...] = ()
     defect: str = ""
+    within_call: bool = False
 
 
 class Stacks(msgspec.Struct, tag=True):

@@ -8,6 +8,8 @@ They keep no tensor. Calls of C++ code (DDP's) are in the flight recorder alone.
 entry with the same `op_id` is of the same call.
 """
 
+import contextlib
+import functools
 import os
 import sys
 import threading
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcheck.worlds.call_log import TENSORS, CallLog, Tensors, dtype_name
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEPT = 128  # notes; the flight recorder keeps 64 entries
 _MOST_WORKS = 1024  # until those are dropped that are gone
 _MOST_FRAMES = 32
+_RAISED_IN = "_distcheck_raised_in"  # an attribute of an exception: the call that raised it
+_MOST_CAUSES = 16  # of an exception, that are looked at
 # What a process group calls an operation: what is noted of it, in the words of `Posted`.
 _KINDS = {
     "allreduce": ("all_reduce", "all_reduce"),
@@ -32,6 +38,7 @@ _KINDS = {
     "_allgather_base": ("all_gather", "all_gather_into_tensor"),
     "all_gather_single": ("all_gather", "all_gather_into_tensor"),
     "gather": ("gather", "gather"),
+    "gather_single": ("gather", "gather_single"),
     "scatter": ("scatter", "scatter"),
     "reduce_scatter": ("reduce_scatter", "reduce_scatter"),
     "_reduce_scatter_base": ("reduce_scatter", "reduce_scatter_tensor"),
@@ -41,6 +48,7 @@ _KINDS = {
     "all_to_all_single": ("all_to_all", "all_to_all_single"),
     "barrier": ("barrier", "barrier"),
 }
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 # What messages are called, and how many arguments torch calls them with.
 _MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv", 2)}
 MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer's place or -1, tag
@@ -87,8 +95,14 @@ class Postings:
         self.on: list[Note | Message] | None = None
         self.after_wait: Callable[[Any], None] = lambda on: None
         self.misses_messages = False  # one was posted in a way that is not known
+        self.log: CallLog | None = None
+        self._ranks: dict[str, tuple[Any, tuple[int, ...]]] = {}  # by group's name
         self._works: dict[int, tuple[Any, Note | Message]] = {}
         self._main = threading.main_thread().ident
+
+    def log_no_more(self) -> None:
+        """Stops logging, in a process that the rank has forked."""
+        self.log = None
 
     def remember(self, work: Any, what: Note | Message) -> None:
         """Notes of which call a Work is."""
@@ -98,21 +112,48 @@ class Postings:
             self._works = {key: one for key, one in self._works.items() if one[0]() is not None}
         self._works[id(work)] = (weakref.ref(work), what)
 
+    def ranks_of(self, group: Any, name: str) -> tuple[int, ...]:
+        """The ranks of the world that a group has, by their places in it."""
+        known = self._ranks.get(name)
+        if known is None or known[0]() is not group:
+            import torch.distributed as dist
+
+            ranks = tuple(dist.distributed_c10d._world.pg_group_ranks[group])
+            known = self._ranks[name] = weakref.ref(group), ranks
+        return known[1]
+
     def call_of(self, work: Any) -> Note | Message | None:
         """The call that a Work is of, where it is known."""
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
+    def go_on(self) -> None:
+        """Takes back that the main thread waits, if it does, because it posts a call: a handler of
+        a signal may do so within a wait that looks by the clock, as MPI's.
+        """
+        on = self.on
+        if on is not None and threading.get_ident() == self._main:
+            self.on = None
+            self.after_wait(on)
+
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
         """Waits for a Work, and says so meanwhile; not where the code has a time limit of its own,
-        after which it may go on.
+        after which it may go on. A limit of zero is none.
         """
-        what = None if given or named else self.call_of(work)
+        what = None if any(given) or any(named.values()) else self.call_of(work)
         if what is None or self.on is not None or threading.get_ident() != self._main:
             return original(work, *given, **named)
         on = self.on = [what]
+        if self.log is not None:
+            self.log.within_call(True)
         try:
             result = original(work, *given, **named)
+            if self.log is not None:
+                self.log.within_call(False)
+        except Exception as error:
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(error, _RAISED_IN, what)
+            raise
         finally:
             self.on = None
             self.after_wait(on)
@@ -121,8 +162,21 @@ class Postings:
         return result
 
 
+def raised_in(error: BaseException | None) -> Note | Message | None:
+    """The call whose wait raised an exception, or one that it was raised because of."""
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            break
+        found = getattr(error, _RAISED_IN, None)
+        if isinstance(found, Note | Message):
+            return found
+        error = error.__cause__ or error.__context__
+    return None
+
+
 HERE = Postings()
 _installed = False
+_log_fd = -1
 
 
 def is_installed() -> bool:
@@ -139,44 +193,92 @@ def install() -> None:
         return
     import torch.distributed as dist
 
-    group: Any = dist.ProcessGroup
-    work: Any = dist.distributed_c10d.Work
-    if not hasattr(group, "_get_sequence_number_for_group"):
+    if not hasattr(dist.ProcessGroup, "_get_sequence_number_for_group"):
         return
     _installed = True
+    if _log_fd >= 0:
+        with contextlib.suppress(OSError):  # where memory is short: then there is no log
+            HERE.log = CallLog(_log_fd)
+            os.register_at_fork(after_in_child=HERE.log_no_more)
+    note_calls_of(dist.ProcessGroup)
+    note_waits_of(dist.distributed_c10d.Work)
+
+
+def log_to(fd: int) -> None:
+    """Makes this process log its calls to a file, once it notes them."""
+    global _log_fd
+    _log_fd = fd
+
+
+def note_calls_of(group: Any) -> None:
+    """Makes the operations that a class of process groups itself has note their calls."""
     for name, (kind, said) in _KINDS.items():
         if name in group.__dict__:
-            setattr(group, name, _collective(group.__dict__[name], kind, said))
+            original = group.__dict__[name]
+            setattr(group, name, _collective(original, kind, said, TENSORS[name]))
     for name, (kind, takes) in _MESSAGES.items():
         if name in group.__dict__:
             setattr(group, name, _message(group.__dict__[name], kind, takes))
+
+
+def note_waits_of(work: Any, *, limited: Callable[[Any], bool] = lambda _: False) -> None:
+    """Makes `wait` of a class of Works say that it waits, except for those that are `limited`: that
+    raise so soon that the code may have meant it.
+    """
     original = work.wait
 
     def wait(self: Any, *given: Any, **named: Any) -> Any:
+        if limited(self):
+            return original(self, *given, **named)
         return HERE.wait(original, self, given, named)
 
     work.wait = wait
 
 
-def _collective(original: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
+def _collective(
+    original: Callable[..., Any],
+    kind: str,
+    name: str,
+    tensors: Callable[[Any], tuple[Tensors, Tensors]],
+) -> Callable[..., Any]:
     takes_splits = name == "all_to_all_single"
 
     def post(group: Any, *given: Any, **named: Any) -> Any:
+        HERE.go_on()
         before = _count(group)
+        options = given[-1] if given else None
+        note = Note(
+            group=str(group.group_name),
+            number=before + 1,
+            until=before,
+            kind=kind,
+            name=name,
+            op=getattr(options, "reduceOp", None),
+            root=getattr(options, "rootRank", None),
+            splits=_splits(given) if takes_splits else (),
+        )
+        log = HERE.log
+        if log is not None and before >= 0:
+            with contextlib.suppress(Exception):  # of arguments that torch will refuse
+                log.collective(
+                    *tensors(given),
+                    note.kind,
+                    note.name,
+                    note.group,
+                    HERE.ranks_of(group, note.group),
+                    note.number - HERE.of_group[note.group],
+                    _place(),
+                    op_name(note.op),
+                    note.root,
+                    note.splits,
+                )
+        if log is not None:
+            log.within_call(True)
         work = original(group, *given, **named)
-        until = _count(group)
-        if until > before >= 0:
-            options = given[-1] if given else None
-            note = Note(
-                group=str(group.group_name),
-                number=before + 1,
-                until=until,
-                kind=kind,
-                name=name,
-                op=getattr(options, "reduceOp", None),
-                root=getattr(options, "rootRank", None),
-                splits=_splits(given) if takes_splits else (),
-            )
+        if log is not None:
+            log.within_call(False)
+        note.until = _count(group)
+        if note.until > before >= 0:
             HERE.notes.append(note)
             HERE.remember(work, note)
         return work
@@ -186,19 +288,62 @@ def _collective(original: Callable[..., Any], kind: str, name: str) -> Callable[
 
 def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..., Any]:
     def post(group: Any, *given: Any, **named: Any) -> Any:
+        HERE.go_on()
         if named or len(given) != takes:
             HERE.misses_messages = True
             return original(group, *given, **named)
         tensor, tag = given[0][0], int(given[-1])
         key = (str(group.group_name), kind, int(given[1]) if takes == 3 else -1, tag)
+        before = _count(group)
         number = HERE.messages[key] = HERE.messages[key] + 1
         HERE.of_group[key[0]] += 1
-        work = original(group, *given)
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-        HERE.remember(work, Message(key, number, tensor.numel(), shape, dtype, _place()))
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        message = Message(key, number, tensor.numel(), shape, dtype, _place())
+        log = HERE.log
+        if log is not None:
+            with contextlib.suppress(Exception):
+                log.message(
+                    kind=kind,
+                    group=key[0],
+                    ranks=HERE.ranks_of(group, key[0]),
+                    number=number,
+                    peer=None if key[2] < 0 else key[2],
+                    tag=tag,
+                    shape=shape,
+                    dtype=dtype,
+                    place=message.place,
+                )
+            log.within_call(True)
+        try:
+            work = original(group, *given)
+        except Exception:
+            if _count(group) == before:  # it was refused, and is none
+                HERE.messages[key] -= 1
+                HERE.of_group[key[0]] -= 1
+            raise
+        if log is not None:
+            log.within_call(False)
+        HERE.remember(work, message)
         return work
 
     return post
+
+
+def op_name(given: Any) -> str:
+    """The name of a reduce operation; empty for one that takes a factor, or none."""
+    if given is None:
+        return ""
+    for name, op in _ops():
+        if given == op:
+            return name
+    return ""
+
+
+@functools.cache
+def _ops() -> list[tuple[str, Any]]:
+    import torch.distributed as dist
+
+    return [(name, getattr(dist.ReduceOp, name)) for name in _OPS]
 
 
 def _splits(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -227,6 +372,7 @@ def _place() -> str:
     return ""
 
 
+@functools.cache
 def is_theirs(file: str) -> bool:
     """Whether a file is of the code under test: neither torch's nor distcheck's own."""
     return "/torch/" not in file and not file.startswith((_PACKAGE, "<"))

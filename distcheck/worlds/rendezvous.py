@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from distcheck import backends
+from distcheck.backends import mpi
 from distcheck.worlds import linux, postings
 
 _MARGIN_S = 120.0
@@ -86,8 +87,15 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
             wait_for_workers=False,
             master_listen_fd=listen_fd if serving else None,
         )
+    registered = registered or backends.register(rendezvous.backend)
+    if registered == mpi.TORCH_NAME:
+        from torch.distributed.constants import default_pg_timeout
+
+        from distcheck.worlds.mpi.noting import note_calls
+
+        note_calls(min(timeout, default_pg_timeout).total_seconds())
     dist.init_process_group(
-        registered or backends.register(rendezvous.backend),
+        registered,
         store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world,

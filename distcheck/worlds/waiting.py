@@ -15,9 +15,10 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distcheck.records.posted_calls import Posted
+from distcheck.records import posted_calls
+from distcheck.records.posted_calls import Posted, Sizes
 from distcheck.worlds import flight, linux, messages
-from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs
+from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs, op_name
 
 if TYPE_CHECKING:
     from distcheck.worlds.local.child import Reporter
@@ -38,7 +39,6 @@ _DTYPES = {
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
     "Bool": "bool",
 }  # fmt: skip
-_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
@@ -113,7 +113,7 @@ class Look:
         groups = _groups()
         if groups is None or self._postings.misses_messages:
             return None
-        entries = flight.entries()
+        entries = [entry for entry in flight.entries() if not _is_noted_message(entry)]
         posted: dict[str, int] = {}
         for name, (count, _) in groups.items():
             posted[name] = count - self._postings.of_group[name]
@@ -171,12 +171,11 @@ def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Pos
     name = flight.name_of(entry)
     note = _note_of(entry, group, postings)
     kind = note.kind if note is not None else name if name in _KINDS else ""
-    sizes = tuple(map(tuple, entry["input_sizes"] or entry["output_sizes"]))
     dtypes = entry["input_dtypes"] or entry["output_dtypes"]
-    sent, received = _splits_of(note, entry, len(groups.get(group, (0, ()))[1]))
-    reduces = kind in ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
-    rooted = kind in ("broadcast", "reduce", "gather", "scatter")
-    op = "" if note is None else _op(note.op)
+    given, got = entry["input_sizes"], entry["output_sizes"]
+    sent, received = _splits_of(note, given, got, len(groups.get(group, (0, ()))[1]))
+    reduces, rooted = posted_calls.reduces(kind), posted_calls.has_root(kind)
+    op = "" if note is None else op_name(note.op)
     root = None if note is None or note.root is None else _rank_of(groups, group, note.root)
     known = not (reduces and not op) and not (rooted and root is None)
     return Posted(
@@ -189,20 +188,25 @@ def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Pos
         root=root if rooted else None,
         in_splits=sent,
         out_splits=received,
-        counts=_counts(kind, entry),
+        counts=posted_calls.counts_of(kind, given, got),
         dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
-        sizes=sizes,
+        sizes=tuple(map(tuple, given or got)),
         known=known and (kind != "all_to_all" or bool(sent)),
         place=_place(entry),
     )
 
 
-def _op(given: Any) -> str:
-    """The name of a reduce operation; empty for one that takes a factor, or none."""
-    import torch.distributed as dist
+def _is_noted_message(entry: dict[str, Any]) -> bool:
+    """Whether a recorded call is a message of a backend in Python: all of those are noted."""
+    return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
-    found = (name for name in _OPS if given == getattr(dist.ReduceOp, name))
-    return "" if given is None else next(found, "")
+
+def _splits_of(
+    note: Note | None, given: Sizes, got: Sizes, world: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if note is None or note.kind != "all_to_all":
+        return (), ()
+    return posted_calls.splits_of(note.name, note.splits, given, got, world)
 
 
 def _note_of(entry: dict[str, Any], group: str, postings: Postings) -> Note | None:
@@ -211,34 +215,6 @@ def _note_of(entry: dict[str, Any], group: str, postings: Postings) -> Note | No
         if note.group == group and note.number <= number <= note.until:
             return note if name in (note.kind, _OF_GLOO.get(note.kind)) else None
     return None
-
-
-def _counts(kind: str, entry: dict[str, Any]) -> tuple[int, ...]:
-    """The numbers of elements that must be alike on all ranks: of what each rank gives, or gets
-    from the root.
-    """
-    if kind == "all_to_all":
-        return ()
-    sizes = entry["output_sizes"] if kind == "scatter" else entry["input_sizes"]
-    return tuple(math.prod(size) for size in sizes)
-
-
-def _splits_of(
-    note: Note | None, entry: dict[str, Any], world: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements that are sent to and received from each rank, of all_to_all; or nothing."""
-    if note is None or note.kind != "all_to_all" or not world:
-        return (), ()
-    both = []
-    splits = note.splits or ((), ())
-    for sizes, rows in zip((entry["input_sizes"], entry["output_sizes"]), splits, strict=True):
-        if len(sizes) == world and note.name == "all_to_all":
-            both.append(tuple(math.prod(size) for size in sizes))
-        elif len(sizes) == 1 and sizes[0]:
-            first, row = sizes[0][0], math.prod(sizes[0][1:])
-            given = rows or (first // world,) * world
-            both.append(tuple(count * row for count in given))
-    return (both[0], both[1]) if len(both) == 2 else ((), ())
 
 
 def _places_of(
@@ -267,7 +243,7 @@ def _places_of(
             peer=None if peer < 0 else _rank_of(groups, group, peer),
             tag=tag,
             counts=(what.elements,),
-            dtype=what.dtype.removeprefix("torch."),
+            dtype=what.dtype,
             sizes=(what.shape,),
             place=what.place,
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from distcheck.worlds import blame, messages
+from distcheck.worlds import blame, messages, unlike_calls
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.proofs import ProofWatch
@@ -96,6 +96,7 @@ class World:
             self._kill()
         if self._phase is Phase.ENDING:
             if all(child.gone for child in self.children):
+                self._conclude()
                 self._enter(Phase.OVER, now)
             elif now - self._phase_since >= _MOST_LEAVING_S:
                 self._signal([c for c in self.children if not c.gone], signal.SIGKILL)
@@ -162,8 +163,10 @@ class World:
                 self._ask(now)
                 return
             proven = self._proofs.look(children, time.monotonic())
-            for child in children if proven is not None else ():
-                child.proven = proven
+            if proven is not None:
+                proven = unlike_calls.or_earlier(proven, children)
+                for child in children:
+                    child.proven = proven
             if proven is not None or self._watch.look(waited_for, time.monotonic()):
                 self.hung = True
                 self._ask(now)
@@ -205,6 +208,15 @@ class World:
         self._signal(unreported, signal.SIGKILL)
         self._release_all()
         self._enter(Phase.ENDING, self._now)
+
+    def _conclude(self) -> None:
+        """Looks whether calls that do not match are why the world has failed."""
+        if self.hung or all(blame.finished(child, hung=False) for child in self.children):
+            return
+        cause = blame.first_cause(self.children, hung=False)
+        found = unlike_calls.mismatch_of(cause, self.children)
+        for child in self.children:
+            child.proven = child.proven or found
 
     def _unreported(self) -> list[Child]:
         return [c for c in self.children if not c.gone and c.done is None and c.raised is None]

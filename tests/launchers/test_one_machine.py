@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distcheck import backends
 from tests.launchers.processes import (
     PYTHON,
     QUICK,
@@ -18,6 +19,7 @@ from tests.launchers.processes import (
     finish,
     free_port,
     left_over,
+    mpirun,
     start,
     start_warm,
 )
@@ -121,6 +123,36 @@ def test_a_hang_elsewhere_is_told_with_its_stack(tmp_path: Path) -> None:
     assert [code for code, _, _ in ends] == [4, 4], ends
     assert "time.sleep(1000)" in ends[0][1], ends[0][1]
     assert "rank 1 in no collective" in ends[0][1], ends[0][1]
+    assert left_over(tmp_path) == []
+
+
+UNLIKE = """
+import torch.distributed as dist
+
+def unlike(model):
+    for number, parameter in enumerate(model.parameters()):
+        gradient = parameter.grad.reshape(-1)
+        half = dist.get_rank() == 1 and number == 1
+        dist.all_reduce(gradient[: gradient.numel() // 2] if half else gradient)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_calls_that_do_not_match_are_named_under_mpirun(tmp_path: Path, backend: str) -> None:
+    """Gloo aborts one of the processes, whose calls come from another process of the launcher's."""
+    if missing := backends.missing(backend):
+        pytest.skip(missing)
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    quick = ("--strategy", "unlike.py:unlike", *QUICK[2:], "--backend", backend, "--json", "r.json")
+    ((code, _, err),) = finish([start([*mpirun(), "-n", "3", *PYTHON, *quick], tmp_path)])
+    assert code == 4, err
+    (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
+    (cause,) = case["diagnosis"]
+    assert cause["cause"] == "collective-mismatch"
+    assert "at call 2, ranks 0, 2 called all_reduce(SUM) of [128] float32 at " in cause["evidence"]
+    assert "rank 1 called all_reduce(SUM) of [64] float32 at " in cause["evidence"]
+    assert "most ranks agree, and rank 1 did something else" in cause["evidence"]
     assert left_over(tmp_path) == []
 
 

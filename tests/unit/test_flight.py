@@ -44,6 +44,28 @@ def test_nccls_recorder_is_asked_where_a_gpu_was_used(
     assert found[-1].shapes == "3x4"
 
 
+def test_a_backends_own_recorder_is_asked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [entry(1, "mpi:barrier", 20)]
+    moved: list[str] = []
+
+    def move_on() -> None:
+        moved.append("moved")
+        own[-1]["state"] = "completed"
+
+    torchs = [entry(1, "gloo:broadcast", 10) | {"state": "completed"}, entry(2, "gloo:gather", 30)]
+    dump = partial(_dump, pickle.dumps({"entries": torchs}))
+    monkeypatch.setattr(c10d, "_dump_fr_trace", dump)
+    monkeypatch.setattr(flight, "_further", [])
+    recorder = flight.Recorder(lambda: list(own), own.clear, move_on)
+    for _ in range(2):  # which is once
+        flight.record_further(recorder)
+    assert [c.name for c in flight.latest()] == ["broadcast", "barrier", "gather"]
+    assert flight.still_open(0.0) == ["gather"]
+    assert moved, "what only moves on when it is asked may have completed"
+    flight.forget()
+    assert [c.name for c in flight.latest()] == ["broadcast", "gather"]
+
+
 @pytest.mark.skipif(
     not torch.distributed.is_nccl_available(), reason="torch was built without NCCL"
 )

@@ -8,7 +8,7 @@ import pytest
 
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, RankEnd
 from distcheck.records.odd_ranks import outside_the_majority, usual
 from distcheck.reports.pictures import agreement, timeline
 
@@ -79,6 +79,20 @@ def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() 
     (found,) = outcomes.explain([rank(1, RankEnd.KILLED, MISMATCH), rank(0, RankEnd.RAISED, PEER)])
     assert found.evidence.startswith("rank 1 received a message of another size than its own call")
     assert "which rank called something else is not known" in found.evidence
+
+
+def test_what_the_logs_of_ranks_prove_is_what_both_say() -> None:
+    """Also of a rank that was aborted, and gave no data otherwise."""
+    what = "at call 2, ranks 1, 2 called this and rank 0 called that; rank 0 did something else"
+    line = f"{PROVEN['mismatch']}: {what}"
+    said, shown = both(
+        rank(2, RankEnd.KILLED, f"step 1, sync\n{line}\nkilled by SIGABRT"),
+        rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
+        rank(1, RankEnd.RAISED, PEER, ["8", "8"]),
+    )
+    assert said == f"collective-mismatch: {what}"
+    assert shown.startswith(f"A{what[1:]}.")
+    assert "equally" not in shown
 
 
 def test_a_hang_names_the_same_odd_rank() -> None:

@@ -1,16 +1,14 @@
 """What all ranks of a world have said proves that it cannot go on; or it does not."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import Posted, counts_of, splits_of
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import GoesOn, Waits
 from distcheck.worlds.proofs import ProofWatch, proof
-from distcheck.worlds.waiting import _counts, _splits_of
 
 
 def call(rank: int, number: int = 1, kind: str = "all_reduce", **about: Any) -> Posted:
@@ -227,17 +225,17 @@ def test_a_proof_must_hold_for_a_moment_in_which_no_rank_runs() -> None:
     assert look(3.4)
 
 
-def test_what_must_be_alike_is_read_from_the_recorder() -> None:
-    scattered = {"input_sizes": [], "output_sizes": [[2, 3]]}
-    assert _counts("scatter", scattered) == (6,)
-    gathered = {"input_sizes": [[2, 3]], "output_sizes": [[4, 2, 3]]}
-    assert _counts("gather", gathered) == (6,)
-    note: Any = SimpleNamespace(kind="all_to_all", name="all_to_all_single", splits=())
-    entry = {"input_sizes": [[6, 2]], "output_sizes": [[6, 2]]}
-    assert _splits_of(note, entry, 3) == ((4, 4, 4), (4, 4, 4))
-    note.splits = ((1, 2, 3), (2, 2, 2))
-    assert _splits_of(note, entry, 3) == ((2, 4, 6), (4, 4, 4))
-    assert _splits_of(None, entry, 3) == ((), ())
+def test_what_must_be_alike_is_counted_in_elements() -> None:
+    assert counts_of("scatter", [], [[2, 3]]) == (6,)
+    assert counts_of("gather", [[2, 3]], [[4, 2, 3]]) == (6,)
+    parts = [[2, 3]] * 4
+    assert counts_of("reduce_scatter", parts, []) == counts_of("reduce_scatter", [[8, 3]], [])
+    single = "all_to_all_single"
+    assert splits_of(single, (), [[6, 2]], [[6, 2]], 3) == ((4, 4, 4), (4, 4, 4))
+    rows = ((1, 2, 3), (2, 2, 2))
+    assert splits_of(single, rows, [[6, 2]], [[6, 2]], 3) == ((2, 4, 6), (4, 4, 4))
+    assert splits_of("all_to_all", (), [[2], [3]], [[2], [2]], 2) == ((2, 3), (2, 2))
+    assert splits_of(single, (), [], [], 0) == ((), ())
 
 
 @pytest.mark.parametrize(

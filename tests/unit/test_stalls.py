@@ -170,6 +170,11 @@ print(flush=True)
 time.sleep(1000)
 """
 SLEEPS = "import time; print(flush=True); time.sleep(1000)"
+MAIN_SPINS = """
+print(flush=True)
+while True:
+    pass
+"""
 # As gloo's thread that looks for messages: on a crowded machine it waits for a core.
 RECEIVES = SPINS.replace(
     "    while",
@@ -217,19 +222,42 @@ def test_a_rank_that_has_run_since_it_said_that_it_waits_is_awake() -> None:
             process.kill()
 
 
-def test_what_a_thread_of_the_clock_waits_for_is_not_work() -> None:
+def test_a_rank_that_has_said_that_it_waits_only_looks_whether_that_has_come() -> None:
+    """It takes that back before it goes on: so its main thread may run meanwhile, as over MPI."""
+    with subprocess.Popen([sys.executable, "-c", MAIN_SPINS], stdout=-1) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            child = Child(pid=process.pid)
+            for said, looks in (
+                (messages.Waits(on=(0,)), True),
+                (messages.GoesOn(), False),
+                (messages.Waits(over=True), False),
+                (messages.Waits(on=(0,), ran_ns=1), False),
+            ):
+                child.take(said)
+                found = [child.is_awake for _ in range(20)]
+                assert not any(found) if looks else any(found), said
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("other", [RECEIVES, MAIN_SPINS])
+def test_what_a_thread_of_the_clock_waits_for_is_not_work(other: str) -> None:
     """Two programs share one core: each has it for half the time, and waits for it otherwise."""
     core = min(os.sched_getaffinity(0))
-    pair = [subprocess.Popen([sys.executable, "-c", p], stdout=-1) for p in (SPINS, RECEIVES)]
+    pair = [subprocess.Popen([sys.executable, "-c", p], stdout=-1) for p in (SPINS, other)]
+    children = [Child(pid=one.pid) for one in pair]
+    children[1].take(messages.Waits(on=(0,)))
     try:
         for one in pair:
             assert one.stdout is not None
             one.stdout.readline()
             for task in Path(f"/proc/{one.pid}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {core})
-        before = [(time.monotonic(), linux.busy_seconds(one.pid)) for one in pair]
+        before = [(time.monotonic(), one.busy_seconds) for one in children]
         time.sleep(0.5)
-        after = [(time.monotonic(), linux.busy_seconds(one.pid)) for one in pair]
+        after = [(time.monotonic(), one.busy_seconds) for one in children]
     finally:
         for one in pair:
             one.kill()
@@ -237,4 +265,5 @@ def test_what_a_thread_of_the_clock_waits_for_is_not_work() -> None:
     (spins, receives) = (
         (busy - own) / (now - then) for (then, own), (now, busy) in zip(before, after, strict=True)
     )
+    assert receives > 0.05, "what it runs for is"
     assert receives < 0.75 * spins, "what any other thread waits for is work that it would do"

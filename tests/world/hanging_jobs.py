@@ -180,6 +180,23 @@ def _computes(rank: int, wrong: bool) -> None:
     dist.barrier()
 
 
+def _computes_in_one_call(rank: int, wrong: bool) -> None:
+    begun = time.monotonic()
+    while rank == ODD and time.monotonic() - begun < LATE_S:
+        sum(range(20_000_000))  # no other thread runs Python meanwhile
+    dist.all_reduce(torch.ones(64))
+
+
+def _waits_late(rank: int, wrong: bool) -> None:
+    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (64, 1 << 18, 3)]
+    if rank == ODD:
+        time.sleep(LATE_S)
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    dist.barrier()
+
+
 def _late_in_a_group(rank: int, wrong: bool) -> None:
     group = dist.new_group([ODD, 3])
     if rank >= ODD:
@@ -216,7 +233,8 @@ def _coalesced(rank: int, wrong: bool) -> None:
         [dist.P2POp(dist.isend, sent, peers[0]), dist.P2POp(dist.irecv, received, peers[1])]
     ):
         work.wait()
-    dist.monitored_barrier()
+    if dist.get_backend() == "gloo":
+        dist.monitored_barrier()
     dist.reduce_scatter_tensor(torch.empty(2), torch.ones(8))
     dist.barrier()
 
@@ -253,8 +271,8 @@ WRONG: dict[str, Callable[[int, bool], None]] = {
 RIGHT: dict[str, Callable[[int, bool], None]] = {
     program.__name__: program
     for program in (
-        _works_in_a_thread, _computes, _late_in_a_group, _hook_sleeps, _coalesced, _from_any,
-        _sizes_that_may_differ,
+        _works_in_a_thread, _computes, _computes_in_one_call, _waits_late, _late_in_a_group,
+        _hook_sleeps, _coalesced, _from_any, _sizes_that_may_differ,
     )
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from distcheck import backends
 from distcheck.worlds.pool import Pool
 from tests.firsts import firsts
 from tests.wrong_programs import PROGRAMS, Program
@@ -35,13 +36,18 @@ def test_in_a_simulated_world(pool: Pool, program: Program) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [p.name for p in PROGRAMS.values() if p.on_gloo])
-def test_over_gloo(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(p.name, b) for b in ("gloo", "mpi") for p in PROGRAMS.values() if p.expected(b)],
+)
+def test_over_processes(pool: Pool, name: str, backend: str) -> None:
+    if missing := backends.missing(backend):
+        pytest.skip(missing)
     program = PROGRAMS[name]
-    found = named(pool, program, wrong=True, backend="gloo")
-    assert found.cause == program.on_gloo, found.said
+    found = named(pool, program, wrong=True, backend=backend)
+    assert found.cause == program.expected(backend), found.said
     assert found.seconds < _PROVEN_S
-    twin = named(pool, program, wrong=False, backend="gloo")
+    twin = named(pool, program, wrong=False, backend=backend)
     assert twin.finished, twin.said
 
 

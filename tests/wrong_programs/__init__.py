@@ -25,16 +25,22 @@ Run = Callable[[int, bool], object]
 @dataclass(frozen=True)
 class Program:
     """A wrong program and its right twin. `cause` is what must be named in a simulated world, and
-    `on_gloo` in a real one: the same, or another cause, or nothing where it cannot be seen there.
-    `schedules` is whether it takes a search of schedules to see it.
+    `on_gloo` and `on_mpi` in real ones: the same, or another cause, or nothing where it cannot be
+    seen there, or only at the deadline. `schedules` is whether it takes a search of schedules to
+    see it.
     """
 
     kind: str
     cause: str
     run: Run
     on_gloo: str
+    on_mpi: str
     schedules: bool
     name: str = field(default="")
+
+    def expected(self, backend: str) -> str:
+        """The cause that must be named over a backend; or nothing."""
+        return {"gloo": self.on_gloo, "mpi": self.on_mpi}.get(backend, self.cause)
 
     @property
     def named(self) -> list[str]:
@@ -48,7 +54,12 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def wrong(
-    kind: str, cause: str, *, on_gloo: str | None = None, schedules: bool = False
+    kind: str,
+    cause: str,
+    *,
+    on_gloo: str | None = None,
+    on_mpi: str | None = None,
+    schedules: bool = False,
 ) -> Callable[[Run], Run]:
     """Adds a program to the set."""
 
@@ -56,7 +67,8 @@ def wrong(
         name = run.__name__  # type: ignore[attr-defined]
         assert name not in PROGRAMS, name
         seen = cause if on_gloo is None else on_gloo
-        PROGRAMS[name] = Program(kind, cause, run, seen, schedules, name)
+        over_mpi = seen if on_mpi is None else on_mpi
+        PROGRAMS[name] = Program(kind, cause, run, seen, over_mpi, schedules, name)
         return run
 
     return add

@@ -9,7 +9,7 @@ _KIND = "buffering hazard"
 _CAUSE = "needs-buffering"
 
 
-@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True)
+@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True, on_mpi="")
 def a_ring_of_sends(rank: int, wrong: bool) -> None:
     """All send to the next one before they receive."""
     ahead, behind = (rank + 1) % WORLD, (rank - 1) % WORLD
@@ -21,7 +21,7 @@ def a_ring_of_sends(rank: int, wrong: bool) -> None:
         dist.send(torch.ones(8), ahead)
 
 
-@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True)
+@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True, on_mpi="")
 def both_send_first(rank: int, wrong: bool) -> None:
     """Pairs that exchange by a send and a receive each."""
     other = rank ^ 1
@@ -33,7 +33,7 @@ def both_send_first(rank: int, wrong: bool) -> None:
         dist.send(torch.ones(8), other)
 
 
-@wrong(_KIND, _CAUSE, on_gloo="collective-mismatch", schedules=True)
+@wrong(_KIND, _CAUSE, on_gloo="collective-mismatch", schedules=True, on_mpi="")
 def received_in_another_order(rank: int, wrong: bool) -> None:
     """Two messages with tags, which are received in another order than they are sent."""
     if rank == ODD:
@@ -44,7 +44,7 @@ def received_in_another_order(rank: int, wrong: bool) -> None:
             dist.recv(torch.empty(8), ODD, tag=tag)  # named
 
 
-@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True)
+@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True, on_mpi="")
 def a_barrier_before_the_receive(rank: int, wrong: bool) -> None:
     """A send before a barrier, whose receive comes after it."""
     if rank == ODD:
@@ -56,7 +56,7 @@ def a_barrier_before_the_receive(rank: int, wrong: bool) -> None:
         dist.recv(torch.empty(8), ODD)
 
 
-@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True)
+@wrong(_KIND, _CAUSE, on_gloo="hang", schedules=True, on_mpi="")
 def all_send_to_all_first(rank: int, wrong: bool) -> None:
     """Everybody sends to everybody before it receives; right: it starts the receives first."""
     others = [other for other in range(WORLD) if other != rank]

@@ -91,7 +91,7 @@ def waits_for_a_send(rank: int, wrong: bool) -> None:
         work.wait()
 
 
-@wrong(_KIND, "unmatched-message")
+@wrong(_KIND, "unmatched-message", on_mpi="")
 def nobody_receives(rank: int, wrong: bool) -> None:
     """A send that its receiver has no receive for."""
     if rank == ODD:

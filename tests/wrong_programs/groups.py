@@ -65,7 +65,7 @@ def root_outside_of_the_group(rank: int, wrong: bool) -> None:
         dist.broadcast(torch.ones(3), 0 if wrong else 1, group=group)  # named
 
 
-@wrong(_KIND, "collective-mismatch")
+@wrong(_KIND, "collective-mismatch", on_mpi="")
 def takes_the_place_for_the_rank(rank: int, wrong: bool) -> None:
     """One rank gives the root's place in the group where its rank in the world is meant."""
     group = dist.new_group([1, 2, 3])

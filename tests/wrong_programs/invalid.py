@@ -42,7 +42,7 @@ def sends_to_itself(rank: int, wrong: bool) -> None:
         dist.send(torch.ones(4), rank)  # named
 
 
-@wrong(_KIND, _CAUSE)
+@wrong(_KIND, _CAUSE, on_mpi="")
 def a_tensor_with_gaps(rank: int, wrong: bool) -> None:
     """A message that is a column of a matrix."""
     matrix = torch.ones(4, 4)

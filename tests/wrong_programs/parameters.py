@@ -29,14 +29,14 @@ def other_root(rank: int, wrong: bool) -> None:
     dist.reduce(torch.ones(64), 3 if rank == 0 and wrong else 0)
 
 
-@wrong(_KIND, _CAUSE)
+@wrong(_KIND, _CAUSE, on_mpi="")
 def other_root_of_a_reduction(rank: int, wrong: bool) -> None:
     """One rank reduces to another one, and all meet afterwards."""
     dist.reduce(torch.ones(64), 1 if rank == ODD and wrong else 0)  # named
     dist.barrier()
 
 
-@wrong(_KIND, _CAUSE)
+@wrong(_KIND, _CAUSE, on_mpi="")
 def every_rank_its_own_root(rank: int, wrong: bool) -> None:
     """Every rank broadcasts from itself."""
     dist.broadcast(torch.ones(8), rank if wrong else 0)  # named
@@ -117,7 +117,7 @@ def other_splits(rank: int, wrong: bool) -> None:
     dist.all_to_all_single(received, torch.ones(4), output_split_sizes=splits)  # named
 
 
-@wrong(_KIND, _CAUSE, on_gloo="crash")
+@wrong(_KIND, _CAUSE, on_gloo="crash", on_mpi=_CAUSE)
 def other_sizes_of_a_list(rank: int, wrong: bool) -> None:
     """One rank sends more to the first than that expects."""
     sent = [torch.ones(2) for _ in range(4)]

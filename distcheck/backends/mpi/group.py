@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distcheck.backends._python_group import PythonGroup, Tensors
-from distcheck.backends.mpi import TORCH_NAME, buffers, runtime, shapes
+from distcheck.backends.mpi import TORCH_NAME, buffers, calls, runtime, shapes
 from distcheck.backends.mpi.runtime import mpi
 from distcheck.backends.mpi.work import MPIWork, Together
 
@@ -26,10 +26,20 @@ def create(options: Any, _: Any) -> "MPIGroup":
     if not ranks:
         everybody = runtime.world(options.group_rank, options.group_size)
         return MPIGroup(everybody, options)
+    _meet(options, ranks)
     everybody = runtime.world_so_far()
     members = everybody.Get_group().Incl(ranks)
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     return MPIGroup(everybody.Create_group(members, tag), options)
+
+
+def _meet(options: Any, ranks: Sequence[int]) -> None:
+    """Waits for the others at torch's store: MPI itself spins until all ranks make the group, and
+    a rank that spins looks as if it computed.
+    """
+    of = ",".join(map(str, ranks))
+    options.store.set(f"distcheck/{of}/{options.group_rank}", "")
+    options.store.wait([f"distcheck/{of}/{place}" for place in range(len(ranks))])
 
 
 class MPIGroup(PythonGroup):
@@ -43,6 +53,11 @@ class MPIGroup(PythonGroup):
         self._messages = communicator.Dup()
         self._timeout_s = options.timeout.total_seconds()
         self._most_tag = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+        calls.begin(self._name)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations this rank has started here, messages included."""
+        return calls.count_of(self._name)
 
     def set_timeout(self, timeout: Any) -> None:
         """How long a collective may take from now on."""
@@ -107,7 +122,7 @@ class MPIGroup(PythonGroup):
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         data = buffers.plain(tensor)
         request = self._collective.Iallgather(buffers.moved(data), buffers.moved(gathered))
-        return self._dealing("all_gather", request, gathered, output, data)
+        return self._dealing("all_gather", request, gathered, output, data, inputs=inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -117,7 +132,7 @@ class MPIGroup(PythonGroup):
         shapes.check("all_gather_into_tensor", [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
         request = self._collective.Iallgather(buffers.moved(data), buffers.moved(room))
-        return self._work("all_gather_into_tensor", request, [output], room, data)
+        return self._work("all_gather_into_tensor", request, [output], room, data, inputs=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Every rank's input to the root, a tensor each."""
@@ -126,14 +141,14 @@ class MPIGroup(PythonGroup):
         if self._rank != opts.rootRank:
             shapes.check("gather", [tensor])
             request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
-            return self._work_of("gather", [request], [], [data], None)
+            return self._work_of("gather", [request], [], [data], None, inputs=inputs)
         (output,) = outputs
         shapes.check_list("gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         request = self._collective.Igather(
             buffers.moved(data), buffers.moved(gathered), opts.rootRank
         )
-        return self._dealing("gather", request, gathered, output, data)
+        return self._dealing("gather", request, gathered, output, data, inputs=inputs)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
@@ -141,13 +156,13 @@ class MPIGroup(PythonGroup):
         if self._rank != opts.rootRank:
             shapes.check("gather_single", [tensor])
             request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
-            return self._work_of("gather_single", [request], [], [data], None)
+            return self._work_of("gather_single", [request], [], [data], None, inputs=[tensor])
         assert output is not None
         shapes.check_parts("gather_single", self._size, whole=output, part=tensor)
         shapes.check("gather_single", [output], written=True)
         room = buffers.room_for(output)
         request = self._collective.Igather(buffers.moved(data), buffers.moved(room), opts.rootRank)
-        return self._work("gather_single", request, [output], room, data)
+        return self._work("gather_single", request, [output], room, data, inputs=[tensor])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """One of the root's tensors to each rank."""
@@ -158,25 +173,31 @@ class MPIGroup(PythonGroup):
             (parts,) = inputs
             shapes.check_list("scatter", self._size, parts, tensor, written=False)
             sent = buffers.flat(parts)
+        else:
+            parts = []
         request = self._collective.Iscatter(
             None if sent is None else buffers.moved(sent), buffers.moved(room), opts.rootRank
         )
-        return self._work("scatter", request, [tensor], room, sent)
+        return self._work("scatter", request, [tensor], room, sent, inputs=parts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """Part r of every rank's list, reduced, to rank r."""
         (output,), (parts,) = outputs, inputs
         shapes.check_list("reduce_scatter", self._size, parts, output, written=False)
-        return self._reduce_scatter("reduce_scatter", output, buffers.flat(parts), opts.reduceOp)
+        return self._reduce_scatter(
+            "reduce_scatter", output, buffers.flat(parts), opts.reduceOp, inputs=parts
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """The same, of one tensor cut into equal parts."""
         shapes.check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
         data = buffers.plain(tensor)
-        return self._reduce_scatter("reduce_scatter_tensor", output, data, opts.reduceOp)
+        return self._reduce_scatter(
+            "reduce_scatter_tensor", output, data, opts.reduceOp, inputs=[tensor]
+        )
 
     def _reduce_scatter(
-        self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any
+        self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any, *, inputs: Tensors
     ) -> MPIWork:
         shapes.check(what, [output], written=True)
         room = buffers.room_for(output)
@@ -187,7 +208,7 @@ class MPIGroup(PythonGroup):
         def finish(_: Any) -> None:
             self._conclude(output, room, average=buffers.averages(op))
 
-        return self._work_of(what, [request], [output], [data, room], finish)
+        return self._work_of(what, [request], [output], [data, room], finish, inputs=inputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Tensor r of every rank's list to rank r; sizes may differ."""
@@ -201,7 +222,7 @@ class MPIGroup(PythonGroup):
             buffers.moved_in_parts(sent, [t.numel() for t in inputs]),
             buffers.moved_in_parts(received, [t.numel() for t in outputs]),
         )
-        return self._dealing("all_to_all", request, received, outputs, sent)
+        return self._dealing("all_to_all", request, received, outputs, sent, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -220,7 +241,7 @@ class MPIGroup(PythonGroup):
             buffers.moved_in_parts(data, shapes.counts(what, self._size, tensor, input_splits)),
             buffers.moved_in_parts(room, shapes.counts(what, self._size, output, output_splits)),
         )
-        return self._work(what, request, [output], room, data)
+        return self._work(what, request, [output], room, data, inputs=[tensor])
 
     def barrier(self, opts: Any = None) -> Any:
         """Completes once every rank has called it."""
@@ -238,6 +259,13 @@ class MPIGroup(PythonGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """One tensor from one rank; the message must fill it."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """One tensor from whichever rank sends one."""
+        return self._receive(tensors, mpi().ANY_SOURCE, tag)
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         (tensor,) = tensors
         shapes.check("recv", [tensor], written=True)
         room = buffers.room_for(tensor)
@@ -251,10 +279,6 @@ class MPIGroup(PythonGroup):
             buffers.put_back(tensor, room)
 
         return self._work_of("recv", [request], [tensor], [room], finish)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """One tensor from whichever rank sends one."""
-        return self.recv(tensors, mpi().ANY_SOURCE, tag)
 
     def _tag(self, tag: int) -> int:
         if not 0 <= tag <= self._most_tag:
@@ -272,24 +296,36 @@ class MPIGroup(PythonGroup):
         buffers.put_back(tensor, data)
 
     def _work(
-        self, what: str, request: Any, results: Tensors, room: torch.Tensor, *keep: Any
+        self,
+        what: str,
+        request: Any,
+        results: Tensors,
+        room: torch.Tensor,
+        *keep: Any,
+        inputs: Tensors | None = None,
     ) -> MPIWork:
         """An operation that leaves its one result in `room`."""
 
         def finish(_: Any) -> None:
             buffers.put_back(results[0], room)
 
-        return self._work_of(what, [request], results, [room, *keep], finish)
+        return self._work_of(what, [request], results, [room, *keep], finish, inputs=inputs)
 
     def _dealing(
-        self, what: str, request: Any, together: torch.Tensor, results: Tensors, *keep: Any
+        self,
+        what: str,
+        request: Any,
+        together: torch.Tensor,
+        results: Tensors,
+        *keep: Any,
+        inputs: Tensors,
     ) -> MPIWork:
         """An operation that leaves its results one after the other in `together`."""
 
         def finish(_: Any) -> None:
             buffers.deal_out(together, results)
 
-        return self._work_of(what, [request], results, [together, *keep], finish)
+        return self._work_of(what, [request], results, [together, *keep], finish, inputs=inputs)
 
     def _work_of(
         self,
@@ -298,9 +334,13 @@ class MPIGroup(PythonGroup):
         results: Tensors,
         keep: list[Any],
         finish: Callable[[Any], None] | None,
+        *,
+        inputs: Tensors | None = None,
     ) -> MPIWork:
+        """A started operation. `inputs` are what this rank gives; `results`, if left out."""
+        given = results if inputs is None else inputs
         return MPIWork(
-            what,
+            calls.record(what, self._name, given, results),
             requests,
             results=results,
             keep=tuple(keep),

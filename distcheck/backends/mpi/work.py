@@ -1,7 +1,6 @@
 """A started operation: c10d's Work, over MPI requests."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Work  # type: ignore[attr-defined]
 
+from distcheck.backends.mpi.calls import Call
 from distcheck.backends.mpi.runtime import mpi
 
 # Waiting must not keep a core busy: there may be fewer cores than ranks, and a rank that spins for
@@ -20,17 +20,14 @@ _LOOKS_AT_ONCE = 20
 _YIELD_FOR_S = 0.01
 _SLEEP_SHARE = 0.02
 _LONGEST_SLEEP_S = 0.02
-_HERE = os.path.dirname(__file__)
 
 # Operations whose Work may have been dropped: MPI still reads and writes their memory.
 _under_way: "dict[int, MPIWork]" = {}
-_started = 0
-_latest: "MPIWork | None" = None
 _one_at_a_time = threading.RLock()  # no two threads may ask about the same request
 
 
 class MPIWork(Work):
-    """A started operation; `str` says what it is, which line called it, and whether it is finished.
+    """A started operation, which is the `call`.
 
     Completes when all of `requests` have; then `finish` copies results to where they belong.
 
@@ -41,7 +38,7 @@ class MPIWork(Work):
 
     def __init__(
         self,
-        what: str,
+        call: Call,
         requests: list[Any],
         *,
         results: list[torch.Tensor],
@@ -50,24 +47,20 @@ class MPIWork(Work):
         timeout_s: float,
     ) -> None:
         super().__init__()
-        self._what, self._requests, self._results = what, requests, results
-        self._keep, self._finish, self._timeout_s = keep, finish, timeout_s
+        self._call, self._requests, self._results = call, requests, results
+        self._keep, self._finish, self.timeout_s = keep, finish, timeout_s
         self._done = False
         self._error: BaseException | None = None
         self._status, self._source = mpi().Status(), -1
-        global _latest, _started
-        _started += 1
-        self._number, self._where, _latest = _started, _caller(), self
         with _one_at_a_time:
             if _under_way:
-                for other in list(_under_way.values()):
-                    other._look()
+                move_on()
             if not self._look():
                 _under_way[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until complete. Raises RuntimeError after the group's timeout, or `timeout`."""
-        self._until_done(timeout.total_seconds() or self._timeout_s)
+        self._until_done(timeout.total_seconds() or self.timeout_s)
         if self._error is not None:
             raise self._error
         return True
@@ -108,11 +101,6 @@ class MPIWork(Work):
 
     getFuture = get_future  # noqa: N815
 
-    def __str__(self) -> str:
-        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self._results)
-        state = "" if self._done else ", not finished"
-        return f"{self._what} of [{shapes}], number {self._number}{state}{self._where}"
-
     def _until_done(self, timeout_s: float) -> None:
         for _ in range(_LOOKS_AT_ONCE):
             if self._look():
@@ -125,7 +113,7 @@ class MPIWork(Work):
             elif waited < timeout_s:
                 time.sleep(min(waited * _SLEEP_SHARE, _LONGEST_SLEEP_S))
             else:
-                raise RuntimeError(f"{self._what} timed out after {timeout_s:g} s")
+                raise RuntimeError(f"{self._call.what} timed out after {timeout_s:g} s")
 
     def _look(self) -> bool:
         """Lets MPI move the operation on, and finishes it once."""
@@ -145,29 +133,20 @@ class MPIWork(Work):
                 if self._finish is not None:
                     self._finish(self._status)
         except (mpi().Exception, RuntimeError, ValueError) as error:
-            self._error = RuntimeError(f"{self._what}: {error}")
+            self._error = RuntimeError(f"{self._call.what}: {error}")
             complete = True
         if complete:
-            self._done = True
+            self._done = self._call.complete = True
             self._keep = ()
             _under_way.pop(id(self), None)
         return bool(complete)
 
 
-def latest() -> str:
-    """The operation that this process started last, with the line that called it; or nothing."""
-    return "" if _latest is None else str(_latest)
-
-
-def _caller() -> str:
-    """The innermost line that is neither torch's nor this folder's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and "/torch/" not in name:
-            return f" at {name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def move_on() -> None:
+    """Lets MPI move on what is under way."""
+    with _one_at_a_time:
+        for work in list(_under_way.values()):
+            work._look()
 
 
 class Together(Work):

@@ -8,10 +8,11 @@ import msgspec
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import MISUSES, PROVEN, RankEnd
+from distcheck.records.ends import MISUSES, PROVEN, RankEnd, proven_in
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
+_MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 _NO_ANSWER = "did not answer when it was asked"
 _STOPPED = "stopped (state T)"
@@ -41,6 +42,9 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
+    how, what = proven_in(cause.detail)
+    if how == PROVEN["mismatch"]:
+        return [_of_apart(what)]
     if is_mismatch(cause.detail):
         return [_of_mismatch(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
@@ -82,15 +86,9 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     return [_as_proven(found, cause.detail)]
 
 
-def _proven(detail: str) -> tuple[str, str]:
-    """How a world says that it ended, in the words of PROVEN, and what it says of that."""
-    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
-    return how, what
-
-
 def _of_misuse(detail: str) -> Diagnosis | None:
     """What one rank of a simulated world did with a tensor or a work."""
-    said, what = _proven(detail)
+    said, what = proven_in(detail)
     cause = next((how for how in MISUSES if PROVEN[how] == said), "")
     return Diagnosis(cause=cause, evidence=what, suggestion=_OF_MISUSE[cause]) if cause else None
 
@@ -99,11 +97,9 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     """What a simulated world says of itself, where it does: calls that do not match, or ranks that
     all wait.
     """
-    how, what = _proven(detail)
+    how, what = proven_in(detail)
     if how == PROVEN["unmatched"]:
         return Diagnosis(cause="unmatched-message", evidence=what, suggestion=_BOTH_ENDS)
-    if how == PROVEN["mismatch"]:
-        return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
     if how == PROVEN["asleep"]:
         return msgspec.structs.replace(found, evidence=what)
     if how != PROVEN["deadlock"]:
@@ -117,6 +113,10 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
     return Diagnosis(
         cause=found.cause, evidence=f"every rank waits for ever: {what}", suggestion=suggestion
     )
+
+
+def _of_apart(what: str) -> Diagnosis:
+    return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
@@ -173,6 +173,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     is in no collective, while the others wait for it: a hang of that rank's own.
     """
     calls: dict[str, list[int]] = {}
+    messages: dict[str, list[int]] = {}  # of those backends that record them
     elsewhere = []
     silent = []
     without_turn = [outcome.rank for outcome in hung if _NO_TURN in outcome.detail]
@@ -187,8 +188,9 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
             elsewhere.append(outcome.rank)
         else:
             call = f"{match[1]} of [{match[2]}], number {match[3]}"
-            calls.setdefault(call, []).append(outcome.rank)
-    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
+            of_its_kind = messages if match[1] in _MESSAGES else calls
+            of_its_kind.setdefault(call, []).append(outcome.rank)
+    parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in (calls | messages).items()]
     if elsewhere:
         place = next((_innermost(o.detail) for o in hung if [o.rank] == elsewhere), "")
         kept = ", and kept its turn" if without_turn else ""
@@ -209,7 +211,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
         return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
-    where = elsewhere or ([] if silent else next(iter(calls.values())))
+    where = elsewhere or ([] if silent else next(iter((messages | calls).values())))
     return Diagnosis(
         cause="hang",
         evidence=f"no progress until the deadline: {evidence}",

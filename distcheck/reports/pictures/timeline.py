@@ -3,7 +3,7 @@
 from typing import Any
 
 from distcheck.records import odd_ranks
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, RankEnd, proven_in
 from distcheck.records.odd_ranks import (
     Key,
     calls_apart,
@@ -149,9 +149,11 @@ def _legend(drawing: Drawing, y: float) -> float:
 def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
     """What the diagnosis says as well: who called something else, or had not come as far."""
     parts = []
+    details = [str(o["detail"]) for o in outcomes]
     apart = calls_apart(calls)
-    if apart is not None:
-        words = apart.in_words()
+    proven = [what for how, what in map(proven_in, details) if how == PROVEN["mismatch"]]
+    if proven or apart is not None:
+        words = proven[0] if proven else apart.in_words() if apart else ""
         parts.append(f"{words[0].upper()}{words[1:]}.")
     bad = [
         o for o in outcomes if o["outcome"] not in (RankEnd.FINISHED, RankEnd.HUNG, RankEnd.ENDED)

@@ -94,6 +94,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         target: Target = getattr(importlib.import_module(module), name)
         end = FIRST_OF_JOB + len(request.given)
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
+        postings.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
         _flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
@@ -233,6 +234,7 @@ def as_event(error: BaseException) -> messages.Raised:
         collective=last_collective(),
         collectives=flight.latest(),
         defect=messages.printable(reported(masked(defect))),
+        within_call=postings.raised_in(error) is not None,
     )
 
 
@@ -290,12 +292,11 @@ def last_collective(found: list[dict[str, Any]] | None = None) -> str:
     """The last collective that this process entered, with the line that called it; or that of the
     recorder's entries `found`.
 
-    Empty where there was none, or torch records none.
+    Empty where there was none, or none is recorded.
     """
-    mpi: Any = sys.modules.get("distcheck.backends.mpi.work")
     found = flight.entries() if found is None else found
     if not found:
-        return str(mpi.latest()) if mpi is not None else ""
+        return ""
     entry = found[-1]
     shapes = flight.shapes_of(entry)
     names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]

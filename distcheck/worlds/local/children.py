@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.worlds import linux, messages
+from distcheck.worlds.call_log import LoggedCall, is_within_call, logged
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of it, where the reason usually is
 
@@ -66,7 +67,7 @@ class Child:
     @property
     def busy_seconds(self) -> float:
         """Seconds for which it ran or waited for a core; see `stalls.py`."""
-        return linux.busy_seconds(self.pid) if self.pid else 0.0
+        return linux.busy_seconds(self.pid, main_by_the_clock=self._only_looks) if self.pid else 0.0
 
     @property
     def known_at(self) -> float:
@@ -81,7 +82,16 @@ class Child:
         if not self.pid:
             return False
         ran_ns = 0 if self.waits is None else self.waits.ran_ns
-        return (ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns) or linux.is_awake(self.pid)
+        if ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns:
+            return True
+        return linux.is_awake(self.pid, main_by_the_clock=self._only_looks)
+
+    @property
+    def _only_looks(self) -> bool:
+        """Whether its main thread has said that it waits, and takes that back before it goes on:
+        what it does meanwhile is to look, by the clock, whether what it waits for has come.
+        """
+        return self.waits is not None and self.waits.ran_ns == 0 and not self.waits.over
 
     @property
     def is_stopped(self) -> bool:
@@ -97,8 +107,19 @@ class Child:
     def low_level_stacks(self) -> str:
         """What faulthandler wrote: on a fatal signal, or when asked with SIGUSR1."""
         with contextlib.suppress(OSError):
-            return os.pread(self._stacks_fd, 65536, 0).decode(errors="replace")
+            written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the calls
+            return written.decode(errors="replace")
         return ""
+
+    @property
+    def called(self) -> list[LoggedCall]:
+        """The latest calls that it logged, oldest first."""
+        return logged(self._stacks_fd)
+
+    @property
+    def was_within_call(self) -> bool:
+        """Whether it was within a call when it last logged that."""
+        return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.Event) -> None:
         """Notes an event."""

@@ -321,7 +321,8 @@ class Host:
                     child.told_end = True
                     self._send_trace(world, rank, hosted)
                     stacks = child.low_level_stacks
-                    self.send(wire.Gone(world, rank, child.exit_code, child.exit_signal, stacks))
+                    code, number, called = child.exit_code, child.exit_signal, child.called
+                    self.send(wire.Gone(world, rank, code, number, stacks, called))
         now = time.monotonic()
         if now - self._last_signs >= wire.SIGN_EVERY_S:
             self._last_signs = now

@@ -3,11 +3,12 @@
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from distcheck.worlds import messages
+from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.remote import wire
 from distcheck.worlds.shares import RankStart, Region, Share, Shared
@@ -24,6 +25,7 @@ class RemoteChild(Child):
     heard_awake: bool = False
     heard_stopped: bool = False
     heard_stacks: str = ""
+    heard_called: list[LoggedCall] = field(default_factory=list)
 
     @property
     def busy_seconds(self) -> float:
@@ -49,6 +51,11 @@ class RemoteChild(Child):
     def low_level_stacks(self) -> str:
         """What faulthandler wrote there."""
         return self.heard_stacks
+
+    @property
+    def called(self) -> list[LoggedCall]:
+        """What it logged there, which is sent when it is gone."""
+        return self.heard_called
 
 
 class Link:
@@ -209,7 +216,7 @@ class RemoteShare(Share):
             self._write(message)
         elif isinstance(message, wire.Gone):
             child.exit_code, child.exit_signal = message.code, message.signal
-            child.heard_stacks = message.stacks
+            child.heard_stacks, child.heard_called = message.stacks, message.called
             child.gone = True
 
     def _child(self, rank: int) -> RemoteChild:

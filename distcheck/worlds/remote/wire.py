@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from distcheck.worlds import messages
+from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.framing import Line
 
-PROTOCOL = 4  # counts up with every change of a message below
+PROTOCOL = 5  # counts up with every change of a message below
 SIGN_EVERY_S = 0.25
 
 
@@ -78,6 +79,7 @@ class Gone(msgspec.Struct, tag=True):
     code: int | None
     signal: int | None
     stacks: str
+    called: list[LoggedCall]
 
 
 class Signs(msgspec.Struct, tag=True):
