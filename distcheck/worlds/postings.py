@@ -95,6 +95,7 @@ class Postings:
         self.on: list[Note | Message] | None = None
         self.after_wait: Callable[[Any], None] = lambda on: None
         self.misses_messages = False  # one was posted in a way that is not known
+        self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
         self.log: CallLog | None = None
         self._ranks: dict[str, tuple[Any, tuple[int, ...]]] = {}  # by group's name
         self._works: dict[int, tuple[Any, Note | Message]] = {}
@@ -184,11 +185,13 @@ def is_installed() -> bool:
     return _installed
 
 
-def install() -> None:
+def install(usual_limit_s: float) -> None:
     """Makes this process note its calls from now on; once, and only where torch offers what it
-    takes.
+    takes. A group whose calls time out before `usual_limit_s` has a limit that the code may count
+    on.
     """
     global _installed
+    HERE.usual_limit_s = usual_limit_s
     if _installed:
         return
     import torch.distributed as dist

@@ -71,9 +71,10 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     import torch.distributed as dist
 
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
+    usual_limit_s = min(timeout, _torchs_timeout()).total_seconds()
     if backends.name_of(rendezvous.backend) == "simulated":
-        return _join_simulated(rendezvous, timeout)
-    postings.install()
+        return _join_simulated(rendezvous, timeout, usual_limit_s)
+    postings.install(usual_limit_s)
     serving = rendezvous.rank == 0
     if not serving:
         os.close(listen_fd)
@@ -89,11 +90,9 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
         )
     registered = registered or backends.register(rendezvous.backend)
     if registered == mpi.TORCH_NAME:
-        from torch.distributed.constants import default_pg_timeout
-
         from distcheck.worlds.mpi.noting import note_calls
 
-        note_calls(min(timeout, default_pg_timeout).total_seconds())
+        note_calls(usual_limit_s)
     dist.init_process_group(
         registered,
         store=store,
@@ -105,13 +104,21 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
     return store
 
 
-def _join_simulated(rendezvous: Rendezvous, timeout: timedelta) -> Any:
+def _torchs_timeout() -> timedelta:
+    """That of a group for which the code names none."""
+    from torch.distributed.constants import default_pg_timeout
+
+    return default_pg_timeout
+
+
+def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: float) -> Any:
     """Ranks of one process meet in its memory."""
     import torch.distributed as dist
 
     from distcheck.backends.simulated.store import SimulatedStore
     from distcheck.backends.simulated.world import here
 
+    here().usual_limit_s = usual_limit_s
     store = SimulatedStore(here())
     dist.init_process_group(
         backends.register(rendezvous.backend),

@@ -126,6 +126,10 @@ class Look:
             found = _places_of(on[0], entries, calls, groups)
         if not found and not self.over:
             return None
+        limits = _limits_s()
+        usual_s = self._postings.usual_limit_s
+        if any(limits.get(calls[place].group, math.inf) < usual_s for place in found):
+            return None  # after which the code may go on
         return messages.Waits(
             on=tuple(found),
             over=self.over,
@@ -161,6 +165,19 @@ def _groups() -> Groups | None:
         }
     except (RuntimeError, KeyError, AttributeError, ValueError):
         return None
+
+
+def _limits_s() -> dict[str, float]:
+    """After how many seconds the calls of each group time out, where its backend says so."""
+    import torch
+    import torch.distributed as dist
+
+    found = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            found[str(group.group_name)] = backend.options._timeout.total_seconds()
+    return found
 
 
 def _as_posted(entry: dict[str, Any], postings: Postings, groups: Groups) -> Posted:

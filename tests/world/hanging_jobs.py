@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -250,6 +251,19 @@ def _from_any(rank: int, wrong: bool) -> None:
     dist.all_to_all_single(torch.empty(4), torch.ones(4))
 
 
+def _counts_on_a_limit(rank: int, wrong: bool) -> None:
+    """A receive that is given up after a while, of a group with a timeout for that."""
+    group = dist.new_group(timeout=timedelta(seconds=2 * LATE_S))
+    if rank == ODD:
+        try:
+            dist.recv(torch.empty(4), 0, group)
+        except RuntimeError:
+            dist.barrier()
+            return
+        raise AssertionError("what was never sent has come")
+    dist.barrier()
+
+
 def _sizes_that_may_differ(rank: int, wrong: bool) -> None:
     dist.scatter(torch.empty(2), [torch.ones(2)] * 4 if rank == 0 else None, 0)
     dist.gather(torch.ones(2), [torch.empty(2)] * 4 if rank == 0 else None, 0)
@@ -272,7 +286,7 @@ RIGHT: dict[str, Callable[[int, bool], None]] = {
     program.__name__: program
     for program in (
         _works_in_a_thread, _computes, _computes_in_one_call, _waits_late, _late_in_a_group,
-        _hook_sleeps, _coalesced, _from_any, _sizes_that_may_differ,
+        _hook_sleeps, _coalesced, _from_any, _sizes_that_may_differ, _counts_on_a_limit,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -309,6 +310,19 @@ def _waits_for_a_socket(rank: int) -> None:
 def _forks(rank: int) -> None:
     if rank == 2 and os.fork() == 0:
         sys.exit()
+
+
+def _waits_for_a_while(rank: int) -> None:
+    if rank == 2:
+        dist.irecv(torch.ones(3), 0).wait(timedelta(seconds=2))
+    dist.barrier()
+
+
+def _makes_a_group_with_a_limit(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    if rank == 2:
+        dist.broadcast(torch.ones(3), 0, group)
+    dist.barrier()
 
 
 def _starts_a_process(rank: int) -> None:

@@ -89,7 +89,8 @@ def test_a_hang_over_mpi_is_named_as_over_gloo(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", others({**hanging_jobs.WRONG, **hanging_jobs.RIGHT}, "_late_in_a_group")
+    "name",
+    others({**hanging_jobs.WRONG, **hanging_jobs.RIGHT}, "_late_in_a_group", "_counts_on_a_limit"),
 )
 def test_a_rank_that_is_late_is_not_accused(pool: Pool, name: str) -> None:
     outcomes, _ = ends_of(pool, name, wrong=False)

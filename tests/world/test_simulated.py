@@ -302,6 +302,14 @@ def test_code_may_look_for_a_gpu_and_go_on_without(pool: Pool) -> None:
         ("talks_from_a_pool", "a thread that is not a rank's calls barrier"),
         ("talks_from_a_thread", "a thread that is not a rank's calls all_reduce"),
         ("starts_rpc", "it starts RPC, which has threads and sockets of its own at"),
+        (
+            "waits_for_a_while",
+            "the time limit of 2 s passes for recv(from rank 0) of [3] float32 at",
+        ),
+        (
+            "makes_a_group_with_a_limit",
+            "the time limit of 3 s passes for broadcast(root 0) of [3] float32 at",
+        ),
         ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),
     ],
 )

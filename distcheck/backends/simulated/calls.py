@@ -1,5 +1,6 @@
 """What a rank has called: the operation, its tensors, and the line of the code under test."""
 
+import math
 import os
 import sys
 import threading
@@ -47,6 +48,8 @@ class Call(Posted):
     sender: "Call | None" = None  # whose message a receive took
     work: Callable[[], Any] | None = None  # gives its Work while the code under test keeps it
     waits: int = 0  # how often its Work was waited for
+    limit_s: float = math.inf  # the code's own, after which a wait for it gives up
+    timed_out: bool = False  # nothing can complete it before its limit
 
     def __post_init__(self) -> None:
         tensors = self.inputs or self.outputs

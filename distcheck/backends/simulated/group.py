@@ -28,10 +28,12 @@ class SimulatedGroup(PythonGroup):
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._channel = self._world.channel(self._name, self._ranks)
         self._destroyed = False
+        self._limit_s = options.timeout.total_seconds()
         self._made = self._world.made_group(self._ranks)
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing: calls have no timeout. A call that can never complete ends the world."""
+        """Sets after how long a call may give up, instead of what the group was made with."""
+        self._limit_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """What `destroy_process_group` calls; no call can follow."""
@@ -205,6 +207,8 @@ class SimulatedGroup(PythonGroup):
             counts=tuple(t.numel() for t in counts or ()),
             stack=calling_stack(),
         )
+        if self._limit_s < self._world.usual_limit_s:
+            call.limit_s = self._limit_s
         self._world.post(self._channel, call)
         return SimulatedWork(self._world, [call], outputs)
 

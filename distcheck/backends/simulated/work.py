@@ -31,6 +31,8 @@ class SimulatedWork(Work):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Gives way to other ranks until all is complete."""
         for call in self._calls:
+            if timeout:
+                call.limit_s = timeout.total_seconds()
             self._world.wait_again(call)
         return self._finish()
 

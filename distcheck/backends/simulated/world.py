@@ -5,6 +5,7 @@ by ranks that have ended while others wait for them, which then lose their peer,
 processes; or by a deadlock, where every rank that is left waits.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
@@ -65,6 +66,7 @@ class SimulatedWorld:
             choose=None if self.chooser is None else self.chooser.choose,
         )
         self._deadline_s = deadline_s
+        self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
         self.stored: dict[str, bytes] = {}
         self.stores: list[object] = []
         self.latest: list[deque[Call]] = [deque(maxlen=_KEPT) for _ in range(size)]
@@ -112,6 +114,8 @@ class SimulatedWorld:
         self.running_rank("waits for a collective")
         while not call.complete:
             self.baton.block(call)
+            if call.timed_out and not call.complete:
+                self.refuse(f"the time limit of {call.limit_s:g} s passes for {call.in_words()}")
         self._in_flight[call.rank].end(call)
         if not call.delivered:
             with unseen():
@@ -200,8 +204,23 @@ class SimulatedWorld:
         if self._lost:
             self._lose_peers()
             return
+        if self._time_out():
+            return
         self._ended(*why_stuck(self._waits(), self._over()))
         self.baton.freeze()
+
+    def _time_out(self) -> bool:
+        """Wakes the rank that would give up first, where one has a time limit of its own: after
+        that it may go on, so that no deadlock is proven. No clock runs here to tell who would.
+        """
+        waiting = [r for r in self.baton.runners if r.state is State.WAITING]
+        calls = [r.waits_for for r in waiting if isinstance(r.waits_for, Call)]
+        first = min(calls, key=lambda call: call.limit_s, default=None)
+        if first is None or first.limit_s == math.inf:
+            return False
+        first.timed_out = True
+        self.baton.wake(first.rank)
+        return True
 
     def _overslept(self, rank: int, seconds: float) -> None:
         waiting = waiting_in_words(self._waits(), self._over())
