@@ -263,7 +263,7 @@ def test_schedules_are_drawn_in_simulated_worlds_only() -> None:
     assert (found.world, found.steps, found.schedules) == (2, 1, 8)
     for space in (cases("allreduce", backend="simulated", without=["turns"]), cases("allreduce")):
         with pytest.raises(NoSuchExample):
-            find(space, scheduled)
+            find(space, scheduled, settings=settings(max_examples=200))
 
 
 LEAVABLE = [

@@ -66,15 +66,13 @@ assert asked == ["zero_grad"], asked
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "use",
     [
         "assert torch._dynamo.is_compiling() is False",
-        pytest.param(
-            "import torch._dynamo.config as found; assert found is torch._dynamo.config",
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param("late_compiler.load(); late_compiler.load()", marks=pytest.mark.sweep),
+        "import torch._dynamo.config as found; assert found is torch._dynamo.config",
+        "late_compiler.load(); late_compiler.load()",
     ],
 )
 def test_any_use_of_it_loads_it_and_it_is_deterministic(use: str) -> None:

@@ -37,7 +37,8 @@ FIRST = (_first_of_each_group() | _NAMED_OTHERWISE) - {
     "offsets_in_float32",
     "hypercube",
     "shuffled_by_the_global_generator",
-}  # 64 MiB; 8 ranks; five interpreters, as a mutant of test_zoo that every run tries
+    "children_only",
+}  # 64 MiB; 8 ranks; five interpreters, as a mutant of test_zoo that every run tries; a deep model
 
 
 @pytest.mark.parametrize(
