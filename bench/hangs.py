@@ -48,7 +48,7 @@ class Notes:
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
         postings.log_to(os.memfd_create("calls"))
-        postings.install()
+        postings.install(usual_limit_s=1800.0)
         assert postings.HERE.log is not None
         if backend == "mpi":
             from distcheck.worlds.mpi.noting import note_calls
