@@ -5,11 +5,13 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.selftest.records import Planted, Zoo
 
 WORLDS = (2, 3)
 WORKLOADS = ("lattice", "mlp")  # whose cases cost a second each
+BACKENDS = ("gloo", "simulated")
 _QUICK_STRATEGIES = ("allreduce", "ddp")
 
 
@@ -18,6 +20,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `dtype` is that of the correct cases; None is verify's own choice, which adds float64.
     """
+
+    backend: str = "gloo"
 
     mutants: tuple[Planted, ...]
     strategies: tuple[str, ...]
@@ -30,7 +34,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return len(WORLDS) * (2 if self.dtype else 3)
 
 
-def plan_selftest(zoo: Zoo, *, patterns: Sequence[str] = (), quick: bool = False) -> Plan:
+def check_backend(backend: str) -> None:
+    """Raises UsageError for a backend over which the mutants are not listed."""
+    backends.check_name(backend)
+    if backend not in BACKENDS:
+        raise UsageError(
+            f"--backend {backend}: what must catch each mutant is known for gloo's order of "
+            f"additions; expected {' or '.join(BACKENDS)}"
+        )
+
+
+def plan_selftest(
+    zoo: Zoo, *, patterns: Sequence[str] = (), quick: bool = False, backend: str = "gloo"
+) -> Plan:
     """Chooses by name and by `quick`. Raises UsageError for a pattern that nothing matches."""
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
@@ -48,6 +64,7 @@ def plan_selftest(zoo: Zoo, *, patterns: Sequence[str] = (), quick: bool = False
         quickest = tuple(s for s in strategies if s in _QUICK_STRATEGIES)
         strategies = quickest or strategies[:1]
     return Plan(
+        backend=backend,
         mutants=mutants,
         strategies=strategies,
         elsewhere=zoo.elsewhere,

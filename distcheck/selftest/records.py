@@ -20,6 +20,8 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
     asked    the arguments of `distcheck.verify` that run it
     caught   the (check, layer) that fail, over all cases of the run; none: any will do
     causes   what its diagnosis may name
+    processes       it shows only where ranks are processes
+    when_simulated  what is named in a simulated world instead of `causes`, by any check; or nothing
     """
 
     name: str
@@ -27,6 +29,8 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
     asked: dict[str, Any]
     caught: tuple[tuple[str, str], ...]
     causes: tuple[str, ...]
+    processes: bool = False
+    when_simulated: tuple[str, ...] = ()
 
 
 class Zoo(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +83,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     correct: int
     passed: int
     false_alarms: int
-    left_out: int  # correct cases that their strategy cannot run, each with the reason
+    left_out: int  # correct cases that their strategy or the backend cannot run
     unknown: int  # mutants or correct cases that were planned and reached no verdict
 
     @property
@@ -92,7 +96,9 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count(rows: Sequence[Row], *, planted: int, correct: int) -> Counts:
-    """Totals, of which what was planned and is not among the rows is unknown."""
+    """Totals, of which what was planned and is not among the rows is unknown. A mutant that is left
+    out was not planted.
+    """
 
     def of(kind: str, **wanted: str) -> int:
         matching = [r for r in rows if r.kind == kind]
@@ -101,6 +107,7 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> Counts:
     caught, missed = of("mutant", verdict="caught"), of("mutant", verdict="missed")
     passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false alarm")
     left_out = of("correct", verdict="left out")
+    planted -= of("mutant", verdict="left out")
     return Counts(
         planted=planted,
         caught=caught,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from distcheck.errors import CannotRunError, DistcheckError
+from distcheck.errors import CannotRunError, DistcheckError, NotSimulatedError
 from distcheck.records import Report
 from distcheck.selftest.planning import WORKLOADS, WORLDS, Plan
 from distcheck.selftest.records import LIST, Planted, Row, Zoo, judge_correct, judge_mutant
@@ -14,6 +14,8 @@ from distcheck.selftest.zoo import PACKAGE
 from distcheck.testing.verifying import verify
 from distcheck.verification.run import shared_pool
 from distcheck.worlds.launch import run_job
+
+_OF_PROCESSES = "it shows only where ranks are processes; give --backend gloo"
 
 
 def look() -> Zoo:
@@ -35,18 +37,26 @@ def run_plan(
     """
     for planted in plan.mutants:
         begins(f"{planted.file}.{planted.name}")
-        yield _run_mutant(planted, environment)
+        yield _run_mutant(planted, plan.backend, environment)
     for strategy in plan.strategies:
         begins(f"correct.{strategy}")
         yield from _run_correct(strategy, plan, environment)
 
 
-def _run_mutant(planted: Planted, environment: dict[str, object]) -> Row:
+def _run_mutant(planted: Planted, backend: str, environment: dict[str, object]) -> Row:
     begun = time.monotonic()
+    row = Row(kind="mutant", name=planted.name, file=planted.file)
+    if backend == "simulated":
+        if planted.processes:
+            return msgspec.structs.replace(row, verdict="left out", detail=_OF_PROCESSES)
+        if planted.when_simulated:
+            planted = msgspec.structs.replace(planted, causes=planted.when_simulated, caught=())
     try:
-        report = verify(**planted.asked)
+        report = verify(**planted.asked, backend=backend)
+    except NotSimulatedError as error:
+        return msgspec.structs.replace(row, verdict="left out", detail=str(error))
     except DistcheckError as error:
-        return Row(kind="mutant", name=planted.name, file=planted.file, detail=str(error))
+        return msgspec.structs.replace(row, detail=str(error))
     _note(environment, report)
     return judge_mutant(planted, report, seconds=time.monotonic() - begun)
 
@@ -54,7 +64,15 @@ def _run_mutant(planted: Planted, environment: dict[str, object]) -> Row:
 def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> list[Row]:
     begun = time.monotonic()
     try:
-        report = verify(strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype, steps=3)
+        report = verify(
+            strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype, steps=3,
+            backend=plan.backend,
+        )  # fmt: skip
+    except NotSimulatedError as error:
+        out = Row(
+            kind="correct", name=strategy, file=strategy, verdict="left out", detail=str(error)
+        )
+        return [out] * plan.cases_each
     except DistcheckError as error:
         return [Row(kind="correct", name=strategy, file=strategy, detail=str(error))]
     _note(environment, report)

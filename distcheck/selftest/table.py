@@ -33,6 +33,7 @@ _NAMING: dict[Naming, str] = {
 class Detection(msgspec.Struct, frozen=True, kw_only=True):
     """A self-test as far as it went."""
 
+    backend: str = "gloo"
     rows: tuple[Row, ...]
     counts: Counts
     environment: dict[str, Any]
@@ -48,7 +49,7 @@ def render(found: Detection, console: Console, *, verbose: bool = False) -> None
     console.print(
         Text(
             f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
-            f"gloo on cpu, {about.get('threads')} thread a rank, {about.get('cpu')}"
+            f"{found.backend} on cpu, {about.get('threads')} thread a rank, {about.get('cpu')}"
         ),
         style="dim",
     )
@@ -79,9 +80,9 @@ def totals(found: Detection) -> Iterator[str]:
             f"correct   {counts.correct} cases: {counts.passed} passed, "
             f"{counts.false_alarms} false alarms"
         )
-    for row in found.rows:
-        if row.verdict == "left out":
-            yield f"          {row.name} is left out: {row.detail}"
+    out = [(row.name, row.detail) for row in found.rows if row.verdict == "left out"]
+    for name, why in dict.fromkeys(out):
+        yield f"          {name} is left out: {why}"
     for name, why in found.elsewhere:
         yield f"          {name} is not among them: it {why}"
     if counts.unknown:
@@ -95,6 +96,7 @@ def render_json(found: Detection) -> str:
         "schema": SCHEMA,
         "exit_code": 130 if found.interrupted else int(found.counts.exit_code),
         "interrupted": found.interrupted,
+        "backend": found.backend,
         "environment": found.environment,
         "counts": found.counts,
         "rows": found.rows,

@@ -37,14 +37,16 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
 def _exact() -> list[Planted]:
     """Mutants that are listed with the checks that must fail."""
     mutants = importlib.import_module(PACKAGE).everything()
-    causes = importlib.import_module(f"{PACKAGE}.causes").CAUSES
+    causes = importlib.import_module(f"{PACKAGE}.causes")
     return [
         Planted(
             name=mutant.name,
             file=mutant.spec.partition(":")[0].rpartition(".")[2],
             asked=mutant.asked,
             caught=tuple(sorted(mutant.caught)),
-            causes=tuple(sorted(causes[mutant.name])),
+            causes=tuple(sorted(causes.CAUSES[mutant.name])),
+            processes=mutant.processes,
+            when_simulated=tuple(sorted(causes.WHEN_SIMULATED.get(mutant.name, ()))),
         )
         for mutant in mutants
     ]
@@ -61,6 +63,7 @@ def _subtle() -> list[Planted]:
             asked=mutant.asked,
             caught=(),
             causes=tuple(sorted(causes[mutant.name])),
+            processes=mutant.reach == "apart",
         )
         for mutant in mutants
         if mutant.asked is not None

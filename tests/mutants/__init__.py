@@ -24,7 +24,8 @@ class Mutant:
     strategy is the built-in allreduce. A workload is given as ".file:name" where it is one of
     this package. `seldom` says that another mutant shows the same in the same way, so that the
     default test run can do without this one; `hangs`, that it is caught by its deadline;
-    `separate`, that its rerun is in separate interpreters.
+    `separate`, that its rerun is in separate interpreters; `processes`, that it does nothing wrong
+    where the ranks are threads of one process.
     """
 
     spec: str
@@ -41,6 +42,7 @@ class Mutant:
     without_data: tuple[int, ...] = ()
     hangs: bool = False
     separate: bool = False
+    processes: bool = False
 
     @property
     def name(self) -> str:
@@ -84,6 +86,7 @@ def mutant(
     without_data: tuple[int, ...] = (),
     hangs: bool = False,
     separate: bool = False,
+    processes: bool = False,
 ) -> Callable[[T], T]:
     """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
 
@@ -94,7 +97,7 @@ def mutant(
         package = named.__module__.rpartition(".")[0]
         place = package + workload if workload.startswith(".") else workload
         asked = (place, world, steps, dtype, step, kind, exit_code, accept, seldom, without_data)
-        ALL.append(Mutant(spec, pairs, *asked, hangs, separate))
+        ALL.append(Mutant(spec, pairs, *asked, hangs, separate, processes))
         return target
 
     return register

@@ -1,5 +1,9 @@
 """What each mutant's diagnosis names."""
 
+# The same in a simulated world, where that is something else: it ends at once where a rank uses
+# memory that a call under way holds.
+WHEN_SIMULATED: dict[str, set[str]] = {"does_not_wait": {"buffer-in-flight"}}
+
 # What each mutant's diagnosis names, over all cases of its run: exactly these.
 CAUSES: dict[str, set[str]] = {
     # token_counts

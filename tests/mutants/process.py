@@ -26,7 +26,7 @@ def _average_flat(parameters: Iterable[nn.Parameter], step: Step) -> None:
         parameter.grad.copy_(part.view_as(parameter))
 
 
-@mutant(caught="rerun", separate=True)
+@mutant(caught="rerun", separate=True, processes=True)
 def fills_a_bucket_in_the_order_of_a_set(model: nn.Module, step: Step) -> None:
     """A set of names has another order under every hash seed."""
     named = dict(model.named_parameters())
@@ -34,14 +34,14 @@ def fills_a_bucket_in_the_order_of_a_set(model: nn.Module, step: Step) -> None:
     _average_flat([named[name] for name in wanted], step)
 
 
-@mutant(caught="rerun", separate=True)
+@mutant(caught="rerun", separate=True, processes=True)
 def fills_a_bucket_in_the_order_of_hashes(model: nn.Module, step: Step) -> None:
     """hash() of a text is another number under every hash seed."""
     named = dict(model.named_parameters())
     _average_flat([named[name] for name in sorted(named, key=lambda name: hash(name))], step)
 
 
-@mutant(caught="outcome", separate=True, exit_code=4, seldom=True)
+@mutant(caught="outcome", separate=True, exit_code=4, seldom=True, processes=True)
 def chooses_a_bucket_by_hash(model: nn.Module, step: Step) -> None:
     """Buckets of different sizes meet in one collective."""
     for number in (0, 1):
@@ -50,7 +50,7 @@ def chooses_a_bucket_by_hash(model: nn.Module, step: Step) -> None:
             _average_flat(own, step)
 
 
-@mutant(caught="rerun", separate=True, seldom=True)
+@mutant(caught="rerun", separate=True, seldom=True, processes=True)
 def shuffles_by_the_hash_of_a_class(model: nn.Module, step: Step) -> None:
     """hash() of a class is its address, which is nowhere the same."""
     listed = list(model.parameters())

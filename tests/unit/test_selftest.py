@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from distcheck.errors import ExitCode, UsageError
+from distcheck.errors import ExitCode, NotSimulatedError, UsageError
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
-from distcheck.selftest.planning import plan_selftest, representatives
+from distcheck.selftest import running
+from distcheck.selftest.planning import check_backend, plan_selftest, representatives
 from distcheck.selftest.records import (
     Planted,
     Row,
@@ -142,6 +143,48 @@ def test_plans_by_name() -> None:
     assert (quick.strategies, quick.cases_each, quick.dtype) == (("allreduce", "ddp"), 4, "float32")
     with pytest.raises(UsageError, match=r"-k nothing: .* as in file\.both"):
         plan_selftest(ZOO, patterns=("bits", "nothing"))
+
+
+def test_the_mutants_are_listed_for_two_backends() -> None:
+    for backend in ("gloo", "simulated"):
+        check_backend(backend)
+        assert plan_selftest(ZOO, backend=backend).backend == backend
+    with pytest.raises(UsageError, match=r"--backend simulated:tree: .*; expected gloo or simul"):
+        check_backend("simulated:tree")
+
+
+def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one that is caught earlier there is judged by what it is listed with."""
+    asked: list[str] = []
+
+    def verified(strategy: str, *, world: int, backend: str) -> Report:
+        asked.append(f"{strategy} over {backend}")
+        if strategy.endswith("forks"):
+            raise NotSimulatedError("it forks")
+        return report(("outcome", "-"), causes=("buffer-in-flight",))
+
+    monkeypatch.setattr(running, "verify", verified)
+    hashes, forks, early = (planted(name, R) for name in ("hashes", "forks", "early"))
+    zoo = Zoo(
+        mutants=(
+            msgspec.structs.replace(hashes, processes=True),
+            forks,
+            msgspec.structs.replace(early, when_simulated=("buffer-in-flight",)),
+        ),
+        strategies=(),
+    )
+    plan = plan_selftest(zoo, backend="simulated")
+    rows = list(running.run_plan(plan, begins=lambda _: None, environment={}))
+    assert asked == ["zoo.file:forks over simulated", "zoo.file:early over simulated"]
+    assert [row.verdict for row in rows] == ["left out", "left out", "caught"]
+    assert (rows[2].naming, rows[2].as_listed) == ("right", True)
+    counts = count(rows, planted=3, correct=0)
+    assert (counts.planted, counts.unknown, counts.exit_code) == (1, 0, ExitCode.PASS)
+    assert count(rows[:2], planted=2, correct=0).exit_code is ExitCode.UNKNOWN
+    said = list(totals(Detection(rows=tuple(rows), counts=counts, environment={})))
+    assert "          forks is left out: it forks" in said
 
 
 def test_layers_are_gathered_under_their_check() -> None:

@@ -28,6 +28,20 @@ def test_catches_names_and_accuses_nobody(distcheck: Run, tmp_path: Path) -> Non
     assert [row["verdict"] for row in document["rows"]] == ["caught", *["passed"] * 4]
 
 
+def test_the_zoo_in_simulated_worlds(distcheck: Run, tmp_path: Path) -> None:
+    words = ("-k", "missing_division", "-k", "does_not_wait", "-k", "correct.parameter_server")
+    ran = distcheck("selftest", *words, "--backend", "simulated", "--json", "table.json")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "simulated on cpu" in ran.stdout
+    assert "mutants   2 planted: 2 caught, 0 missed; 2 named right" in ran.stdout
+    assert "parameter_server is left out: backend simulated cannot run this code" in ran.stdout
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert document["backend"] == "simulated"
+    assert {tuple(row["causes"]) for row in document["rows"] if row["kind"] == "mutant"} == {
+        ("missing-division",), ("buffer-in-flight",),
+    }  # fmt: skip
+
+
 @pytest.mark.sweep  # a case that is left out is in tests/world/test_strategies.py
 def test_a_strategy_that_cannot_run_one_of_its_cases_is_not_unknown(distcheck: Run) -> None:
     """The lattice's integers do not fit into float16 at world 3."""

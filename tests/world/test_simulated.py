@@ -21,18 +21,11 @@ from distcheck.worlds import blame
 from distcheck.worlds.launch import refusal_of, run_until_over
 from distcheck.worlds.pool import Pool
 from tests.mutants import Mutant, everything
-from tests.mutants.causes import CAUSES
+from tests.mutants.causes import CAUSES, WHEN_SIMULATED
 from tests.world.launching import run, start
 from tests.world.test_verify import assert_everything_compared
 
 JOBS = "tests.world.simulated_jobs"
-# What they do wrong shows in ranks of different hash seeds only, and one process has one.
-OF_PROCESSES = {
-    "chooses_a_bucket_by_hash",
-    "fills_a_bucket_in_the_order_of_a_set",
-    "fills_a_bucket_in_the_order_of_hashes",
-    "shuffles_by_the_hash_of_a_class",
-}
 STRATEGIES = (
     "allreduce", "ddp", "ddp_allreduce_hook", "ddp_bf16_hook", "ddp_bucket_view",
     "ddp_find_unused", "ddp_fp16_hook", "ddp_no_sync", "ddp_small_buckets", "ddp_static_graph",
@@ -153,15 +146,18 @@ def test_each_order_is_judged_to_the_bit(order: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "mutant", [m for m in everything() if m.name not in OF_PROCESSES], ids=lambda m: m.name
+    "mutant", [m for m in everything() if not m.processes], ids=lambda m: m.name
 )
 def test_mutants_fail_as_in_processes(mutant: Mutant) -> None:
     report = distcheck.verify(**{**mutant.asked, "backend": "simulated", "deadline_s": 60.0})
+    causes = {found.cause for case in report.cases for found in case.diagnosis}
+    assert causes == WHEN_SIMULATED.get(mutant.name, CAUSES[mutant.name])
+    if mutant.name in WHEN_SIMULATED:
+        assert report.verdict == "fail"
+        return
     results = [result for case in report.cases for result in case.checks]
     assert {(r.check, r.layer) for r in results if r.verdict == "fail"} == mutant.caught
     assert int(report.exit_code) == mutant.exit_code
-    causes = {found.cause for case in report.cases for found in case.diagnosis}
-    assert causes == CAUSES[mutant.name]
 
 
 def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) -> None:

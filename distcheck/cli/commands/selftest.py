@@ -20,6 +20,13 @@ from distcheck.worlds.launchers import is_elsewhere
     metavar="PATTERN",
     help="Only those whose name, as shown, contains this text; * and ? are wildcards.",
 )
+@click.option(
+    "--backend",
+    default="gloo",
+    show_default=True,
+    metavar="NAME",
+    help="gloo; or simulated, where ranks are threads of one process.",
+)
 @json_option("table")
 @click.option("-v", "--verbose", is_flag=True, help="Show every correct case.")
 def command(**asked: Any) -> int:
@@ -28,6 +35,7 @@ def command(**asked: Any) -> int:
     \b
     distcheck selftest
     distcheck selftest --quick
+    distcheck selftest --backend simulated
     distcheck selftest -k scale -k ddp
     """  # fmt: skip
     if is_elsewhere():
