@@ -40,9 +40,13 @@ class TensorParallel:
         """Parameters of the divided layers become DTensors, in place."""
         if not isinstance(model, nn.Sequential):
             raise ValueError(f"it is a {type(model).__name__}, and not a chain of layers")
-        plan = pairs_of(model)
+        plan, world = pairs_of(model), dist.get_world_size()
+        for name, style in plan.items():
+            weight = model.get_parameter(f"{name}.weight")  # [outputs, inputs]
+            if isinstance(style, ColwiseParallel) and len(weight.chunk(world)) < world:
+                raise ValueError(f"{len(weight)} outputs leave some of {world} ranks without any")
         device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tensor",))
+        mesh = init_device_mesh(device, (world,), mesh_dim_names=("tensor",))
         return parallelize_module(model, mesh, plan)
 
 

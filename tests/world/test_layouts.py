@@ -69,6 +69,7 @@ def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
     ("name", "workload", "world", "said"),
     [
         ("transformer_tensor", "transformer", 3, "4 heads cannot be divided by 3 ranks"),
+        sweep("tensor_parallel", SMALL, 7, "16 outputs leave some of 7 ranks without any"),
         sweep("pipeline_by_hand", SMALL, 3, "3 stages need an nn.Sequential of at least 3 layers"),
         sweep("tensor_parallel", "transformer", 2, "it is a Transformer, and not a chain"),
     ],
