@@ -55,15 +55,15 @@ def _exact() -> list[Planted]:
 def _subtle() -> list[Planted]:
     """Subtle mutants, each as the one case that shows it; any check may do so."""
     mutants = importlib.import_module(f"{PACKAGE}.subtle").everything()
-    causes = importlib.import_module(f"{PACKAGE}.subtle.causes").CAUSES
+    causes = importlib.import_module(f"{PACKAGE}.subtle.causes")
     return [
         Planted(
             name=mutant.name,
             file=f"subtle.{mutant.group}",
             asked=mutant.asked,
             caught=(),
-            causes=tuple(sorted(causes[mutant.name])),
-            processes=mutant.reach == "apart",
+            causes=tuple(sorted(causes.CAUSES[mutant.name])),
+            when_simulated=tuple(sorted(causes.WHEN_SIMULATED.get(mutant.name, ()))),
         )
         for mutant in mutants
         if mutant.asked is not None

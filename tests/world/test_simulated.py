@@ -20,8 +20,10 @@ from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame
 from distcheck.worlds.launch import refusal_of, run_until_over
 from distcheck.worlds.pool import Pool
-from tests.mutants import Mutant, everything
+from tests.mutants import Mutant, everything, subtle
 from tests.mutants.causes import CAUSES, WHEN_SIMULATED
+from tests.mutants.subtle import Subtle
+from tests.mutants.subtle import causes as subtle_causes
 from tests.world.launching import run, start
 from tests.world.test_verify import assert_everything_compared
 
@@ -158,6 +160,23 @@ def test_mutants_fail_as_in_processes(mutant: Mutant) -> None:
     results = [result for case in report.cases for result in case.checks]
     assert {(r.check, r.layer) for r in results if r.verdict == "fail"} == mutant.caught
     assert int(report.exit_code) == mutant.exit_code
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "mutant", [m for m in subtle.everything() if m.asked is not None], ids=lambda m: m.name
+)
+def test_subtle_mutants_fail_and_none_is_named_wrong(mutant: Subtle) -> None:
+    assert mutant.asked is not None
+    if mutant.name == "ThreadThatIsJoinedLater":
+        with pytest.raises(NotSimulatedError, match="a thread that is not a rank's calls"):
+            distcheck.verify(**mutant.asked, backend="simulated")
+        return
+    report = distcheck.verify(**mutant.asked, backend="simulated")
+    assert report.verdict == "fail"
+    named = {found.cause for case in report.cases for found in case.diagnosis} - {"unexplained"}
+    own = subtle_causes.CAUSES[mutant.name]
+    assert named <= subtle_causes.WHEN_SIMULATED.get(mutant.name, own)
 
 
 def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) -> None:
