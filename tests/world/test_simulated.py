@@ -84,7 +84,7 @@ def test_training_leaves_the_bits_that_gloo_leaves(
     pool: Pool, strategy: str, world: int, workload: str
 ) -> None:
     request = Request(
-        strategies=(strategy,), worlds=(world,), workloads=(workload,), batch=24, steps=3,
+        strategies=(strategy,), worlds=(world,), workloads=(workload,), batch=48, steps=3,
         dtype="float32",
     )  # fmt: skip
     (case,) = plan.plan_cases(request)
