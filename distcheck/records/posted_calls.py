@@ -7,6 +7,7 @@ a call is not compared: two calls are apart only in what is known of both.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words, usual
@@ -88,6 +89,14 @@ def reduces(kind: str) -> bool:
 def has_root(kind: str) -> bool:
     """Whether a kind of call has a root."""
     return kind in _HAVE_ROOT
+
+
+def own_limit_s(options: Any) -> float:
+    """After how many seconds a call gives up by the options that torch is called with: the code's
+    own limit for this call, or 0 for none.
+    """
+    limit = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
+    return max(0.0, limit.total_seconds()) if isinstance(limit, timedelta) else 0.0
 
 
 def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:

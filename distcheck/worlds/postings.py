@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcheck.records import posted_calls
 from distcheck.worlds.call_log import TENSORS, CallLog, Tensors, dtype_name
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -283,7 +284,9 @@ def _collective(
         note.until = _count(group)
         if note.until > before >= 0:
             HERE.notes.append(note)
-            HERE.remember(work, note)
+            limits = [posted_calls.own_limit_s(one) for one in (*given[-1:], *named.values())]
+            if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):
+                HERE.remember(work, note)  # after a limit of its own, the code may go on
         return work
 
     return post

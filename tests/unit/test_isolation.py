@@ -47,13 +47,17 @@ def patches(folder: Path) -> None:
         "def method():\n"
         "    setattr(torch.nn.Linear, 'forward', 3)\n"
         "method()\n"
+        "for name in ('broadcast', 'reduce'):\n"
+        "    setattr(torch.distributed, name, 4)\n"
     )
     sys.path.insert(0, str(folder))
     __import__(NAME)
 
 
 def patched() -> object:
-    return torch.distributed.all_reduce, torch.nn.Linear.forward, hasattr(torch, "of_a_rank")
+    there = torch.distributed
+    of_torch = there.all_reduce, there.broadcast, there.reduce, torch.nn.Linear.forward
+    return *of_torch, hasattr(torch, "of_a_rank")
 
 
 LEFT: dict[str, tuple[Callable[[Path], object], Callable[[], object]]] = {

@@ -264,6 +264,18 @@ def _counts_on_a_limit(rank: int, wrong: bool) -> None:
     dist.barrier()
 
 
+def _counts_on_a_limit_of_a_call(rank: int, wrong: bool) -> None:
+    """The same, of one call, which the backend mpi does not know."""
+    if rank == ODD and dist.get_backend() == "gloo":
+        options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+        options.rootRank, options.timeout = 0, timedelta(seconds=2 * LATE_S)
+        try:
+            dist.group.WORLD.broadcast([torch.empty(4)], options).wait()
+        except RuntimeError:
+            return
+        raise AssertionError("what was never sent has come")
+
+
 def _sizes_that_may_differ(rank: int, wrong: bool) -> None:
     dist.scatter(torch.empty(2), [torch.ones(2)] * 4 if rank == 0 else None, 0)
     dist.gather(torch.ones(2), [torch.empty(2)] * 4 if rank == 0 else None, 0)
@@ -287,6 +299,7 @@ RIGHT: dict[str, Callable[[int, bool], None]] = {
     for program in (
         _works_in_a_thread, _computes, _computes_in_one_call, _waits_late, _late_in_a_group,
         _hook_sleeps, _coalesced, _from_any, _sizes_that_may_differ, _counts_on_a_limit,
+        _counts_on_a_limit_of_a_call,
     )
 }  # fmt: skip
 

@@ -68,6 +68,9 @@ def _reductions(rank: int, size: int) -> Iterator[tuple[str, list[torch.Tensor]]
     part = torch.empty(12)
     dist.reduce_scatter(part, list(_vector(rank, 12 * size, torch.float32).chunk(size)))
     yield "reduce_scatter", [part]
+    part, sizes = torch.empty(rank + 1), range(1, size + 1)
+    dist.reduce_scatter(part, list(_vector(rank, sum(sizes), torch.float32).split(list(sizes))))
+    yield "reduce_scatter of unequal parts", [part]
     many = [_vector(rank, n, torch.float32) for n in (7, 1, 40)]
     work = dist.all_reduce_coalesced(many, async_op=True)
     work.wait()
@@ -388,6 +391,92 @@ def _starts_rpc(rank: int) -> None:
 
 def _moves_something_else(rank: int) -> None:
     dist.all_reduce(torch.ones(2).to_sparse())
+
+
+def _waits_for_futures_out_of_order(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    if rank % 2:
+        groups.reverse()
+    futures = []
+    for group in groups:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        futures.append(work.get_future().then(lambda done: done.value()[0] / 4))
+    assert [future.wait().item() for future in futures] == [1, 1]
+
+
+def _waits_for_futures_in_backward(rank: int) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        future = dist.all_reduce(parameter.grad, async_op=True).get_future()
+        if rank % 2:
+            torch.futures.wait_all([future])
+        while not future.done():
+            time.sleep(0.001)
+        parameter.grad /= 4
+
+    weight.register_post_accumulate_grad_hook(average)
+    (weight * rank).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.5] * 3
+
+
+def _trains_until_all_have_ended(rank: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    with model.join():
+        for _ in range(rank + 1):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def _asks_the_store(rank: int) -> None:
+    store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+    before = store.num_keys()
+    dist.barrier()
+    while store.compare_set("lock", "", str(rank)) != str(rank).encode():
+        pass
+    time.sleep(0.01)
+    store.append("passed", str(rank))
+    store.delete_key("lock")
+    store.multi_set([f"there {rank}"], [str(rank)])
+    while store.num_keys() < before + 5:
+        pass
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < 4:
+        pass
+    assert sorted(store.get("passed")) == sorted(b"0123")
+    assert store.multi_get([f"there {other}" for other in range(4)]) == [b"0", b"1", b"2", b"3"]
+
+
+def _asks_for_gloo(rank: int) -> None:
+    group = dist.new_group([0, 1, 2, 3], backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total == 4
+    assert dist.get_backend() == dist.get_backend(group) == "gloo"
+    dist.monitored_barrier(timeout=timedelta(seconds=5))
+    dist.group.WORLD.allreduce(total, ReduceOp.MAX).wait()
+    dist.group.WORLD.allreduce([total]).wait()
+    dist.group.WORLD.broadcast(total, 2).wait()
+    assert total == 16
+
+
+def _waits_for_a_key_for_a_while(rank: int) -> None:
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=2))
+    dist.barrier()
+
+
+def _makes_a_world_of_its_own(rank: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=4)
+
+
+def _defines_an_operator(rank: int) -> None:
+    @torch.library.custom_op("of_a_rank::twice", mutates_args=())
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
 
 
 PROGRAMS: dict[str, Callable[[int], None]] = {

@@ -90,7 +90,12 @@ def test_a_hang_over_mpi_is_named_as_over_gloo(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    others({**hanging_jobs.WRONG, **hanging_jobs.RIGHT}, "_late_in_a_group", "_counts_on_a_limit"),
+    others(
+        {**hanging_jobs.WRONG, **hanging_jobs.RIGHT},
+        "_late_in_a_group",
+        "_counts_on_a_limit",
+        "_counts_on_a_limit_of_a_call",
+    ),
 )
 def test_a_rank_that_is_late_is_not_accused(pool: Pool, name: str) -> None:
     outcomes, _ = ends_of(pool, name, wrong=False)

@@ -262,7 +262,18 @@ def test_ranks_that_all_wait_are_a_deadlock_at_once(
     assert time.monotonic() - begun < 20  # of a deadline of 30 s, on a crowded machine
 
 
-@pytest.mark.parametrize("name", ["polls", "runs_a_command"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "polls",
+        "runs_a_command",
+        "waits_for_futures_out_of_order",
+        "waits_for_futures_in_backward",
+        "trains_until_all_have_ended",
+        "asks_the_store",
+        "asks_for_gloo",
+    ],
+)
 def test_code_that_asks_in_a_loop_or_runs_a_command_ends(pool: Pool, name: str) -> None:
     outcomes, _ = program(pool, name)
     assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
@@ -325,6 +336,12 @@ def test_code_may_look_for_a_gpu_and_go_on_without(pool: Pool) -> None:
             "makes_a_group_with_a_limit",
             "the time limit of 3 s passes for broadcast(root 0) of [3] float32 at",
         ),
+        (
+            "waits_for_a_key_for_a_while",
+            "the time limit of 2 s passes for the store's keys 0//never at",
+        ),
+        ("makes_a_world_of_its_own", "it calls init_process_group itself"),
+        ("defines_an_operator", "it defines operators by torch.library"),
         ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),
     ],
 )

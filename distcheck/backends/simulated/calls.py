@@ -19,10 +19,10 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THEIRS = (
     _PACKAGE, str(Path(torch.__file__).parent) + os.sep, threading.__file__, "<frozen", "<string>",
 )  # fmt: skip
-# torch's own files between the caller of an operation and the process group.
+# Files between the caller of an operation and the process group: torch's own, and what wraps them.
 _ON_THE_WAY = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py", "torch/overrides.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py", "distcheck/worlds/simulated/limits.py",
 )  # fmt: skip
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code

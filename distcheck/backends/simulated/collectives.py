@@ -111,7 +111,9 @@ def _reduce_scatter(calls: Sequence[Call], order: str) -> None:
             call.results = [_combined(parts, calls[0].op, order, "reduce")]
         return
     total = _reduced(calls, order, "all_reduce")
-    for call, part in zip(calls, total.chunk(len(calls)), strict=False):
+    given = next((call.inputs for call in calls if len(call.inputs) == len(calls)), ())
+    parts = _cut(total, given) if given else list(total.chunk(len(calls)))
+    for call, part in zip(calls, parts, strict=False):
         call.results = [part]
 
 

@@ -10,6 +10,7 @@ from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.backends.simulated import TORCH_NAME, collectives, world
 from distcheck.backends.simulated.calls import Call, calling_stack
 from distcheck.backends.simulated.work import SimulatedWork
+from distcheck.records.posted_calls import own_limit_s
 
 
 def create(options: Any, _: Any) -> "SimulatedGroup":
@@ -45,32 +46,38 @@ class SimulatedGroup(PythonGroup):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        """The root's elements to everybody."""
-        root = self._ranks[opts.rootRank]
-        return self._post("broadcast", "broadcast", tensors, tensors, counts=tensors, root=root)
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """The root's elements to everybody. Code may call it with a tensor and the root."""
+        tensors, root = _as_list(tensors), self._ranks[getattr(opts, "rootRank", opts)]
+        return self._post(
+            opts, "broadcast", "broadcast", tensors, tensors, counts=tensors, root=root
+        )
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
-        """A tensor, reduced over the ranks, on every rank."""
-        op = self._operation("all_reduce", opts)
-        return self._post("all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """A tensor, reduced over the ranks, on every rank. Code may call it with a tensor and the
+        reduce operation.
+        """
+        tensors, op = _as_list(tensors), self._operation("all_reduce", opts)
+        return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         """Several tensors, reduced over the ranks as one."""
         kind, op = "all_reduce_coalesced", self._operation("all_reduce_coalesced", opts)
-        return self._post(kind, kind, tensors, tensors, counts=tensors, op=op)
+        return self._post(opts, kind, kind, tensors, tensors, counts=tensors, op=op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """The same, on the root only; elsewhere the tensor stays as it is."""
         root, op = self._ranks[opts.rootRank], self._operation("reduce", opts)
         results = tensors if opts.rootRank == self._rank else []
-        return self._post("reduce", "reduce", tensors, results, counts=tensors, op=op, root=root)
+        return self._post(
+            opts, "reduce", "reduce", tensors, results, counts=tensors, op=op, root=root
+        )
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Every rank's input to every rank, a tensor each."""
         (output,), (tensor,) = outputs, inputs
         self._check_list("all_gather", output, tensor)
-        return self._post("all_gather", "all_gather", inputs, output, counts=inputs)
+        return self._post(opts, "all_gather", "all_gather", inputs, output, counts=inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -78,7 +85,7 @@ class SimulatedGroup(PythonGroup):
         """Every rank's input to every rank, one after the other in one tensor."""
         name = "all_gather_into_tensor"
         self._check_parts(name, output, tensor)
-        return self._post("all_gather", name, [tensor], [output], counts=[tensor])
+        return self._post(opts, "all_gather", name, [tensor], [output], counts=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Every rank's input to the root, a tensor each."""
@@ -86,7 +93,7 @@ class SimulatedGroup(PythonGroup):
         if self._rank == opts.rootRank:
             self._check_list("gather", results, inputs[0])
         root = self._ranks[opts.rootRank]
-        return self._post("gather", "gather", inputs, results, counts=inputs, root=root)
+        return self._post(opts, "gather", "gather", inputs, results, counts=inputs, root=root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """Every rank's input to the root, one after the other in one tensor (torch 2.15)."""
@@ -95,7 +102,9 @@ class SimulatedGroup(PythonGroup):
             self._check_parts("gather_single", output, tensor)
             results = [output]
         root = self._ranks[opts.rootRank]
-        return self._post("gather", "gather_single", [tensor], results, counts=[tensor], root=root)
+        return self._post(
+            opts, "gather", "gather_single", [tensor], results, counts=[tensor], root=root
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """One of the root's tensors to each rank."""
@@ -103,22 +112,24 @@ class SimulatedGroup(PythonGroup):
         if self._rank == opts.rootRank:
             self._check_list("scatter", parts, outputs[0])
         root = self._ranks[opts.rootRank]
-        return self._post("scatter", "scatter", parts, outputs, counts=outputs, root=root)
+        return self._post(opts, "scatter", "scatter", parts, outputs, counts=outputs, root=root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Part r of every rank's list, reduced, to rank r."""
+        """Part r of every rank's list, reduced, to rank r. Parts may be of several sizes."""
         (output,), (parts,) = outputs, inputs
-        self._check_list("reduce_scatter", parts, output)
-        op = self._operation("reduce_scatter", opts)
         name = "reduce_scatter"
-        return self._post(name, name, parts, [output], counts=[output], op=op)
+        self._check_number(name, parts)
+        if (own := parts[self._rank].numel()) != output.numel():
+            raise ValueError(f"{name}: a part of {own} elements for an output of {output.numel()}")
+        op = self._operation(name, opts)
+        return self._post(opts, name, name, parts, [output], counts=parts, op=op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """The same, of one tensor cut into equal parts."""
         name = "reduce_scatter_tensor"
         self._check_parts(name, tensor, output)
         op = self._operation(name, opts)
-        return self._post("reduce_scatter", name, [tensor], [output], counts=[output], op=op)
+        return self._post(opts, "reduce_scatter", name, [tensor], [output], counts=[tensor], op=op)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Tensor r of every rank's list to rank r; sizes may differ."""
@@ -126,7 +137,7 @@ class SimulatedGroup(PythonGroup):
             if len(tensors) != self._size:
                 raise ValueError(f"all_to_all: {len(tensors)} tensors for {self._size} ranks")
         splits = [tuple(t.numel() for t in tensors) for tensors in (inputs, outputs)]
-        return self._post("all_to_all", "all_to_all", inputs, outputs, splits=splits)
+        return self._post(opts, "all_to_all", "all_to_all", inputs, outputs, splits=splits)
 
     def all_to_all_single(
         self,
@@ -142,11 +153,18 @@ class SimulatedGroup(PythonGroup):
             self._elements(tensor, input_splits or ()),
             self._elements(output, output_splits or ()),
         ]
-        return self._post("all_to_all", "all_to_all_single", [tensor], [output], splits=splits)
+        return self._post(
+            opts, "all_to_all", "all_to_all_single", [tensor], [output], splits=splits
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         """Completes once every rank has called it."""
-        return self._post("barrier", "barrier", [], [])
+        return self._post(opts, "barrier", "barrier", [], [])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """The same, within a time. Code may catch the error that it raises after that."""
+        work = self._post(None, "monitored_barrier", "monitored_barrier", [], [])
+        work.wait(*((timeout,) if timeout is not None else ()))
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -154,23 +172,24 @@ class SimulatedGroup(PythonGroup):
         """One tensor to one rank. It is complete when that rank receives it, as with gloo."""
         peer = self._ranks[destination]
         self._check_contiguous("send", tensors)
-        return self._post("send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
+        return self._post(None, "send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """One tensor from one rank; the message must fill it."""
         peer = self._ranks[source]
         self._check_contiguous("recv", tensors)
-        return self._post("recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
+        return self._post(None, "recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """One tensor from whichever rank sends one: the one that has sent first."""
         self._check_contiguous("recv", tensors)
-        return self._post("recv", "recv", [], tensors, counts=tensors, tag=tag)
+        return self._post(None, "recv", "recv", [], tensors, counts=tensors, tag=tag)
 
     # -- how a call is made ---------------------------------------------------------------------
 
     def _post(
         self,
+        opts: Any,
         kind: str,
         name: str,
         inputs: Tensors,
@@ -204,11 +223,12 @@ class SimulatedGroup(PythonGroup):
             tag=tag,
             in_splits=splits[0],
             out_splits=splits[1],
-            counts=tuple(t.numel() for t in counts or ()),
+            counts=_counts(kind, counts or []),
             stack=calling_stack(),
         )
-        if self._limit_s < self._world.usual_limit_s:
-            call.limit_s = self._limit_s
+        limit_s = own_limit_s(opts) or self._limit_s
+        if limit_s < self._world.usual_limit_s:
+            call.limit_s = limit_s
         self._world.post(self._channel, call)
         return SimulatedWork(self._world, [call], outputs)
 
@@ -216,7 +236,7 @@ class SimulatedGroup(PythonGroup):
         return SimulatedWork(self._world, [call for w in works for call in w._calls], results)
 
     def _operation(self, name: str, opts: Any) -> str:
-        op = getattr(opts, "reduceOp", ReduceOp.SUM)
+        op = getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
         names = collectives.REDUCE_OPERATIONS
         found = next((known for known in names if op == getattr(ReduceOp, known)), "")
         if not found:
@@ -254,9 +274,12 @@ class SimulatedGroup(PythonGroup):
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: tensors must be contiguous")
 
-    def _check_list(self, name: str, many: Tensors, one: torch.Tensor) -> None:
+    def _check_number(self, name: str, many: Tensors) -> None:
         if len(many) != self._size:
             raise ValueError(f"{name}: {len(many)} tensors for {self._size} ranks")
+
+    def _check_list(self, name: str, many: Tensors, one: torch.Tensor) -> None:
+        self._check_number(name, many)
         for tensor in many:
             if tensor.numel() != one.numel():
                 raise ValueError(
@@ -268,3 +291,15 @@ class SimulatedGroup(PythonGroup):
             raise ValueError(
                 f"{name}: {whole.numel()} elements are not {self._size} times {part.numel()}"
             )
+
+
+def _counts(kind: str, tensors: Tensors) -> tuple[int, ...]:
+    """The numbers of elements that must be alike on all ranks. Equal parts of a reduce_scatter may
+    be a list or one tensor.
+    """
+    counts = tuple(tensor.numel() for tensor in tensors)
+    return (sum(counts),) if kind == "reduce_scatter" and len(set(counts)) == 1 else counts
+
+
+def _as_list(given: Any) -> Tensors:
+    return [given] if isinstance(given, torch.Tensor) else list(given)

@@ -1,8 +1,10 @@
 """A started call: c10d's Work, and the future that torch chains to it."""
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from distcheck.backends.simulated.calls import Call
 from distcheck.backends.simulated.world import SimulatedWorld
 
 _NO_LIMIT = timedelta(0)
+# torch's functions that wait in C++ for futures of calls made within them: autograd's, DDP's.
+_WAITS_IN_TORCH = ("_engine_run_backward", "_match_all_reduce_for_bwd_pass", "_sync_module_buffers")
 
 
 class SimulatedWork(Work):
@@ -71,15 +75,17 @@ class SimulatedWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of the result.
+        """A future of the result. It is complete once code waits for it or asks for it.
 
-        torch waits for it in C++, where no rank can give way. So it is complete before torch does:
-        within backward by a callback at its end, which comes before DDP's own; at once elsewhere.
+        Where torch waits for it in C++, no rank can give way. So it is complete before torch does:
+        within backward by a callback at its end, which comes before DDP's own, and at once within
+        such a callback and in the rest of DDP.
         """
         if self._future is None:
-            self._future = WaitingFuture(self._finish, self._results)
+            self._future = WaitingFuture([self], self._results)
             if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
-                self._finish()
+                if _torch_may_wait():
+                    self._finish()
             else:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._at_end_of_backward)
@@ -91,12 +97,19 @@ class SimulatedWork(Work):
         self._finish()
 
 
-class WaitingFuture(torch.futures.Future[Any]):
-    """A future whose `wait` lets the other ranks run. `finish` makes its value known."""
+def _torch_may_wait() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _WAITS_IN_TORCH:
+        frame = frame.f_back
+    return frame is not None
 
-    def __init__(self, finish: Callable[[], Any], value: Any = None) -> None:
+
+class WaitingFuture(torch.futures.Future[Any]):
+    """A future whose `wait` lets the other ranks run. It is complete when all of `works` are."""
+
+    def __init__(self, works: Sequence[SimulatedWork], value: Any = None) -> None:
         super().__init__()
-        self._finish, self._value, self._settled = finish, value, False
+        self._works, self._value, self._settled = works, value, False
 
     def settle(self) -> None:
         """Sets its value, once."""
@@ -104,23 +117,64 @@ class WaitingFuture(torch.futures.Future[Any]):
             self._settled = True
             self.set_result(self._value)
 
+    def finish(self) -> None:
+        """Waits for its works, which settle it."""
+        for work in self._works:
+            work._finish()
+
     def wait(self) -> Any:
         """Its value, or the error that a callback raised."""
-        self._finish()
+        self.finish()
         return super().wait()
+
+    def done(self) -> bool:
+        """Whether it is complete; other ranks run first."""
+        if not super().done() and all(work.is_completed() for work in self._works):
+            self.finish()
+        return super().done()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """A future of what `callback` returns when it is called with this one."""
-        chained = WaitingFuture(self._finish)
+        chained = WaitingFuture(self._works)
+        chained._follow(self, lambda: callback(self))
+        return chained
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Has `callback` called with this one. Code may wait for that by other means than this
+        future, so it is complete at once, except within backward.
+        """
+        super().add_done_callback(callback)
+        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+            self.finish()
+
+    def _follow(self, future: Any, value: Callable[[], Any]) -> None:
+        """Takes its value, or the error that this raises, when the future is complete."""
 
         def run(_: Any) -> None:
             try:
-                chained._value = callback(self)
+                self._value = value()
             except Exception as error:
-                chained._settled = True
-                chained.set_exception(error)
+                self._settled = True
+                self.set_exception(error)
             else:
-                chained.settle()
+                self.settle()
 
-        self.add_done_callback(run)
-        return chained
+        torch._C.Future.add_done_callback(future, run)  # type: ignore[attr-defined]
+
+
+@cache
+def finish_before_torch_waits() -> None:
+    """Makes what waits for several futures in C++ let the other ranks run, for good."""
+    of_torch: Any = torch._C
+    collect = of_torch._collect_all
+
+    def collect_all(futures: Sequence[Any]) -> Any:
+        collected = collect(futures)
+        waiting = [future for future in futures if isinstance(future, WaitingFuture)]
+        if not waiting:
+            return collected
+        found = WaitingFuture([work for future in waiting for work in future._works])
+        found._follow(collected, collected.value)
+        return found
+
+    of_torch._collect_all = collect_all

@@ -8,6 +8,7 @@ processes; or by a deadlock, where every rank that is left waits.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from distcheck.backends.simulated import collectives
@@ -33,6 +34,18 @@ End = Literal[
 ]  # fmt: skip
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
 _MOST_TURNS = 4096  # calls that are noted of a run under a schedule
+
+
+@dataclass(eq=False)
+class Keys:
+    """Keys of the store that a rank waits for, with a limit as of a `Call`."""
+
+    names: Sequence[str]
+    limit_s: float
+    timed_out: bool = False
+
+    def __str__(self) -> str:
+        return f"the store's keys {', '.join(self.names)}"
 
 
 class SimulatedWorld:
@@ -162,15 +175,18 @@ class SimulatedWorld:
     def _accuse_of_buffer(self, what: str) -> NoReturn:
         self.accuse("buffer-in-flight", what)
 
-    def wait_for_store(self, keys: Sequence[str]) -> None:
-        """Gives way until all keys are there."""
+    def wait_for_store(self, keys: Sequence[str], limit_s: float = math.inf) -> None:
+        """Gives way until all keys are there. `limit_s` is the code's own, as of a call."""
+        wanted = Keys(keys, limit_s)
         while not all(key in self.stored for key in keys):
-            self.baton.block(f"the store's keys {', '.join(keys)}")
+            self.baton.block(wanted)
+            if wanted.timed_out and not all(key in self.stored for key in keys):
+                self.refuse(f"the time limit of {limit_s:g} s passes for {wanted}")
 
     def wake_store(self) -> None:
         """Makes ranks that wait for the store look again."""
         for runner in self.baton.runners:
-            if isinstance(runner.waits_for, str):
+            if isinstance(runner.waits_for, Keys):
                 self.baton.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
@@ -214,11 +230,10 @@ class SimulatedWorld:
         that it may go on, so that no deadlock is proven. No clock runs here to tell who would.
         """
         waiting = [r for r in self.baton.runners if r.state is State.WAITING]
-        calls = [r.waits_for for r in waiting if isinstance(r.waits_for, Call)]
-        first = min(calls, key=lambda call: call.limit_s, default=None)
-        if first is None or first.limit_s == math.inf:
+        first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
+        if first is None or first.waits_for.limit_s == math.inf:
             return False
-        first.timed_out = True
+        first.waits_for.timed_out = True
         self.baton.wake(first.rank)
         return True
 

@@ -191,6 +191,12 @@ class Isolation:
         return not shared and not module.__name__.startswith("_")
 
 
+@cache
+def is_of_ranks(file: str) -> bool:
+    """Whether every rank imports a file anew."""
+    return _is_theirs(file, _shared_folders())
+
+
 def code_under_test() -> list[ModuleType]:
     """The modules of the code under test that this process has imported."""
     shared, found = _shared_folders(), []

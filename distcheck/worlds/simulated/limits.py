@@ -16,13 +16,21 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
+from distcheck.backends.simulated import TORCH_NAME
 from distcheck.backends.simulated.calls import is_theirs
+from distcheck.backends.simulated.work import finish_before_torch_waits
 from distcheck.backends.simulated.world import here
+from distcheck.worlds.simulated.isolation import is_of_ranks
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
 USES_CUDA = "it uses CUDA"
+_MEETS = "it calls init_process_group itself, for which its ranks would meet outside,"
+_LIBRARY = tuple(
+    os.path.join(os.path.dirname(torch.__file__), name) for name in ("library.py", "_library")
+)
 _MARK = "_distcheck_uses_cuda"
 
 
@@ -69,8 +77,65 @@ def install() -> None:
     module.signal = refuse_signal
     os._exit = leave_rank
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
+    finish_before_torch_waits()
+    _join_groups_of_gloo()
+    _refuse_operators()
     _refuse_cuda()
     sys.addaudithook(_hear)
+
+
+def _join_groups_of_gloo() -> None:
+    """Makes groups that code asks gloo for simulated ones, which torch calls gloo's. Refuses a new
+    default group: its ranks would meet at a store of their own.
+    """
+    c10d: Any = dist.distributed_c10d
+    make, meet = c10d._new_process_group_helper, c10d.rendezvous
+
+    def make_group(
+        size: int, rank: Any, ranks: list[int], backend: str, *given: Any, **named: Any
+    ) -> Any:
+        of_code = here().baton.rank is not None and backend != TORCH_NAME
+        if of_code and not ranks:
+            here().refuse(_MEETS)
+        if of_code and "gloo" in str(backend):
+            backend = TORCH_NAME
+        group, store = make(size, rank, ranks, backend, *given, **named)
+        if group in c10d._world.pg_map and backend == TORCH_NAME:
+            c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
+        return group, store
+
+    def refuse_to_meet(*given: Any, **named: Any) -> Any:
+        if here().baton.rank is not None:
+            here().refuse(_MEETS)
+        return meet(*given, **named)
+
+    def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            own: Any = group or dist.group.WORLD
+            own.monitored_barrier(timeout, wait_all_ranks)
+
+    c10d._new_process_group_helper, c10d.rendezvous = make_group, refuse_to_meet
+    c10d.monitored_barrier = barrier
+    dist.monitored_barrier = barrier
+
+
+def _refuse_operators() -> None:
+    """Refuses operators that code under test defines: a process has one of each name, whose code is
+    that of the rank that came first or last.
+    """
+    library: Any = torch.library.Library
+    begin = library.__init__
+
+    def begin_library(self: Any, *given: Any, **named: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+            frame = frame.f_back
+        of_ranks = frame is not None and is_of_ranks(frame.f_code.co_filename)
+        if of_ranks and here().baton.rank is not None:
+            here().refuse("it defines operators by torch.library, which all ranks would share,")
+        begin(self, *given, **named)
+
+    library.__init__ = begin_library
 
 
 def _refuse_cuda() -> None:

@@ -2,8 +2,8 @@
 
 Code under test may set `torch.distributed.all_reduce`, or `nn.Linear.forward`, or an attribute of
 its own on a module of torch. Its files say so, and are read before they run: assignments to
-attributes, `setattr`, `mock.patch`. What is set in another way (a name that is computed, an object
-that a variable holds) is not found.
+attributes, `setattr`, `mock.patch`. What is set in another way (an object that a variable holds, a
+name that is computed and not there yet) is not found.
 
 Functions of an installed package that code under test imports may assign its global variables, as
 those do that keep groups of ranks. Their bytecode says which.
@@ -168,7 +168,8 @@ def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
             continue
         owner = _found(words[:-1])
         if isinstance(owner, ModuleType | type):
-            yield owner, words[-1]
+            names = [words[-1]] if words[-1] else [n for n in vars(owner) if n[:2] != "__"]
+            yield from ((owner, name) for name in names)
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
@@ -194,10 +195,14 @@ def _words(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
-    """The full name that `setattr(a.b, "c", ...)` or `patch("a.b.c", ...)` sets."""
+    """The full name that `setattr(a.b, "c", ...)` or `patch("a.b.c", ...)` sets. Its last word is
+    empty for a name that is computed, which may be any that is there.
+    """
     function, given = node.func, node.args
     name = getattr(function, "attr", getattr(function, "id", ""))
     texts = [one.value if isinstance(one, ast.Constant) else None for one in given[:2]]
+    if name in _BY_NAME and len(texts) == 2 and texts[1] is None:
+        return [*_words(given[0], aliases), ""]
     if name in _BY_NAME and len(texts) == 2 and isinstance(texts[1], str):
         return [*_words(given[0], aliases), texts[1]]
     if name in ("patch", "setattr") and texts and isinstance(texts[0], str):
