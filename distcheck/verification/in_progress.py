@@ -8,6 +8,7 @@ import msgspec
 
 from distcheck.backends import name_of
 from distcheck.errors import CannotRunError, InternalError
+from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.sealed_memory import sealed_memory
@@ -21,6 +22,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 
 WorldName = Literal["world", "rerun", "further"]  # the first world; its rerun; what takes it apart
 
+_INTERRUPTED = "the run was interrupted before it; let it end, and the cause is looked for"
 _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further": "further run"}
 
 
@@ -81,10 +83,13 @@ class InProgress:
             trace_fd=self.traces.get("world", -1),
             rerun_fd=self.traces.get("rerun", -1),
         )
+        seen = self.seen
+        if seen is None and not self.finished and diagnosis.worth_a_look(self.results):
+            seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
         return JudgedRun(
             recorded=recorded,
             results=tuple(self.results),
-            seen=self.seen,
+            seen=seen,
             timings_s=dict(self.timings_s),
         )
 

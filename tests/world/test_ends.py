@@ -12,7 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+import distcheck
 from distcheck.errors import HelperError
+from distcheck.verification.early_ends import Interrupted
+from distcheck.verification.session import Session
 from distcheck.worlds import interrupts
 from distcheck.worlds.launch import run_until_over, start_job
 from distcheck.worlds.local.helper_process import ForkedHelper
@@ -291,3 +294,19 @@ def test_the_third_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert left == []
     interrupts._hear(signal.SIGINT, None)
     assert left == [130]
+
+
+def test_a_cause_that_was_not_looked_for_is_said_to_be_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checks have failed when Ctrl-C comes, and the closer look has not begun."""
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_looks_closer", interrupted)
+    with pytest.raises(Interrupted) as caught:
+        distcheck.verify("tests.mutants.scale:missing_division", world=2, workload="mlp")
+    found = [one for case in caught.value.report.cases for one in case.diagnosis]
+    assert {one.cause for one in found} == {"unexplained"}
+    assert "not possible: the run was interrupted before it; let it end" in found[0].evidence
