@@ -83,7 +83,8 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
         for found in _causes(facts, parameter):
             by_cause.setdefault(found, []).append(parameter.name)
     earlier = len({p.name for p in facts.parameters}) - len(last)
-    follow = f"; {earlier} parameters before it are wrong as well" if earlier else ""
+    several = "parameters of earlier layers are" if earlier > 1 else "parameter before them is"
+    follow = f"; {earlier} {several} wrong as well" if earlier else ""
     for (cause, evidence, suggestion), names in by_cause.items():
         yield Diagnosis(
             cause=cause,
