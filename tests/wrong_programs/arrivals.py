@@ -88,6 +88,7 @@ def appends_to_a_common_file(rank: int, wrong: bool) -> object:
     dist.barrier()  # named
     read = file.read_text().split()
     dist.barrier()
+    file.unlink(missing_ok=True)
     return read if wrong else sorted(read)
 
 
