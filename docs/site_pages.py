@@ -79,6 +79,8 @@ def _outside(page: str, text: str) -> set[str]:
 def _add(files: Files, config: MkDocsConfig, target: str) -> None:
     """A file as it is; of a folder a page that lists its files, and each of them."""
     source = ROOT / target
+    if target in files.src_uris:  # listed by its folder already
+        return
     if not source.is_dir():
         content = source.read_text()
         files.append(File.generated(config, target, content=content))
