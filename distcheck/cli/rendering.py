@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distcheck.errors import ExitCode, UsageError
+from distcheck.errors.shown_text import say
+from distcheck.reports import summary
 from distcheck.reports.documents import read_report
-from distcheck.reports.files import FORMATS, check_outputs, damage_said, write_document
+from distcheck.reports.files import check_outputs, damage_said, write_document
+from distcheck.reports.findings import describe_origin
 
 
 def report_command(run: str, *, files: Mapping[str, str]) -> int:
-    """Renders a report again; returns the exit code. `run` is a JSON, or a run's folder.
+    """Renders a report again, or prints its gist where no file is asked for; returns the exit code,
+    which says nothing of the verdict. `run` is a JSON, or a run's folder.
 
     Raises UsageError for what is not a report, CannotRunError where nothing can be written.
     """
-    if not files:
-        options = ", ".join(f"--{name} FILE" for name in FORMATS)
-        raise UsageError(f"no output is given for {run}; give at least one of: {options}")
     path = Path(run)
     if path.is_dir():
         path /= "report.json"
@@ -24,5 +25,7 @@ def report_command(run: str, *, files: Mapping[str, str]) -> int:
         raise UsageError(f"{path} is the report that is read; write to another file")
     check_outputs(files)
     with damage_said(path):
+        for line in () if files else (describe_origin(document), *summary.lines(document)):
+            say(line)
         write_document(files, document)
     return int(ExitCode.PASS)

@@ -30,6 +30,11 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
             yield f"its command line asks for {words}, but the plan has no such case"
 
 
+def has_plan(command: str) -> bool:
+    """Whether the report of `command` always has a plan."""
+    return command.split()[:2] in (["distcheck", "verify"], ["distcheck", "record"])
+
+
 def _typed(command: str) -> dict[str, list[str]]:
     """The values of the options above, as far as they can be read with certainty."""
     try:

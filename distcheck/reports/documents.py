@@ -23,12 +23,14 @@ from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
-from distcheck.reports.asked_for import not_in_plan
+from distcheck.reports.asked_for import has_plan, not_in_plan
 from distcheck.reports.json_report import read_document
 from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
-_ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")  # planned for every case, besides its outcome
+# Planned for every case, besides its outcome; a guard compares ranks alone.
+_ALWAYS = (_DATA, _INITIAL, "gradients", "agreement")
+_OF_A_GUARD = ("agreement",)
 _OF_RANKS_ALONE = (_OUTCOME, SENSITIVITY)  # which count no tensors
 _WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
 _OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
@@ -107,6 +109,8 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     if document.plan is not None:
         yield from _of_plan(document, document.plan)
         yield from _not_planned(document, document.plan)
+    elif document.made is not None and has_plan(document.made.command):
+        yield "its command line plans cases, but it has no plan"
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
@@ -152,7 +156,7 @@ def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
     if not ended:
         yield "passed without an outcome check"
     there = {check.check for check in case.checks}
-    for name in _ALWAYS:
+    for name in _OF_A_GUARD if case.workload == "job" and case.id == "guard" else _ALWAYS:
         if name not in there:
             yield f"passed without the check {name!r}, which every case has"
     for check in case.checks:

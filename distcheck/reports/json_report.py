@@ -56,8 +56,9 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a report that --json wrote: it is nested too deeply")
     if document.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path} has the schema {document.get('schema')!r}; this version reads {SCHEMA!r}; "
-            "write the report again with this version"
+            f"{path} has the schema {document.get('schema')!r}; this version reads {SCHEMA!r}, the "
+            "--json of verify, replay, recheck, job and merge; write the report again with one of "
+            "them"
         )
     check_shape(document, path)
     return document

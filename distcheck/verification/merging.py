@@ -1,11 +1,12 @@
-"""`distcheck merge`: the reports of a plan's parts, put together again.
+"""`distcheck merge`: the reports of a plan's parts, put together again, and of whole jobs beside them.
 
 It works on documents, as they were written, and adds nothing to them but what is missing: a cell
-that was planned, and that no report holds, is unknown.
+that was planned, and that no report holds, is unknown. The report of a job, and of a replay, has no
+plan: what it holds is all that was asked for.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +17,11 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.records.searches import Explored
+from distcheck.reports import summary
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import finding_of, name_of, ranks_failed
+from distcheck.reports.findings import ranks_failed
 from distcheck.reports.json_report import SCHEMA, read_document
-from distcheck.reports.wording import searches_of
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
@@ -46,7 +47,7 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     parts = [_read(file) for file in dict.fromkeys(files_in)]
     with damage_said(*(part.file for part in parts)):
         whole = join(parts)
-        lines = _lines(whole, len(parts), quiet=quiet)
+        lines = summary.lines(whole, quiet=quiet)
         if "-" not in files.values():
             for line in lines:
                 say(line)
@@ -64,14 +65,20 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
     """One document of all. Raises UsageError for parts of different plans, or at odds."""
     for part in parts:
         check_document(part.document, part.file)
-    plan = _common_plan(parts)
-    planned = {entry["id"]: entry for entry in plan["cases"]}
+        if not part.document.get("plan") and not part.document.get("made"):
+            raise UsageError(
+                f"{part.file} has neither a plan nor the command that made it, so missing cases "
+                "cannot be found; write the report again"
+            )
+    of_plan = [part for part in parts if part.document.get("plan")]
+    plan = _common_plan(of_plan) if of_plan else None
+    planned = {entry["id"]: entry for entry in plan["cases"]} if plan else {}
     holders: dict[str, Part] = {}
     cases: dict[str, dict[str, Any]] = {}
-    explored = _explored(plan, parts)
+    explored = _explored(plan or {}, parts)
     added = {name for one in explored for name in one["found"]}
     found_by_search: list[dict[str, Any]] = []
-    for part in parts:
+    for part in of_plan:
         for case in part.document["cases"]:
             name = case["id"]
             if name in added:
@@ -85,11 +92,15 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
             holders[name], cases[name] = part, case
     left_out = {n: why for p in parts for n, why in (p.document.get("left_out") or {}).items()}
     found = [
-        cases.get(name) or _missing(entry, parts)
+        cases.get(name) or _missing(entry, plan["shards"] if plan else 1)
         for name, entry in planned.items()
         if name in cases or name not in left_out
     ]
     found += found_by_search
+    not_in_them = list(not_shown(of_document(found))) if of_plan else []
+    without_plan = [part for part in parts if part not in of_plan]
+    found += _without_plan(without_plan, {case["id"] for case in found})
+    not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]
     searched = [one["verdict"] for one in explored if one["verdict"] != "not run"]
     verdicts = [*(case["verdict"] for case in found), *searched]
     verdict = merge_verdicts([cast("VerdictName", each) for each in verdicts])
@@ -100,14 +111,14 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         "made": _made(parts),
         "environment": parts[0].document["environment"],
         "cases": found,
-        "plan": {**plan, "shard": 0},
+        "plan": {**plan, "shard": 0} if plan else None,
         "left_out": left_out,
-        "not_shown": list(not_shown(of_document(found))),
+        "not_shown": list(dict.fromkeys(not_in_them)),
         "explored": explored,
         "parts": [
             {
                 "file": part.file,
-                "shard": part.document["plan"]["shard"],
+                "shard": (part.document.get("plan") or {"shard": 0})["shard"],
                 "exit_code": part.document["exit_code"],
                 "environment": part.document["environment"],
                 "made": part.document.get("made"),
@@ -115,6 +126,22 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
             for part in parts
         ],
     }
+
+
+def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
+    """The cases of reports that have no plan. Every job calls its case alike, so a name that is
+    taken gets a number.
+    """
+    found: list[dict[str, Any]] = []
+    names = set(taken)
+    for case in (case for part in parts for case in part.document["cases"]):
+        name, number = case["id"], 1
+        while name in names:
+            number += 1
+            name = f"{case['id']}-{number}"
+        names.add(name)
+        found.append({**case, "id": name})
+    return found
 
 
 def _made(parts: Sequence[Part]) -> dict[str, Any]:
@@ -149,12 +176,6 @@ def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, 
 
 
 def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
-    for part in parts:
-        if not part.document.get("plan"):
-            raise UsageError(
-                f"{part.file} has no plan, so missing cases cannot be found; merge takes reports "
-                "of distcheck verify --json"
-            )
     first = parts[0]
     plan: dict[str, Any] = first.document["plan"]
     for part in parts[1:]:
@@ -186,9 +207,8 @@ def _check_alike(
         )
 
 
-def _missing(entry: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+def _missing(entry: Mapping[str, Any], shards: int) -> dict[str, Any]:
     """Placeholder for a planned case that is in no part, with the keys that every case has."""
-    shards = parts[0].document["plan"]["shards"]
     where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
     known = {name: entry[name] for name in entry if name != "shard"}
     empty = {
@@ -223,26 +243,6 @@ def _exit_code(
     if ExitCode.INTERNAL in codes:
         return ExitCode.INTERNAL
     return ExitCode.PASS if verdict == "pass" else ExitCode.UNKNOWN
-
-
-def _lines(whole: Mapping[str, Any], parts: int, *, quiet: bool) -> list[str]:
-    cases = whole["cases"]
-    count = {v: sum(case["verdict"] == v for case in cases) for v in ("fail", "unknown", "pass")}
-    told = [f"{number} {verdict}" for verdict, number in count.items() if number]
-    told += [f"{len(whole['left_out'])} left out"] if whole["left_out"] else []
-    reports = f"{parts} report{'' if parts == 1 else 's'}"
-    planned = len(whole["plan"]["cases"])
-    lines = [f"{whole['verdict'].upper():<8}{planned} planned cells, {reports}: {', '.join(told)}"]
-    lines += [] if quiet else [f"  {line}" for line in searches_of(whole)]
-    for case in () if quiet else cases:
-        if case["verdict"] == "pass":
-            continue
-        found = finding_of(case)
-        verdict = case["verdict"].upper()
-        lines.append(f"  {verdict:<8}{case['strategy']}, {name_of(case)}: {found.headline}")
-        lines += [f"          cause   {cause}" for cause in found.causes]
-        lines += [f"          replay  {found.replay}"] if found.replay else []
-    return lines
 
 
 def _differences(parts: Sequence[Part]) -> list[str]:

@@ -145,7 +145,7 @@ def test_parts_of_other_plans_are_refused() -> None:
     stray = edited(one, id="stray")
     with pytest.raises(UsageError, match="holds case stray, which is not in its own plan"):
         join([stray])
-    with pytest.raises(UsageError, match="has no plan"):
+    with pytest.raises(UsageError, match="has neither a plan nor the command"):
         join([Part("r.json", as_document(Report(environment={}, cases=ALL)))])
 
 

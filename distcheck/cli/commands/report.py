@@ -14,9 +14,10 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.argument("run", metavar="RUN.json", type=click.Path(), **completion.RUNS)
 @output_options
 def command(run: str, **asked: Any) -> int:
-    """Write a report again in another format, from its JSON alone.
+    """Write a report again in another format, or print its gist, from its JSON alone.
 
     \b
+    distcheck report report.json
     distcheck report report.json --html report.html
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     """  # fmt: skip

@@ -14,6 +14,9 @@ from distcheck.records.layers import NO_LAYER
 def _same_digests(job: Recording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
     names = [name for name in first if name.startswith(prefixes)]
+    for name in names if job.world > 1 else ():
+        plain = name.partition("/")[2]
+        tally.count(parameter=plain, rank=0, step=step, elements=0)  # the others' counterpart
     for rank in range(1, job.world):
         own = job.records[rank, step].digests
         for name in names:
