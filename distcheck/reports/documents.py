@@ -106,11 +106,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
         allowed.add(ExitCode.RANK_FAILED)
     if document.exit_code not in allowed:
         yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
-    if document.plan is not None:
-        yield from _of_plan(document, document.plan)
-        yield from _not_planned(document, document.plan)
-    elif document.made is not None and has_plan(document.made.command):
-        yield "its command line plans cases, but it has no plan"
+    yield from _of_plan(document)
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
@@ -209,7 +205,15 @@ def _is_command(text: str) -> bool:
     return words[:1] == ["distcheck"] and shlex.join(words) == text
 
 
-def _of_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
+def _of_plan(document: DocumentRead) -> Iterator[str]:
+    if document.plan is not None:
+        yield from _unlike_plan(document, document.plan)
+        yield from _not_planned(document, document.plan)
+    elif document.made is not None and has_plan(document.made.command):
+        yield "its command line plans cases, but it has no plan"
+
+
+def _unlike_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
         yield "the plan holds a case twice"

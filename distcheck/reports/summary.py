@@ -1,4 +1,4 @@
-"""A document in a few lines: how many cases have which verdict, and what those found that did not pass."""
+"""A document in a few lines: how many cases have which verdict, and what did not pass."""
 
 from collections.abc import Mapping
 from typing import Any

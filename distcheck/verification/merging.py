@@ -1,4 +1,4 @@
-"""`distcheck merge`: the reports of a plan's parts, put together again, and of whole jobs beside them.
+"""`distcheck merge`: the reports of a plan's parts, put together again, and of jobs beside them.
 
 It works on documents, as they were written, and adds nothing to them but what is missing: a cell
 that was planned, and that no report holds, is unknown. The report of a job, and of a replay, has no

@@ -179,6 +179,12 @@ def dropped_from_the_plan(document: Document) -> None:
     document["made"] = {"date": "2026-01-01", "command": command}
 
 
+def without_the_plan(document: Document) -> None:
+    """The case that failed is gone, and with it the plan that has it."""
+    document |= document_of(PASSED)
+    document |= {"plan": None, "made": {"date": "2026-01-01", "command": "distcheck verify -q"}}
+
+
 def dropped_from_a_part(document: Document) -> None:
     dropped_from_the_plan(document)
     part = {"file": "a.json", "shard": 0, "exit_code": 0, "environment": {}}
@@ -223,6 +229,7 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
         dropped_from_a_part,
         "asks for strategy mine.py:sync, but the plan has no such case",
     ),
+    "no plan": (without_the_plan, "its command line plans cases, but it has no plan"),
     "another's part is left out": (leave_out_of_part_2, "is part 1, but has case 'other' of part"),
     "a part that there is not": (set_in_plan(shard=7), "the report is part 7 of 1"),
     "a command of a shell": (

@@ -1,4 +1,4 @@
-"""Every JSON that a command writes is read again by `report` and `merge`, or refused by its name."""
+"""Every JSON that a command writes is read by `report` and `merge`, or refused by its name."""
 
 import json
 import sys
@@ -17,6 +17,7 @@ from tests.world.warm import distcheck
 __all__ = ["distcheck"]
 
 SCRIPT = (sys.executable, "right.py")
+ALONE = ("--nproc", "2", "--steps", "2", "--no-reference", "--", sys.executable)
 # The words behind a command that has --json, and how it ends; in a folder with a run that failed.
 REPORTS = [
     ("verify", ("--strategy", "allreduce", *QUICK), 0),
@@ -27,7 +28,7 @@ REPORTS = [
     ("report", ("failed.json",), 0),
     ("scale", ("--strategy", "allreduce", "--worlds", "2,3"), 0),
     ("job", ("--nproc", "2", "--steps", "2", "--", *SCRIPT), 0),
-    ("job", ("--nproc", "2", "--steps", "2", "--no-reference", "--", sys.executable, "wrong.py"), 1),
+    ("job", (*ALONE, "wrong.py"), 1),
     ("job", ("--guard", "--every", "2", "--nproc", "2", "--", *SCRIPT), 0),
 ]  # fmt: skip
 # Those whose JSON is of another kind.
