@@ -1,5 +1,6 @@
 """The command line: find the command, call it, exit. Commands are files in `commands/`."""
 
+import errno
 import importlib
 import os
 import sys
@@ -8,15 +9,20 @@ from typing import NoReturn
 import click
 
 from distcheck import __version__
+from distcheck.cli import streams
 from distcheck.cli.commands import COMMANDS
-from distcheck.errors import DistcheckError, ExitCode, InternalError
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError
 from distcheck.errors.defects import place_of, save_traceback
 from distcheck.errors.spelling import did_you_mean
 from distcheck.worlds import interrupts
 
+# Errors that are about this machine's disks, and no defect of a program.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
 
 def main() -> NoReturn:
     """The console script. Every way out is one of `ExitCode`."""
+    output = streams.settle()
     interrupts.listen()
     try:
         code = _group.main(standalone_mode=False, prog_name="distcheck")
@@ -33,13 +39,12 @@ def main() -> NoReturn:
         code = error.exit_code
         _complain(str(error), code)
     except Exception as error:
-        import traceback
-
-        code = ExitCode.INTERNAL
-        trace = traceback.format_exc()
-        what = f"{type(error).__name__}: {error} (at {place_of(trace)})"
-        _complain(_of_defect(what, trace), code)
+        code = _unexpected(error)
     interrupts.ignore()
+    output.flush()
+    if output.lost:
+        _complain(f"warning: standard output was not written: {output.lost}; the verdict stands")
+        code = code or ExitCode.CANNOT_RUN
     sys.exit(int(code or 0))
 
 
@@ -81,6 +86,32 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 def _group() -> None:
     """Does this gradient synchronisation train the same model as one machine would?"""
+    try:
+        os.getcwd()
+    except OSError as error:  # torch cannot be imported there either
+        raise CannotRunError(
+            "the working directory does not exist any more; change to one that does"
+        ) from error
+
+
+def _unexpected(error: Exception) -> ExitCode:
+    """Says what no command has: that the machine failed, or that distcheck did."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        import tempfile
+
+        where = error.filename or f"a file in {os.getcwd()} or {tempfile.gettempdir()}"
+        _complain(
+            f"{where} cannot be written: {error.strerror}; free some space, or work in another "
+            "folder and set TMPDIR",
+            ExitCode.CANNOT_RUN,
+        )
+        return ExitCode.CANNOT_RUN
+    import traceback
+
+    trace = traceback.format_exc()
+    what = f"{type(error).__name__}: {error} (at {place_of(trace)})"
+    _complain(_of_defect(what, trace), ExitCode.INTERNAL)
+    return ExitCode.INTERNAL
 
 
 def _of_defect(what: str, traceback: str) -> str:

@@ -152,13 +152,8 @@ def _written(
     """
     problems = []
     ended_early = bool(report.interrupted or report.given_up) and not report.environment
-    try:
-        if "-" not in files.values() and not ended_early:
-            screen(report, console_for(), verbose=verbose, quiet=quiet)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        problems.append(f"the report could not be shown: {error.strerror}")
+    if "-" not in files.values() and not ended_early:
+        screen(report, console_for(), verbose=verbose, quiet=quiet)
     for name, path in files.items():
         try:
             write_outputs({name: path}, report)

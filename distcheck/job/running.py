@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
 
 _HOOK = Path(__file__).parent / "hook"
@@ -75,19 +76,20 @@ def run(
     surroundings[VARIABLE] = str(settings)
     behind = surroundings.get("PYTHONPATH", "")
     surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), behind]))
-    sink = subprocess.DEVNULL if quiet else None
-    try:
-        process = subprocess.Popen(
-            command, env=surroundings, cwd=folder, stdout=sink, stderr=sink,
-            stdin=subprocess.DEVNULL if quiet else None,
-        )  # fmt: skip
-    except OSError as error:
-        raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
-    try:
-        code = process.wait()
-    except BaseException:
-        _end(process)
-        raise
+    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with contextlib.nullcontext(nowhere) if quiet else relayed() as streams:
+        try:
+            process = subprocess.Popen(
+                command, env=surroundings, cwd=folder, stdin=streams.get("stdin"),
+                stdout=streams.get("stdout"), stderr=streams.get("stderr"),
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
+        try:
+            code = process.wait()
+        except BaseException:
+            _end(process)
+            raise
     return Ran(code, _raised(settings.parent))
 
 

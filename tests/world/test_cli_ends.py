@@ -182,3 +182,20 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None
     assert "could not be saved to small/run (No space left on device)" in ran.stderr
     assert "the verdict above stands" in ran.stderr
     assert not re.search("^filler-", ran.stdout, re.M), "no half of a trace is left"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "behind", "code"),
+    [("good", "| head -1", 0), ("no_sync", "| true", 1), ("good", ">&-", 0), ("no_sync", ">&-", 1)],
+)
+def test_who_reads_the_report_changes_no_verdict(
+    strategy: str, behind: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    words = f"verify --strategy bad.py:{strategy} {' '.join(QUICK)} {behind}"
+    ran = subprocess.run(
+        ["bash", "-c", f"{' '.join(COMMAND)} {words}; exit ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert ran.returncode == code, ran.stderr
+    assert complaints(ran.stderr) == []
