@@ -15,12 +15,17 @@ from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, both, descr
 _NOTHING_COUNTS = (
     "nothing counts as compared: no tensor could have shown any of the simplest mistakes"
 )
+_ALONE = (
+    "one rank exchanges nothing, so not even a missing sync would have shown; give --world 2 or more"
+)
 
 
 def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
     """Whether the checks of the exchange would have shown each of the simplest mistakes; `if_none`
     is the reason where nothing was compared.
     """
+    if case.world == 1:
+        return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=_ALONE)
     found = [result for result in results if result.shown]
     shown = _over_layers(found)
     if not shown:

@@ -44,6 +44,11 @@ NOT_REPEATED = (
     "checked"
 )
 
+ONE_RANK = (
+    "a world of one rank exchanges nothing: that its code runs and leaves the gradients as they "
+    "are is all that it shows"
+)
+
 
 def notes_on(
     case: Case,
@@ -60,10 +65,7 @@ def notes_on(
         return list(layout_remarks.notes_on(mesh, sizes))
     notes = []
     if case.world == 1:
-        notes.append(
-            "world 1 has nothing to synchronise: it shows that the code runs and does not change "
-            "the gradients of one rank, but nothing about scale, order or agreement"
-        )
+        notes.append(ONE_RANK)
     shards = len(case.with_data)
     if shards < case.world:
         without = ", ".join(str(r) for r in range(case.world) if r not in case.with_data)

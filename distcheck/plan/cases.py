@@ -335,7 +335,9 @@ def plan_checks(
         planned.append(needs.check("agreement", "-", compared))
     planned += needs.in_every_case()
     one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
-    if one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd):
+    exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
+    over_gpus = facts.contract.device == "cuda" and devices.gpu_count() > 1  # one rank drives all
+    if exchanges or (case.world == 1 and not over_gpus):
         planned.append(needs.sensitivity())
     if facts.must_happen:
         planned.append(needs.purpose())

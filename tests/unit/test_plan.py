@@ -346,7 +346,7 @@ def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
 
 def test_notes() -> None:
     (one, *_), (two, *_) = cases(worlds=[1]), cases(worlds=[2])
-    assert "nothing to synchronise" in notes_on(one, [(256,)])[0]
+    assert "a world of one rank exchanges nothing" in notes_on(one, [(256,)])[0]
     assert "cannot tell orders" in notes_on(two, [(128, 128)])[0]
     (three, *_) = cases(worlds=[3])
     assert notes_on(three, [(86, 85, 85)]) == [

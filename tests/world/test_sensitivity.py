@@ -12,6 +12,7 @@ from distcheck.records import CheckResult, Report
 from distcheck.records.mistakes import MISTAKES
 from distcheck.reports.html_report import render
 from distcheck.reports.json_report import render_json
+from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render_text
 
 pytestmark = pytest.mark.usefixtures("no_rerun")
@@ -111,7 +112,15 @@ def test_the_report_of_a_pass() -> None:
         assert reason.partition(";")[0] in " ".join(unescape(re.sub(r"<[^>]*>", "", page)).split())
 
 
+def does_nothing(model: Any) -> None:
+    pass
+
+
 def test_a_world_of_one_exchanges_nothing() -> None:
-    report = distcheck.verify("allreduce", world=1, workload="mlp", dtype="float32")
-    assert report.verdict == "pass"
-    assert not [r for r in report.cases[0].checks if r.check == "sensitivity"]
+    """Nor is that a pass: code that does nothing has the same gradients there."""
+    for strategy in ("allreduce", does_nothing):
+        report = distcheck.verify(strategy, world=1, workload="mlp:small", dtype="float32")
+        assert report.verdict == "unknown"
+        reason = check(report, "sensitivity").reason
+        assert reason.startswith("one rank exchanges nothing, so not even a missing sync would")
+        assert next_step(report).endswith(" --world 2")
