@@ -16,7 +16,8 @@ _NOTHING_COUNTS = (
     "nothing counts as compared: no tensor could have shown any of the simplest mistakes"
 )
 _ALONE = (
-    "one rank exchanges nothing, so not even a missing sync would have shown; give --world 2 or more"
+    "one rank exchanges nothing, so not even a missing sync would have shown; give --world 2 or "
+    "more"
 )
 
 

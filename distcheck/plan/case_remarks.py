@@ -12,6 +12,7 @@ from distcheck.records import EXACT_DTYPES, Case
 from distcheck.records.expected_events import least_ranks
 from distcheck.records.layers import FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64
 from distcheck.training.jobs import CaseFacts
+from distcheck.workloads import about
 from distcheck.workloads.cells import why_declined
 
 _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is made of
@@ -131,6 +132,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         own_backward=facts.own_backward,
         own_update=facts.own_update,
     )
+    declined = declined or _why_too_few_samples(case, sizes)
     declined = declined or _why_uneven(facts, sizes)
     declined = declined or _why_too_few_ranks(case, facts)
     if facts.syncs_statistics and facts.normalises_batches:
@@ -150,6 +152,14 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     if "lattice" not in case.layers:
         return ""
     return lattice.why_not_carried(contract, shard_sizes=sizes)
+
+
+def _why_too_few_samples(case: Case, sizes: Sequence[Sequence[int]]) -> str:
+    least = about(case.workload).least
+    if min(map(min, sizes)) >= least:
+        return ""
+    batch = least * len(case.with_data)
+    return f"each rank must have {least} samples for it; --batch {batch} gives them"
 
 
 def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:

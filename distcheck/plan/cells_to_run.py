@@ -1,4 +1,4 @@
-"""The cells of a run, each with a batch, steps and a deadline of its own. No torch.
+"""The cells of a run, each with steps and a deadline of its own. No torch.
 
 `--thorough` runs all of them. The default run adds those that right code may be unable to train:
 most code for models in which every rank uses every layer raises, or waits for ever, where some
@@ -14,7 +14,7 @@ import msgspec
 
 from distcheck.plan.source_files import promises
 from distcheck.records import Case
-from distcheck.workloads import DEFAULT_RUN, cells
+from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
 
 if TYPE_CHECKING:
@@ -33,19 +33,23 @@ def cells_to_run(
     """
     if not request.thorough and request.workloads:
         return
-    own = msgspec.structs.replace(request, batch=max(cells.BATCH, world))
     if request.thorough:
         for name, cell in CELLS.items() if world in (request.cell_worlds or request.worlds) else ():
             left_out = "you gave --without" if name in request.without else ""
             if name not in besides:
-                of_cell = msgspec.structs.replace(own, steps=cell.steps)
+                batch = cell.batch(request.batch, world)
+                of_cell = msgspec.structs.replace(request, batch=batch, steps=cell.steps)
                 yield name, of_cell, {"left_out": left_out}
         return
     for name in DEFAULT_RUN if _fits(request, world) else ():
         if name in CELLS and name not in request.without:
             deadline_s = min(request.deadline_s, _DEADLINE_S)
-            steps = CELLS[name].steps
-            of_cell = msgspec.structs.replace(own, steps=steps, deadline_s=deadline_s)
+            of_cell = msgspec.structs.replace(
+                request,
+                batch=CELLS[name].batch(request.batch, world),
+                steps=CELLS[name].steps,
+                deadline_s=deadline_s,
+            )
             yield name, of_cell, {"rerun": False}
 
 

@@ -18,12 +18,14 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     data      what it trains on whatever `--data` says; empty where it takes that
     in_float64  whether its float64 case costs seconds, not minutes
     without   the layers that have nothing to say about it
+    least     samples that each rank must have: BatchNorm cannot normalise a single one
     """
 
     steps: int = 3
     data: str = ""
     in_float64: bool = False
     without: tuple[str, ...] = ()
+    least: int = 1
 
 
 ABOUT: Mapping[str, About] = {
@@ -34,7 +36,7 @@ ABOUT: Mapping[str, About] = {
     "tokens": About(data="synthetic", in_float64=True),
     "cnn": About(in_float64=True),
     # In float32 it has dropout, and a whole batch would draw other masks.
-    "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,)),
+    "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
 # The float64 case beside a float32 one is there for S64, which looks for what shards mean: that is
 # the same at every step. Two, so that the second starts from parameters that were updated.

@@ -14,6 +14,7 @@ from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.judge.oracles.rounding import interval
 from distcheck.judge.oracles.shards import scale_after
 from distcheck.plan.case_remarks import why_left_out
+from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.training.building import open_ingredients
 from distcheck.training.loading import load_workload
 from distcheck.workloads.cells import BATCH, CELLS
@@ -330,3 +331,24 @@ def test_a_hook_divides_the_parts_of_complex_numbers_and_others_the_numbers() ->
     )
     assert real is not None
     assert torch.equal(torch.view_as_real(mean(DDPBuckets())), real)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world", "batch"), [(252, 3, 255), (256, 3, 256), (5001, 5, 256), (8, 4, 256)]
+)
+def test_a_cell_has_equal_shards_where_the_run_has(asked: int, world: int, batch: int) -> None:
+    """Code for equal shards alone is right in a training that has no others."""
+    (absent,) = (c for c in cases(batch=asked, worlds=[world]) if counts_if_finished(c))
+    assert absent.batch == batch
+    by_name = {c.workload: c for c in cases(batch=asked, worlds=[world], thorough=True)}
+    assert (by_name["tied_weights"].batch, by_name["two_epochs"].batch) == (batch, 256)
+
+
+def test_a_workload_that_normalises_needs_two_samples_a_rank() -> None:
+    """BatchNorm raises for one; the batch that is named gives enough."""
+    facts = facts_of(Contract())
+    (case,) = cases(workloads=["composite"], dtype="float32", batch=3, worlds=[3])
+    assert why_left_out(case, facts, [[1, 1, 1]]) == (
+        "each rank must have 2 samples for it; --batch 6 gives them"
+    )
+    assert why_left_out(case, facts, [[2, 2, 2]]) == ""

@@ -21,13 +21,21 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a cell before it is loaded.
 
     `place` is its class; `about` a sentence for reports and lists; `without` the layers that have
-    nothing to say about it.
+    nothing to say about it; `own_batch`: an epoch ends where its steps of 256 samples say.
     """
 
     place: str
     about: str
     steps: int = 3
     without: tuple[str, ...] = ()
+    own_batch: bool = False
+
+    def batch(self, asked: int, world: int) -> int:
+        """Samples a step: about 256, and as many for each rank where `asked` has that: code for
+        equal shards alone is right in a training that has no others.
+        """
+        equal = asked % world == 0 and not self.own_batch
+        return max(BATCH // world * world if equal else BATCH, world)
 
 
 CELLS: Mapping[str, Cell] = {
@@ -107,11 +115,13 @@ CELLS: Mapping[str, Cell] = {
     "ragged_batch": Cell(
         place="distcheck.workloads.cells.schedules:RaggedBatch",
         about="the last batch of the epoch is smaller",
+        own_batch=True,
         steps=4,
     ),
     "two_epochs": Cell(
         place="distcheck.workloads.cells.schedules:TwoEpochs",
         about="two epochs, in another order each",
+        own_batch=True,
         steps=4,
     ),
     "accumulation": Cell(
@@ -125,6 +135,7 @@ CELLS: Mapping[str, Cell] = {
     "loss_scaling": Cell(
         place="distcheck.workloads.cells.schedules:LossScaling",
         about="a GradScaler, and on one rank a gradient that overflows: every rank skips the step",
+        own_batch=True,
         steps=4,
     ),
     "adamw": Cell(
