@@ -29,6 +29,7 @@ from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Wo
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
+from distcheck.training import scripts
 from distcheck.training.definitions import source_file as source_file
 from distcheck.training.frameworks import not_installed
 from distcheck.workloads.cells import place_of
@@ -179,6 +180,11 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
     if is_path(place):
         if not Path(place).is_file():
             raise UsageError(f"{what} file {place} does not exist")
+        if not attribute and not scripts.has_definitions(Path(place)):
+            raise UsageError(
+                f"{what} {place} defines no function and no class; to judge a script as it is, run "
+                f"distcheck job -- torchrun --nproc-per-node 2 {place}"
+            )
         if not attribute:
             raise UsageError(
                 f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
@@ -353,7 +359,16 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     vars(module).update(before)
-    spec.loader.exec_module(module)
+    if not scripts.trains_at(path):
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit):
+            if not scripts.trains_at(path, begins=True):
+                raise
+        else:
+            return module
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    scripts.define(module, path, before)
     return module
 
 

@@ -218,6 +218,21 @@ GIVEN = [
     Given("published:after_the_group", "tensor-mean"),
     Given("published:sums_after_the_group", "tensor-mean", SCALE),
     Given("published:by_its_norm", "steps-inside", {"outcome -"}, cause="nonfinite"),
+    Given("bound:takes_the_module", "model"),
+    Given("bound:takes_it_by_another_name", "model"),
+    Given("bound:tensor_comes_second", "tensor-mean"),
+    Given("bound:group_by_its_use", "model"),
+    Given("bound:model_by_its_use", "model"),
+    Given("bound:gathers_on_local_rank_0", "model", world=3),
+    Given("bound:Abstract.reduce_parameters", "method"),
+    Given("bound:Agent.average", "method"),
+    Given("bound:through_a_buffer", steps=2),
+    Given("bound:by_shares", "model"),
+    Given("bound:MadeOfTheOptimizer.exchange", "method", steps=2),
+    Given("bound:MadeOfTheOptimizer.exchange_but_the_last", "method", {*SCALE, "agreement -"}),
+    Given("bound:WithOneMethod", "wrapper"),
+    Given("script:average_gradients"),
+    Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
 
 
@@ -304,8 +319,12 @@ def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) ->
 
 
 @needs_mpi
-def test_mpi4py_on_another_backend() -> None:
-    ran = command("with_mpi.py", "allreduce_model")
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("with_mpi.py", "allreduce_model"), ("published.py", "needs_a_communicator")],
+)
+def test_mpi4py_on_another_backend(file: str, name: str) -> None:
+    ran = command(file, name)
     assert ran.returncode == 3
     assert "works on backend mpi only, not on gloo; give --backend mpi" in ran.stderr
 
@@ -365,9 +384,8 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),
         ("published:reads_args", {}, "reads args.num_learners, .* give --arg args.num_learners="),
-        ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=VALUE"),
-        ("published:needs_a_communicator", {}, "nothing is known of dp_comm; give --arg dp_comm="),
-        ("published:needs_a_communicator_of_its_module", {}, "comm_dp, .* give --set comm_dp="),
+        ("published:Trainer.average_by_args", {}, "give --arg args.num_learners=@world_size"),
+        ("published:needs_a_communicator_of_its_module", {}, "give --set comm_dp=@comm"),
         ("published:ScalesByOptimizer", {}, r"expected is scale_loss\(loss\) or scale_loss"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected is the"),
         ("published:steps_in_backward", {}, "updates the parameters in backward and leaves no gr"),

@@ -1,13 +1,17 @@
 """Which form code is taken for, what is filled in, and what is said of options."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.plan import cases as plan
 from distcheck.records import Adaptation, Case
@@ -16,7 +20,20 @@ from distcheck.training.adapters.asked import adaptation_of
 from distcheck.training.adapters.gradients import Stillness
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import load_strategy
+from distcheck.training.loading import check_spelling, load_strategy
+from distcheck.training.scripts import trains_at
+
+STEP = Step(index=0, rank=0, world_size=1, samples=1, total_samples=1)
+
+
+@contextlib.contextmanager
+def world_of_one() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def target_of(folder: Path, source: str, name: str = "f") -> Target:
@@ -40,6 +57,10 @@ def target_of(folder: Path, source: str, name: str = "f") -> Target:
         ("def f(optimizer): pass", "f", "model"),
         ("def f(comm, model): pass", "f", "model"),
         ("def f(params): pass", "f", "parameters"),
+        ("def f(dist, net):\n  dist.all_reduce(net.weight)", "f", "model"),
+        ("def f(args, tensor): pass", "f", "tensor-mean"),
+        ("def f(c, thing):\n  c.Allreduce(1)\n  thing.named_parameters()", "f", "model"),
+        ("def f(step, optim): pass", "f", "model"),
         ("def f(comm, grads): pass", "f", "gradients"),
         ("def f(grads, size): pass", "f", "gradients"),
         ("def f(tensors): pass", "f", "gradients"),
@@ -238,3 +259,64 @@ def test_parameters_without_strides_are_looked_at_as_well() -> None:
         rows[0] -= 0.1 * rows[0].grad
     with pytest.raises(UsageError, match="it updates the parameters itself"):
         still.check("it")
+
+
+def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
+    """All at once: by a word in the name, by the parser's default, by an assignment."""
+    (tmp_path / "asks.py").write_text(
+        "import argparse\n"
+        "chunk = 4\n"
+        "def sync(model, bucket_mb, dp_ranks, chunk, wire, odd): pass\n"
+        "def reads(model, args): model.x = args.coef, args.num_learners, args.odd\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--bucket-mb', type=int, default=25)\n"
+        "parser.add_argument('--coef', default=0.5)\n"
+        "parser.add_argument('--wire', default='$(reboot)')\n"
+    )
+    with pytest.raises(UsageError) as caught:
+        load_strategy(f"{tmp_path / 'asks.py'}:sync")
+    assert str(caught.value).endswith(
+        "nothing is known of bucket_mb, dp_ranks, chunk, wire, odd; give --arg bucket_mb=25 "
+        "--arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE --arg odd=VALUE"
+    )
+    loaded = load_strategy(f"{tmp_path / 'asks.py'}:reads")
+    with world_of_one(), pytest.raises(UsageError) as caught:
+        loaded.sync(nn.Linear(1, 1), STEP)
+    assert str(caught.value) == (
+        "the code reads args.coef, args.num_learners, args.odd, which distcheck does not know; "
+        "give --arg args.coef=0.5 --arg args.num_learners=@world_size --arg args.odd=VALUE"
+    )
+
+
+def test_a_script_without_a_function_is_a_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nfor _ in range(3):\n    pass\n")
+    with pytest.raises(UsageError, match=r"job -- torchrun --nproc-per-node 2 .*train\.py"):
+        check_spelling("strategy", str(tmp_path / "train.py"), ["ddp"])
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import torch\nloss.backward()", 2),
+        ("if True:\n    for _ in []:\n        loss.backward()", 3),
+        ("if __name__ == '__main__':\n    loss.backward()", 0),
+        ("def train(): loss.backward()\nclass A:\n    loss.backward()", 0),
+        ("dist.init_process_group()", 0),
+        ("def (", 0),
+    ],
+)
+def test_where_a_file_trains_when_it_is_imported(source: str, line: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert trains_at(tmp_path / "train.py") == line
+
+
+def test_a_guarded_process_group_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    """Only where the file cannot be imported are its definitions run alone."""
+    (tmp_path / "guarded.py").write_text(
+        "import torch.distributed as dist\n"
+        "if not dist.is_initialized():\n    dist.init_process_group('gloo')\n"
+        "made = sum([1, 2])\n"
+        "def sync(model): assert made == 3\n"
+    )
+    with world_of_one():
+        load_strategy(f"{tmp_path / 'guarded.py'}:sync").sync(nn.Linear(1, 1), STEP)

@@ -12,13 +12,15 @@ from torch import nn
 
 from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
 from distcheck.errors import UsageError
+from distcheck.training import scripts
 from distcheck.training.adapters import choose_form, load_form
-from distcheck.training.adapters.free_names import FreeNames
+from distcheck.training.adapters.free_names import FreeNames, Reached
 from distcheck.training.adapters.methods import own_names, usual_method
 from distcheck.training.adapters.names import MEANINGS
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Target, named_parameters
+from distcheck.training.adapters.start_up import StartUp
+from distcheck.training.adapters.target import Target, function_of, named_parameters
 from distcheck.training.definitions import source_line
 from distcheck.training.loading import LoadedStrategy
 
@@ -36,6 +38,7 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     free = FreeNames(target, scene)
     scene.uses = set(free.filled.values())
     free.publish()
+    start_up = StartUp(target, scene)
     target = _bound(target, scene)
     asked = target.adaptation.form
     name = asked or choose_form(target)
@@ -71,7 +74,8 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     _check_used(target, scene, name)
     declared = hasattr(target.value, CONTRACT_ATTRIBUTE)
     said = _with_generators(loaded.note, scene)
-    note = "" if declared and asked is None else _note(said, name, asked, free)
+    more = (_of_script(target), start_up.note)
+    note = "" if declared and asked is None else _note(said, name, asked, free, *more)
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
@@ -79,8 +83,17 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
         dataclasses.replace(loaded, contract=contract, note=note),
         scene,
         free,
+        start_up,
         target,
     )
+
+
+def _of_script(target: Target) -> str:
+    line = getattr(target.module, scripts.ONLY_DEFINED, 0)
+    if not line:
+        return ""
+    file = target.spec.partition(":")[0]
+    return f"{file} trains when it is imported (line {line}), so only its definitions were run"
 
 
 def _method_of(target: Target, method: str) -> Target:
@@ -129,21 +142,24 @@ def _with_generators(note: str, scene: Scene) -> str:
     return note.removeprefix("; ")
 
 
-def _note(note: str, name: str, asked: str | None, free: FreeNames) -> str:
+def _note(note: str, name: str, asked: str | None, free: FreeNames, *more: str) -> str:
     """What a report says of the form; nothing for f(model), which can be nothing else."""
     filled = ", ".join(f"{n} (the {m.replace('_', ' ')})" for n, m in free.filled.items())
     if not note and not filled and asked is None:
-        return ""
+        return "; ".join(filter(None, more))
     parts = [f"taken as: {name}", note] if note else [f"taken as: {name}"]
     text = ", ".join(parts)
     text += f"; filled in in its module: {filled}" if filled else ""
-    return text if asked else f"{text} (--as says otherwise)"
+    text = text if asked else f"{text} (--as says otherwise)"
+    return "; ".join(filter(None, [text, *more]))
 
 
 def _bound(target: Target, scene: Scene) -> Target:
     """A method of a class that can be made from what is known, as a method of such an object."""
     owner = target.owner
     if owner is None or not target.is_unbound or issubclass(owner, nn.Module):
+        return target
+    if inspect.isabstract(owner):  # no object can be made of it
         return target
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
@@ -206,11 +222,8 @@ def _check_used(target: Target, scene: Scene, name: str) -> None:
 
 
 def _speaks_mpi(target: Target, scene: Scene) -> bool:
-    """Whether it is handed a communicator, or its module has one."""
-    asked_for = {
-        target.source.group_or_communicator(p.name, MEANINGS.get(p.name, ""))
-        for p in target.parameters
-    } | scene.uses
+    """Whether it is handed a communicator, holds one, or exchanges by one of its module."""
+    asked_for = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
     if "communicator" in asked_for:
         return True
     if target.owner is None and inspect.ismethod(target.value):
@@ -221,22 +234,31 @@ def _speaks_mpi(target: Target, scene: Scene) -> bool:
         )
         if any(type(value).__module__.startswith("mpi4py") for value in held):
             return True
-    values = vars(target.module).values() if target.module is not None else ()
-    return any(
+    if target.module is None:
+        return False
+    reached = Reached(function_of(target.value), target.module)
+    known = vars(target.module)
+    values = [known[name] for name in reached.read if name in known]
+    if not any(
         str(getattr(value, "__name__", "")).startswith("mpi4py")
         or type(value).__module__.startswith("mpi4py")
         for value in values
-    )
+    ):
+        return False
+    # One that has torch.distributed as well may ask MPI for a rank alone, or for a logger.
+    exchanges = any(source.exchanges_by_mpi for source in reached.sources)
+    return exchanges or not any(value is torch.distributed for value in values)
 
 
 def _watched(
-    loaded: LoadedStrategy, scene: Scene, free: FreeNames, target: Target
+    loaded: LoadedStrategy, scene: Scene, free: FreeNames, start_up: StartUp, target: Target
 ) -> LoadedStrategy:
     """The same, with the scene kept up to date, and an error where nothing was ever called."""
 
     def wrap(model: nn.Module) -> nn.Module:
         scene.begin(model)
         free.publish()
+        start_up.run()
         return loaded.wrap(model)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

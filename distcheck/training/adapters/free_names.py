@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.training.adapters import names
+from distcheck.training.adapters import names, proposals
 from distcheck.training.adapters.not_given import stand_in
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Source, Target, function_of
@@ -55,7 +55,7 @@ class FreeNames:
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
                 f"strategy {target.spec!r} uses {name}, which its module does not define; "
-                f"give --set {name}=VALUE"
+                f"give {proposals.options('--set', [name], None)}"
             )
             self._put(name, stand_in(name, sentence) if value is None else value)
 
@@ -103,10 +103,14 @@ class FreeNames:
 
 
 def _meaning(name: str, sources: list[Source]) -> str:
-    """What a name stands for, with what the code that reads it shows; empty if nothing is known."""
+    """What a name stands for; empty if nothing is known, or if it is a group by its name and used
+    as a communicator: what reads it may never be reached.
+    """
     meaning = names.FREE.get(name, "")
-    found = {source.group_or_communicator(name, meaning) for source in sources} - {meaning}
-    return found.pop() if found else meaning
+    uses = {source.use_of(name) for source in sources}
+    if meaning == "group" and "communicator" in uses:
+        return ""
+    return "group" if meaning == "communicator" and "group" in uses else meaning
 
 
 def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Source]]:
@@ -114,28 +118,39 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
     if module is None:
         return set(), []
     known = vars(module)
-    read: set[str] = set()
-    written: set[str] = set()
-    seen: set[int] = set()
-    waiting = [value]
-    sources = []
-    while waiting:
-        reached = waiting.pop()
-        sources.append(Source(reached))
-        for code in _codes(reached, known):
-            if id(code) in seen:
-                continue
-            seen.add(id(code))
-            globals_read, globals_written = _globals_of(code)
-            read |= globals_read
-            written |= globals_written
-            called = [known[name] for name in code.co_names if name in known]
-            waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
+    reached = Reached(value, module)
     # What was filled in for another strategy of the same module is not the module's own.
     filled = known.get(_FILLED, {})
     own = {n for n, v in known.items() if n not in filled or v is not filled[n]}
-    missing = {n for n in read - written if n not in own and not hasattr(builtins, n)}
-    return missing - {"__class__"}, sources
+    unbound = reached.read - reached.written
+    missing = {n for n in unbound if n not in own and not hasattr(builtins, n)}
+    return missing - {"__class__"}, reached.sources
+
+
+class Reached:
+    """What runs when a function or a class of a module is called, as far as it is the module's:
+    the global names that it reads and binds, and its sources.
+    """
+
+    def __init__(self, value: Any, module: ModuleType) -> None:
+        known = vars(module)
+        self.read: set[str] = set()
+        self.written: set[str] = set()
+        self.sources: list[Source] = []
+        seen: set[int] = set()
+        waiting = [value]
+        while waiting:
+            reached = waiting.pop()
+            self.sources.append(Source(reached))
+            for code in _codes(reached, known):
+                if id(code) in seen:
+                    continue
+                seen.add(id(code))
+                globals_read, globals_written = _globals_of(code)
+                self.read |= globals_read
+                self.written |= globals_written
+                called = [known[name] for name in code.co_names if name in known]
+                waiting += [v for v in called if getattr(v, "__module__", None) == module.__name__]
 
 
 @lru_cache(maxsize=1024)  # ranks that share a process load the same code again
@@ -147,6 +162,11 @@ def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset(name for operation, name in found if operation in operations)
 
     return names("LOAD_GLOBAL", "LOAD_NAME"), names("STORE_GLOBAL", "DELETE_GLOBAL")
+
+
+def own_globals(function: Callable[..., Any]) -> frozenset[str]:
+    """The global names that a function binds itself."""
+    return _globals_of(function.__code__)[1]
 
 
 def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:

@@ -19,7 +19,7 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation
-from distcheck.training.adapters import names
+from distcheck.training.adapters import names, proposals
 from distcheck.training.adapters.not_given import NotKnownError, explain
 from distcheck.training.adapters.target import (
     Source,
@@ -46,6 +46,7 @@ class Scene:
     handed_once: list[str] = field(default_factory=list)  # parameters that get a generator
     _kept: dict[str, Any] = field(default_factory=dict)  # by name, what was made of what was said
     _namespace: SimpleNamespace | None = None
+    _reads: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of args, and who does
 
     @property
     def live_model(self) -> nn.Module:
@@ -71,7 +72,7 @@ class Scene:
             return self._live(meaning)
         makers: dict[str, Callable[[], Any]] = {
             "rank": dist.get_rank,
-            "local_rank": lambda: int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+            "local_rank": _local_rank,
             "world_size": dist.get_world_size,
             "group": lambda: dist.group.WORLD,
             "device": self._device,
@@ -80,6 +81,7 @@ class Scene:
             "epoch": lambda: 0,
             "arguments": self._arguments,
             "communicator": _communicator,
+            "distributed": lambda: dist,
             "sum": lambda: dist.ReduceOp.SUM,
             "rate": lambda: self.rate or self._live("optimizer").param_groups[0]["lr"],
             "samples": lambda: self._live("step").samples,
@@ -103,6 +105,10 @@ class Scene:
         """Notes that `--arg args.name=value` is of use."""
         heads = [name for name, _ in self.adaptation.arguments if "." in name]
         self.used.update(name for name in heads if not name.startswith("self."))
+
+    def reads_of(self, name: str, function: Callable[..., Any]) -> None:
+        """Notes what a function reads of its command line, which is asked for at once."""
+        self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
     def about_lists(self) -> str:
         """What is to be done where the code needs a list of what it was given a generator of."""
@@ -175,7 +181,7 @@ class Scene:
             if dot and names.MEANINGS.get(head) == "arguments":
                 facts[rest] = self.read(text)
                 self.used.add(name)
-        self._namespace = _Arguments(**facts)
+        self._namespace = _Arguments(self._reads, facts)
         return self._namespace
 
     def _renew(self, namespace: SimpleNamespace) -> None:
@@ -223,18 +229,17 @@ class Filling:
                 scene.used.add(p.name)
                 self._sources.append((p, "told", told[p.name]))
             elif p.default is p.empty or p.name in given:
-                meaning = scene.meaning_of(p.name)
-                if meaning in ("group", "communicator"):
-                    meaning = Source(function).group_or_communicator(p.name, meaning)
+                meaning = Source(function).meaning_of(p.name)
                 if meaning:
                     meaning = self._exactly(meaning, p)
                     if meaning == "arguments":
                         scene.note_namespace()
+                        scene.reads_of(p.name, function)
                     self._sources.append((p, "meaning", meaning))
                 else:
                     unknown.append(p.name)
         if unknown:
-            words = " ".join(f"--arg {name}=VALUE" for name in unknown)
+            words = proposals.options("--arg", unknown, function)
             raise UsageError(f"{what}: nothing is known of {', '.join(unknown)}; give {words}")
         self._more: dict[str, str] = {}
         if takes_any_name(function):
@@ -289,15 +294,32 @@ class Filling:
 
 
 class _Arguments(SimpleNamespace):
-    """A parsed command line; what it lacks is asked for where it is read."""
+    """A parsed command line; what it lacks is asked for where it is read, with all else that the
+    code `reads`.
+    """
+
+    def __init__(self, reads: dict[str, Callable[..., Any]], facts: dict[str, Any]) -> None:
+        super().__init__(**facts)
+        object.__setattr__(self, "_reads", reads)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        reads = object.__getattribute__(self, "_reads")
+        lacking = [name, *(other for other in reads if other not in {name, *vars(self)})]
+        said = [f"args.{one}" for one in lacking]
         raise NotKnownError(
-            f"the code reads args.{name}, which distcheck does not know; "
-            f"give --arg args.{name}=VALUE"
+            f"the code reads {', '.join(said)}, which distcheck does not know; give "
+            f"{proposals.options('--arg', said, reads.get(name))}"
         )
+
+
+def _local_rank() -> int:
+    """What a launcher gives as --local_rank: the number of a GPU, and elsewhere the rank, which is
+    the same in every run. The variable LOCAL_RANK differs between a run and its rerun, to show code
+    that takes it for the rank; what is handed over must not.
+    """
+    return int(os.environ["LOCAL_RANK"]) if torch.cuda.is_initialized() else dist.get_rank()
 
 
 def _communicator() -> Any:

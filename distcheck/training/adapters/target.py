@@ -28,6 +28,19 @@ _OF_A_MODULE = {
 }  # fmt: skip
 
 
+# Methods of a communicator of mpi4py that nothing else has. Those of torch.distributed have an
+# underscore in their names, and those that both have (gather, send) tell nothing.
+_OF_A_COMMUNICATOR = {
+    "Allreduce", "Iallreduce", "Reduce", "Bcast", "Ibcast", "Gather", "Allgather", "Scatter",
+    "Reduce_scatter", "Alltoall", "Send", "Isend", "Recv", "Irecv", "Sendrecv", "Barrier",
+    "Get_rank", "Get_size", "allreduce", "bcast", "sendrecv",
+}  # fmt: skip
+_OF_TORCH_DISTRIBUTED = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast",
+    "reduce_scatter_tensor", "all_to_all", "get_rank", "get_world_size", "is_initialized",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Target:
     """An object that a person named, the class that it was reached through, and its module. `maker`
@@ -74,16 +87,23 @@ class Target:
 
     @property
     def first(self) -> str:
-        """The name of the first parameter that is to be filled, or of the first of all. Where
-        facts of the world (a rank, a group) come before what is really worked on, that counts.
+        """The parameter that is worked on: the first that is to be filled, or the first of all,
+        unless it is something else (a rank, a group, a command line, a module), by its name or its
+        use, and what is worked on comes later.
         """
         found = [p.name for p in (self.required or self.parameters)]
-        if not found:
-            return ""
-        worked_on = [n for n in found if n in names.SUBJECTS and n not in names.WORLD]
-        if found[0] in names.WORLD and worked_on:
-            return worked_on[0]
-        return next((n for n in found if names.MEANINGS.get(n) != "communicator"), found[0])
+        if not found or not self._is_beside(found[0]):
+            return found[0] if found else ""
+        others = [name for name in found if not self._is_beside(name)]
+        known = [name for name in others if name in names.SUBJECTS or self.source.use_of(name)]
+        return next(iter(known or others), found[0])
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether a parameter is none that a synchronisation works on."""
+        use = self.source.use_of(name)
+        if use:
+            return use not in ("model", "optimizer")
+        return name in names.MEANINGS and (name in names.WORLD or name not in names.SUBJECTS)
 
     @property
     def first_annotation(self) -> str:
@@ -120,11 +140,9 @@ class Target:
         """What the first parameter is: `model`, `parameters`, `gradients`, `tensor`, `optimizer`,
         or empty where nothing tells. Its use in the source outweighs its annotation, that its name.
         """
-        used = self.source.attributes_of(self.first)
-        if used & _OF_A_MODULE:
-            return "model"
-        if "param_groups" in used:
-            return "optimizer"
+        use = self.source.use_of(self.first)
+        if use in ("model", "optimizer"):
+            return use
         kind = self._annotated_kind() or self._named_kind()
         if kind in ("parameters", "gradients"):
             return "parameters" if "grad" in self.source.attributes else kind
@@ -252,14 +270,44 @@ class Source:
             and node.value.id == name
         }
 
-    def group_or_communicator(self, name: str, meaning: str) -> str:
-        """The meaning of a variable whose name stands for a group or a communicator: methods that
-        begin with a capital are mpi4py's, and `group=` takes a group. Empty where its name and its
-        use do not agree, and nothing can be filled in.
+    def sets_of(self, name: str) -> set[str]:
+        """Every `.attr` of a variable that is assigned to."""
+        return {
+            node.attr
+            for node in self._nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == name
+        }
+
+    def use_of(self, name: str) -> str:
+        """What a variable is by what is done with it, whatever it is called: a `model`, an
+        `optimizer`, a `communicator` of mpi4py, a `group`, or the `distributed` module; empty where
+        its use does not tell.
         """
-        if meaning == "group" and any(a[:1].isupper() for a in self.attributes_of(name)):
-            return ""
-        return "group" if meaning == "communicator" and self._is_group(name) else meaning
+        used = self.attributes_of(name)
+        for attributes, use in (
+            (_OF_A_MODULE, "model"),
+            ({"param_groups"}, "optimizer"),
+            (_OF_A_COMMUNICATOR, "communicator"),
+            (_OF_TORCH_DISTRIBUTED, "distributed"),
+        ):
+            if used & attributes:
+                return use
+        return "group" if self._is_group(name) else ""
+
+    @property
+    def exchanges_by_mpi(self) -> bool:
+        """Whether it calls a method by which mpi4py alone exchanges something."""
+        return bool(self.attributes & (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"}))
+
+    def meaning_of(self, name: str) -> str:
+        """The meaning of a variable: its use outweighs its name, except that a name may say more
+        of what is worked on.
+        """
+        use, named = self.use_of(name), names.MEANINGS.get(name, "")
+        return named if use in ("model", "optimizer") and named else use or named
 
     def _is_group(self, name: str) -> bool:
         """Whether it hands a variable on as `group=`."""

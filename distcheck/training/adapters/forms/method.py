@@ -1,12 +1,13 @@
 """A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
 
+import inspect
 from typing import Any
 
 from torch import nn
 
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
-from distcheck.training.adapters import names
+from distcheck.training.adapters import names, proposals
 from distcheck.training.adapters.after_backward import AfterBackward
 from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.not_given import NotKnownError
@@ -47,10 +48,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if "arguments" in uses.meanings.values():
         scene.note_namespace()
     stand_in = _stand_in(target.owner, scene, told, uses.unknown)
+    making = _making(target.owner, scene, uses.unknown)
     steps = uses.steps
     after = AfterBackward(scene, repr(target.spec))
 
     def sync(model: nn.Module, step: Step) -> None:
+        nonlocal stand_in, making
+        if making is not None:  # when model and optimizer are there
+            stand_in, making = making.call(), None
         if isinstance(stand_in, nn.Module) and "model" not in stand_in._modules:
             stand_in._modules["model"] = scene.live_model
         if steps:
@@ -59,13 +64,30 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             after.run(lambda: filling.call(stand_in))
 
     also = ", which takes the optimizer's step as well" if steps else ""
+    what = "an object that " + ("has the model" if making is None else "its constructor made")
     return LoadedStrategy(
         contract=contract_of(target.value),
         file=source_file(target.owner),
         sync=sync,
         update="sync" if steps else "loop",
-        note=f"{target.owner.__name__}.{target.signature}, on an object that has the model{also}",
+        note=f"{target.owner.__name__}.{target.signature}, on {what}{also}",
     )
+
+
+def _making(owner: type, scene: Scene, unknown: set[str]) -> Filling | None:
+    """How to make the object, where its constructor sets what is `unknown` and asks for nothing but
+    what is known when it is called first. A constructor that need not run is left alone: it may
+    read data.
+    """
+    constructor = vars(owner).get("__init__")
+    if constructor is None or not unknown or issubclass(owner, nn.Module):
+        return None
+    if inspect.isabstract(owner) or not unknown <= Source(constructor).sets_of("self"):
+        return None
+    try:
+        return Filling(scene, owner, what=f"{owner.__name__}()")
+    except UsageError:
+        return None
 
 
 def _self_name(target: Target) -> str:
@@ -121,8 +143,8 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
             meaning = f"listed_{meaning}"
         if not meaning:
             sentence = (
-                f"the code uses self.{name}, which distcheck does not know; give --arg "
-                f"self.{name}=VALUE"
+                f"the code uses self.{name}, which distcheck does not know; give "
+                f"{proposals.options('--arg', [f'self.{name}'], owner)}"
             )
             if name in unknown:
                 return not_given(name, sentence)
@@ -132,7 +154,8 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
         except UsageError as error:
             raise AttributeError(str(error)) from error
 
-    derived = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
+    derived: Any = type(owner.__name__, (owner,), {"__getattr__": __getattr__})
+    derived.__abstractmethods__ = frozenset()  # it has what the method asks for, and no more
     made: Any = object.__new__(derived)
     if issubclass(owner, nn.Module):
         nn.Module.__init__(made)

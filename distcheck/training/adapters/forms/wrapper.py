@@ -66,6 +66,8 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and _registers_hooks(build)
     if not is_trained and not finish and not has_none and not hooks:
+        finish = _only_method(build, scene)
+    if not is_trained and not finish and not has_none and not hooks:
         raise refusal(
             target,
             f"{what} takes a module, and no method has a usual name for what runs after "
@@ -189,6 +191,16 @@ def _method(
         if all(names.MEANINGS.get(p.name) for p in left):
             return name
     return ""
+
+
+def _only_method(build: Callable[..., Any], scene: Scene) -> str:
+    """The method of an object beside the model that has no other one, if it can be called."""
+    own = own_names(build) if inspect.isclass(build) else []
+    if len(own) != 1:
+        return ""
+    left = named_parameters(getattr(build, own[0]), skip=1)
+    known = all(p.default is not p.empty or scene.meaning_of(p.name) for p in left)
+    return own[0] if known else ""
 
 
 def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:

@@ -1,0 +1,75 @@
+"""The functions of a module that set up what a synchronisation finds in global names.
+
+`def init(model): global _buffers; ...`: a training calls it before its first step, and so does the
+world, with what its parameters ask for.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from distcheck.errors import UsageError
+from distcheck.training.adapters.free_names import Reached, own_globals
+from distcheck.training.adapters.not_given import NotGiven
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.target import Source, Target, function_of, named_parameters
+
+_BEFORE_TRAINING = {
+    "model", "rank", "local_rank", "world_size", "group", "communicator", "device", "backend",
+    "arguments", "parameters", "named_parameters", "listed_parameters", "distributed", "root",
+}  # fmt: skip
+
+
+class StartUp:
+    """Those that set a global name that the code reads, never sets itself, and finds empty."""
+
+    def __init__(self, target: Target, scene: Scene) -> None:
+        self._scene, self._calls = scene, list[Filling]()
+        names = []
+        for function in _set_up(target):
+            try:
+                self._calls.append(Filling(scene, function, what=f"{function.__name__}()"))
+            except UsageError:
+                continue
+            names.append(f"{function.__name__}()")
+        self.note = f"called once before training: {', '.join(names)}" if names else ""
+
+    def run(self) -> None:
+        """Calls them, which is no call of the code under test."""
+        before = self._scene.calls
+        for filling in self._calls:
+            filling.call()
+        self._scene.calls = before
+
+
+def _set_up(target: Target) -> list[Callable[..., Any]]:
+    module = target.module
+    if module is None:
+        return []
+    reached = Reached(function_of(target.value), module)
+    empty = {n for n in reached.read - reached.written if _is_empty(module, n)}
+    by_name: dict[str, list[Callable[..., Any]]] = {}
+    for value in list(vars(module).values()):
+        if inspect.isfunction(value) and value.__module__ == module.__name__:
+            for name in own_globals(value) & empty:
+                by_name.setdefault(name, []).append(value)
+    # Of several that set a name nothing tells which one the training calls.
+    found = [functions[0] for functions in by_name.values() if len(functions) == 1]
+    return [function for function in dict.fromkeys(found) if _may_be_called(function)]
+
+
+def _is_empty(module: ModuleType, name: str) -> bool:
+    """Whether a global name holds nothing yet: None, or something empty that can be filled."""
+    value = getattr(module, name, None)
+    if value is None or type(value).__name__.startswith(NotGiven.__name__):
+        return True
+    return isinstance(value, list | dict | set | tuple) and not value
+
+
+def _may_be_called(function: Callable[..., Any]) -> bool:
+    """Whether it sets up and does not train: by what it asks for, and by what it calls."""
+    source = Source(function)
+    required = [p.name for p in named_parameters(function) if p.default is p.empty]
+    known = all(source.meaning_of(name) in _BEFORE_TRAINING for name in required)
+    return known and not source.words & {"backward", "init_process_group", "spawn", "parse_args"}

@@ -1,0 +1,95 @@
+"""Files that train when they are imported: of them, only what they define is run.
+
+A course's script, or a public one, often has its training at the top level: it initialises the
+process group, reads a command line, and loops. Its functions can be verified all the same.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TRAINS = {"backward", "spawn"}
+_BEGINS = {"init_process_group", "parse_args"}  # which may be guarded, and then do no harm
+_DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What an assignment may call: these make a value of what is written there, and no more.
+_MAY_BE_CALLED = {
+    "torch", "nn", "np", "math", "int", "float", "str", "bool", "tuple", "list", "dict", "set",
+    "range", "len", "namedtuple", "dataclass", "partial", "TypeVar",
+}  # fmt: skip
+ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its training
+
+
+def trains_at(path: Path, *, begins: bool = False) -> int:
+    """The line at its top level where a file trains, or (`begins`) initialises a process group or
+    reads its command line; 0: none.
+    """
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return 0
+    names = _TRAINS | _BEGINS if begins else _TRAINS
+    calls = (call for node in body for call in _calls_in(node))
+    return min((call.lineno for call in calls if _name_of(call.func) in names), default=0)
+
+
+def has_definitions(path: Path) -> bool:
+    """Whether a file defines a function or a class at its top level."""
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return True
+    return any(isinstance(node, _DEFINES[2:]) for node in body)
+
+
+def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
+    """Runs the imports, definitions and plain assignments of a file in a new module; what a line
+    needs that was not run leaves its name undefined.
+    """
+    vars(module).update(before)
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, _DEFINES) and not _is_plain(node):
+            continue
+        code = compile(ast.Module([node], type_ignores=[]), str(path), "exec")
+        try:
+            exec(code, vars(module))  # as an import would
+        except Exception:
+            if isinstance(node, _DEFINES):
+                raise
+    setattr(module, ONLY_DEFINED, trains_at(path, begins=True))
+
+
+def _calls_in(node: ast.stmt) -> Iterator[ast.Call]:
+    """The calls in a statement that is run on import, its functions and classes left out."""
+    if isinstance(node, _DEFINES) or (isinstance(node, ast.If) and _is_main(node.test)):
+        return
+    waiting: list[ast.AST] = [node]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, _DEFINES):
+            continue
+        if isinstance(inner, ast.Call):
+            yield inner
+        waiting += ast.iter_child_nodes(inner)
+
+
+def _is_main(test: ast.expr) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(test))
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return False
+    calls = [inner for inner in ast.walk(node.value) if isinstance(inner, ast.Call)]
+    return all(_root_of(call.func) in _MAY_BE_CALLED for call in calls)
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _root_of(function: ast.expr) -> str:
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return getattr(function, "id", "")

@@ -1,0 +1,129 @@
+"""Parameters that are filled by what they are, and not by their place or name alone; and state that
+a constructor, or a function that sets up, leaves behind.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+
+_flat = None
+_shares: list[float] = []
+
+
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def takes_the_module(dist, net, world_size):
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+
+
+def takes_it_by_another_name(c, net):
+    for p in net.parameters():
+        c.all_reduce(p.grad)
+        p.grad /= c.get_world_size()
+
+
+def tensor_comes_second(args, tensor):
+    dist.all_reduce(tensor)
+    tensor /= args.world_size
+
+
+def group_by_its_use(model, among):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=among)
+        p.grad /= dist.get_world_size(among)
+
+
+def model_by_its_use(rank, thing):
+    """On the first rank, as a launcher with one process a machine numbers them."""
+    average(thing)
+
+
+def gathers_on_local_rank_0(model, args):
+    for p in model.parameters():
+        is_first = args.local_rank == 0
+        parts = [torch.zeros_like(p.grad) for _ in range(args.world_size)] if is_first else None
+        dist.gather(p.grad, parts, dst=0)
+        mean = [sum(parts) / args.world_size] * args.world_size if is_first else None
+        dist.scatter(p.grad, mean, src=0)
+
+
+class Abstract(torch.nn.Module, ABC):
+    @abstractmethod
+    def act(self, x): ...
+
+    def reduce_parameters(self):
+        average(self)
+
+
+class Agent(ABC):
+    @abstractmethod
+    def act(self, x): ...
+
+    def average(self):
+        average(self.policy)
+
+
+def init_buffer(model):
+    global _flat
+    _flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+
+
+def through_a_buffer(model):
+    parts = _flat.split([p.numel() for p in model.parameters()])
+    for part, p in zip(parts, model.parameters(), strict=True):
+        part.copy_(p.grad.flatten())
+    dist.all_reduce(_flat)
+    for part, p in zip(parts, model.parameters(), strict=True):
+        p.grad.copy_(part.view_as(p.grad) / dist.get_world_size())
+
+
+def prepare(world_size):
+    _shares[:] = [1.0 / world_size] * world_size
+
+
+def set_up(world_size):
+    global _shares
+    _shares = [1.0 / world_size] * world_size
+
+
+def by_shares(model, rank):
+    for p in model.parameters():
+        p.grad *= _shares[rank]
+        dist.all_reduce(p.grad)
+
+
+class MadeOfTheOptimizer:
+    def __init__(self, model, optimizer, epochs=3):
+        self.listed = [p for group in optimizer.param_groups for p in group["params"]]
+        self.count = 0
+
+    def helper(self):
+        return self.count
+
+    def exchange(self):
+        self.count += 1
+        for p in self.listed:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    def exchange_but_the_last(self):
+        for p in self.listed[:-1]:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+class WithOneMethod:
+    def __init__(self, net):
+        self.listed = list(net.parameters())
+
+    def mingle(self):
+        for p in self.listed:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
