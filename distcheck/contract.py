@@ -160,6 +160,14 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         return self.loss or asked
 
     @property
+    def is_bare(self) -> bool:
+        """Whether it promises nothing about gradients: only where and on what it works, if that."""
+        beside = msgspec.structs.replace(
+            self, backend=None, device=None, declines=(), initial_state=None
+        )
+        return beside == Contract()
+
+    @property
     def observes_loss(self) -> bool:
         """Whether what a strategy does to its loss is observed, because it promises nothing."""
         return self.order is None and self.weighting is None

@@ -57,6 +57,9 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.family}:{self.amount}" + ("" if self.feedback else ":no-feedback")
 
 
+DTYPES = ("float32", "float64")  # in which what is accepted has a bound
+
+
 def read(text: str | None) -> Accepted | None:
     """What was asked for. Raises UsageError for anything that has no bound of its own."""
     if text is None:
@@ -89,7 +92,7 @@ def check_asked(
     accepted = read(text)
     if accepted is None:
         return
-    if dtype not in (None, "float32", "float64"):
+    if dtype not in (None, *DTYPES):
         raise UsageError(
             f"--accept {text} is judged in float32 and float64, not in {dtype}; leave out --dtype"
         )

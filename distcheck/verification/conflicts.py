@@ -1,7 +1,5 @@
 """Options, promises and workloads that do not go together; each is refused with one sentence."""
 
-import msgspec
-
 from distcheck.contract import Contract
 from distcheck.errors import UsageError
 from distcheck.records import Case
@@ -42,13 +40,9 @@ def check_global_sum(case: Case, facts: CaseFacts) -> None:
 
 def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
     """Raises UsageError for ranks without data beside a promise of what every rank gives."""
-    contract = strategy.contract
-    about_gradients = msgspec.structs.replace(
-        contract, backend=None, device=None, declines=(), initial_state=None
-    )
     if not case.adaptation.without_data:
         return
-    if strategy.backward is not None or about_gradients != Contract():
+    if strategy.backward is not None or not strategy.contract.is_bare:
         raise UsageError(
             "--without-data is for code without promises that is called after backward; "
             f"{case.strategy} promises how every rank's gradient is exchanged, or has its own "

@@ -114,14 +114,15 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
     if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
         return found
     every = facts.averaged_every
+    may_accept = any(step.undeclared for step in facts.steps)
+    intended = f"if that is intended, give --accept local-sgd:{every}; otherwise " * may_accept
     steps = "every step" if every == 1 else f"every {every} steps"
     told = Diagnosis(
         cause="model-averaging",
         evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
         "parameters that their own updates left: another design, which differs from a mean "
         "of gradients where the optimizer keeps state",
-        suggestion=f"if that is intended, give --accept local-sgd:{every}; otherwise average "
-        "gradients before the optimizer's step",
+        suggestion=f"{intended}average gradients before the optimizer's step",
     )
     return [told if cause.cause == "no-sync" else cause for cause in found]
 

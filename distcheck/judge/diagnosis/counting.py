@@ -88,12 +88,13 @@ def dropped(step: StepFacts, positions: Sequence[int], *, mean: bool) -> str:
         f"look for a range over ranks, or a ring, that ends too early, and for what keeps "
         f"{ranks} out of the group"
     )
-    if len(positions) > 1 or not mean:
+    others = len(step.shares) - 1
+    if len(positions) > 1 or not mean or not step.undeclared or others < 1:
         return text
     return (
         f"{text}; the rest is the mean over the other ranks. If {ranks} is a server that has no "
-        f"data by design, give --without-data {step.number(positions[0])}, with a --batch that "
-        "the others divide"
+        f"data by design, give --without-data {step.number(positions[0])}, and a --batch that is "
+        f"a multiple of {others}"
     )
 
 

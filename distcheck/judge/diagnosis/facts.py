@@ -141,10 +141,12 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     multiple), `left` lists the ranks where it was not that; where ranks do not hold the mean of it
     either, `parameters` are measured by what was left. `alike` are groups of ranks whose gradients
     agree to the bit, `unchanged` the ranks whose parameters the step did not move although they
-    should have. `mean_of_left` says whether ranks hold the right mean of what backward was seen to
-    leave, which then was not the shards' gradients. `missing` lists (parameter, rank) without a
-    gradient where there should be one; `missing_elsewhere` says whether that is the whole mismatch,
-    in that backward left no gradient there, the other ranks hold their own, and all else is right.
+    should have. `undeclared`: nothing is promised or accepted of the code, so that an option may
+    say what it does otherwise. `mean_of_left` says whether ranks hold the right mean of what
+    backward was seen to leave, which then was not the shards' gradients. `missing` lists
+    (parameter, rank) without a gradient where there should be one; `missing_elsewhere` says whether
+    that is the whole mismatch, in that backward left no gradient there, the other ranks hold their
+    own, and all else is right.
     """
 
     step: int
@@ -172,6 +174,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[tuple[str, int], ...]
     missing_elsewhere: bool = False
     not_finite: NotFinite | None
+    undeclared: bool = True
 
     def number(self, position: int) -> int:
         """The number of a rank in the world that was run."""

@@ -147,11 +147,15 @@ class _Look:
         """Measures every step that was written."""
         written = self._trace.steps_written()
         steps = [step for step in self._job.steps if step < written][: 1 if self._large else None]
+        case = self._job.case
+        undeclared = self._job.contract.is_bare and case.accept is None
+        undeclared &= case.dtype in acceptance.DTYPES
         measured = []
         for step in steps:
             past = range(step - 1, max(-1, step - 1 - self._reach), -1)
             earlier = [self._expect(before) for before in past]
-            measured.append(StepMeasuring(self._expect(step), earlier).facts())
+            one = StepMeasuring(self._expect(step), earlier).facts()
+            measured.append(msgspec.structs.replace(one, undeclared=undeclared))
         facts = msgspec.structs.replace(facts, steps=tuple(measured))
         if measured and measured[0].parameters:
             facts = self._beside(facts, self._expect(steps[0]), written)

@@ -63,13 +63,14 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     terms = all(p.of_terms[rank] if p.of_terms else False for p in parameters for rank in p.wrong)
     proof = f"; every result is a number of {dtype} (or a W-th of one)" if grid else ""
     proof = proof or (f"; each rank's gradient was rounded to {dtype} first" if terms else "")
+    accept = f", or give --accept low-precision:{dtype}" * step.undeclared
     found = [
         Finding(
             "low-precision",
             f"{mean}as large as {dtype} makes when gradients are rounded to it, and larger than "
             f"their own dtype makes{proof}",
             f"exchange gradients in their own dtype; or, if {dtype} is intended, promise it with "
-            f'@strategy(wire="{dtype}"), or give --accept low-precision:{dtype}',
+            f'@strategy(wire="{dtype}"){accept}',
         )
     ]
     return found if proof else [*found, _noise(f"{mean}in every element")]
@@ -81,8 +82,8 @@ def _noise(what: str) -> Finding:
         f"{what} that no weights of the ranks' gradients explain, and no result holds numbers of a "
         "shorter dtype only",
         "look for noise that is added (differential privacy), stochastic rounding, quantisation "
-        "(if that is meant, --accept quantised:BITS), and whatever reads memory that another "
-        "thread writes",
+        "(if that is meant, --accept quantised:8 or as many bits as it has), and whatever reads "
+        "memory that another thread writes",
     )
 
 
