@@ -46,6 +46,15 @@ class Small:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class Warming(Small):
+    """Its rate is 0 in the first step, which moves nothing."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """From step 1 on 0.05."""
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (step > 0)
+
+
 class Overflowing(Small):
     """The gradient of one bias is infinite, whatever was read."""
 
@@ -154,6 +163,42 @@ class PostLocalSGD:
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Averages after steps 0, 2, 4."""
         return PostLocalSGDOptimizer(build(parameters), PeriodicModelAverager(period=2))
+
+
+class AveragesAfter:
+    """A mean of all parameters by a hook of the optimizer, after some of its steps."""
+
+    steps: tuple[int, ...] = (0, 2, 4)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Keeps the model."""
+        self.model, self.step = model, -1
+        return model
+
+    def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """With the hook."""
+        made = build(parameters)
+        made.register_step_post_hook(self.average)
+        return made
+
+    def average(self, *_: object) -> None:
+        """After a step."""
+        self.step += 1
+        for parameter in self.model.parameters() if self.step in self.steps else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+
+
+class AveragesAfterOddSteps(AveragesAfter):
+    """Counted from 1."""
+
+    steps = (1, 3, 5)
+
+
+class AveragesTooLate(AveragesAfter):
+    """The first of them is left out."""
+
+    steps = (3, 5)
 
 
 class EverySecond(PeriodicModelAverager):

@@ -80,6 +80,15 @@ def accepts_as_said(spec: str, among: dict[str, tuple[str, set[str]]]) -> None:
     assert any("tensors were compressed" in reason for reason in said) == ("low-rank" in accept)
 
 
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("AveragesAfter", "pass"), ("AveragesAfterOddSteps", "pass"), ("AveragesTooLate", "fail")],
+)
+def test_ranks_that_agree_because_nothing_moved_have_not_averaged(name: str, verdict: str) -> None:
+    report = verify([f"{HERE}{name}"], 6, "local-sgd:2", "Warming")
+    assert report.verdict == verdict, report.cases[0].checks
+
+
 def millions(model):  # type: ignore[no-untyped-def]
     """Infinities are averaged, and all else is a million."""
     import torch

@@ -14,7 +14,8 @@ each rank's own.
 
 Averages are PERIOD steps apart; the first is at one of the first PERIOD steps, wherever the ranks'
 parameters are found to agree first (some count from 0, some from 1). If they agree at none of
-those, the last of them is judged as the first average.
+those, the last of them is judged as the first average. After a step that moved no parameter, as one
+at a rate of 0, ranks agree without an average; of that phase the first step that moved one tells.
 """
 
 from collections.abc import Sequence
@@ -40,9 +41,13 @@ class Averages:
     @classmethod
     def seen_in(cls, trace: TraceReader, period: int) -> "Averages":
         """As the ranks of a trace average."""
-        steps = range(min(period, trace.steps_written()))
-        agreed = next((step for step in steps if _agree(trace, step + 1)), None)
-        first = period - 1 if agreed is None else agreed
+        written = trace.steps_written()
+        telling = sorted(
+            next((step for step in range(phase, written, period) if _moved(trace, step)), phase)
+            for phase in range(min(period, written))
+        )
+        agreed = next((step for step in telling if _agree(trace, step + 1)), None)
+        first = period - 1 if agreed is None else agreed % period
         return cls(period=period, first=first, seen=agreed is not None)
 
     def at(self, step: int) -> bool:
@@ -53,6 +58,16 @@ class Averages:
 def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
     """The plain mean of one parameter over the ranks, and how far rounding may take it."""
     return interval(parameters, [1.0 / len(parameters)] * len(parameters))
+
+
+def _moved(trace: TraceReader, step: int) -> bool:
+    """Whether a step changed any parameter of any rank."""
+    return any(
+        trace.entry(rank, Kind.PARAMETER, step, index).digest
+        != trace.entry(rank, Kind.PARAMETER, step + 1, index).digest
+        for rank in range(trace.layout.world)
+        for index in range(len(trace.layout.model.parameters))
+    )
 
 
 def _agree(trace: TraceReader, slot: int) -> bool:
