@@ -218,6 +218,7 @@ GIVEN = [
     Given("published:after_the_group", "tensor-mean"),
     Given("published:sums_after_the_group", "tensor-mean", SCALE),
     Given("published:by_its_norm", "steps-inside", {"outcome -"}, cause="nonfinite"),
+    Given("published:by_its_sum", "steps-inside", SCALE, cause="nonfinite"),
     Given("bound:takes_the_module", "model"),
     Given("bound:takes_it_by_another_name", "model"),
     Given("bound:tensor_comes_second", "tensor-mean"),
@@ -289,6 +290,12 @@ def test_an_optimizer_of_its_own_keeps_all_that_groups_have() -> None:
     distcheck.verify(
         place, workload="composite", dtype="float32", batch=48, world=2, steps=2
     ).raise_for_verdict()
+
+
+def test_a_sharded_optimizer_gets_the_settings_that_its_kind_takes() -> None:
+    """Of AdamW's defaults, decoupled_weight_decay is no argument of its constructor."""
+    place = f"{HERE / 'classes.py'}:ShardedOptimizer"
+    distcheck.verify(place, workload="adamw", world=2, steps=2).raise_for_verdict()
 
 
 def test_a_loss_that_is_weighted_in_place() -> None:

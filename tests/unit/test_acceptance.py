@@ -202,7 +202,10 @@ def test_projections_with_feedback_are_within_the_bound(
     for step in range(3):
         shards = shards_of(seed + 20_000 * step, world, (rows, columns))
         given_in = [g + e for g, e in zip(shards, left, strict=True)]
-        sent = exchange(given_in, rank, seed + step)
+        if step == 1 or seed % 2:  # from the right
+            sent = exchange([part.T for part in given_in], rank, seed + step).T
+        else:
+            sent = exchange(given_in, rank, seed + step)
         now = interval(shards, [1 / world] * world)
         known = low_rank.carried(now, earlier, unit=U, world=world)
         for factor, right in ((1.0, True), (1.01, False), (float(world + 1), False)):
@@ -229,6 +232,11 @@ def test_what_is_no_projection_is_said() -> None:
     assert why(torch.full((20, 30), float("nan"))) == "not the mean"
     assert "(2 times one)" in why(sent * 2)
     assert "no projection" in why(exchange(shards[:3], 2, 0))
+    turned = [shard.T for shard in shards]
+    assert not why(exchange(turned, 2, 0).T)
+    assert why(exchange(turned, 2, 0).T, rank=1) == "not the mean, and of rank 2, not 1"
+    assert "no projection" in why(exchange(turned[:3], 2, 0).T)
+    assert "no projection" in why(exchange(turned, 2, 0).T * 1.01)
     vector = low_rank.carried(interval([torch.ones(9)] * 2, [0.5] * 2), [], unit=U, world=2)
     assert low_rank.project(torch.full((9,), 2.0), vector, rank=2, world=2, unit=U).why
 

@@ -16,6 +16,10 @@ Whatever it is, these hold, and nothing of the strategy's is needed to tell:
    That is as good as saying so (a y of rank RANK with y^T M = y^T y has U^T M = U^T y for its left
    singular vectors U, so y = U U^T M); a y that is scaled, or made from other gradients, has not.
 
+A power iteration may take its sides in turn: y = M Q Q^T, with Q of unit columns, is as right. Then
+all of this holds of the transposed matrices, with their n; a result is right if it is one or the
+other.
+
 In floating point y = P P^T M + E. What goes into P does not matter, as it is the same P in both
 places. Q's terms are inner products of n numbers, W of them are added up and divided, those of the
 second product are RANK, and a_r has two roundings a step behind it, so with u of the gradients'
@@ -103,7 +107,6 @@ def project(
     """Whether `result` is M, or a projection of it on at most `rank` directions."""
     y, mean = result.to(given.mean.device).double(), given.mean
     distance = (y - mean).abs()
-    whole = float(mean.norm())
     if bool((distance <= given.bound).all()):
         return Projected(float(distance.norm()), float(given.bound.norm()), 1.0)
     failed = Projected(float(distance.norm()), float(given.bound.norm()), 0.0, "not the mean")
@@ -111,11 +114,29 @@ def project(
     if y.dim() < 2 or min(rows, y.numel() // rows) <= rank or not bool(y.isfinite().all()):
         return failed
     matrix, wanted = y.reshape(rows, -1), mean.reshape(rows, -1)
+    found = _from_left(matrix, wanted, given, rank=rank, world=world, unit=unit)
+    if found.why:
+        other = _from_left(matrix.T, wanted.T, given, rank=rank, world=world, unit=unit)
+        return found if other.why else other
+    return found
+
+
+def _from_left(
+    matrix: torch.Tensor,
+    wanted: torch.Tensor,
+    given: Carried,
+    *,
+    rank: int,
+    world: int,
+    unit: float,
+) -> Projected:
+    """Whether a matrix is P P^T M for a P of orthonormal columns."""
+    rows, whole = len(matrix), float(given.mean.norm())
     eps = gamma(rows + world + rank + 4 + 2 * given.steps_before, unit) * rank * given.size
     columns, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     norm, tail = float(values.norm()), float(values[rank:].norm())
     if norm <= eps:
-        if bool((mean.abs() <= given.bound).all()):  # ranks' gradients cancel: zero is their mean
+        if bool((given.mean.abs() <= given.bound).all()):  # gradients cancel: zero is their mean
             return Projected(norm, eps, 1.0)
         return Projected(whole, eps, 0.0, "zero, where the mean is not")
     if whole == 0.0:

@@ -46,11 +46,10 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         listed = list(parameters)
         inner = build(listed)
-        settings = {
-            key: value
-            for key, value in inner.defaults.items()
-            if key in known or takes_any_name(target.value)
-        }
+        # Of an optimizer's defaults some are no arguments (AdamW's decoupled_weight_decay).
+        taken = {p.name for p in named_parameters(type(inner))}
+        taken = taken if takes_any_name(target.value) else taken & known
+        settings = {key: value for key, value in inner.defaults.items() if key in taken}
         settings |= {key: scene.read(text) for key, text in told.items() if key in scene.used}
         made = target.value(listed, **{**settings, name: type(inner)})
         scene.calls += 1

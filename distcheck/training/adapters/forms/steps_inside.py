@@ -165,7 +165,9 @@ def _refuse_more_than_a_step(
     call()
     roundings = scene.value("world_size") + 1
     for parameter, kept in zip(found, before, strict=True):
-        if bool(kept.isfinite().all()) and not bool(parameter.isfinite().all()):
+        if not bool(kept.isfinite().all()):  # the training has failed by then, and says so
+            continue
+        if not bool(parameter.isfinite().all()):
             raise ZeroGradientError(
                 f"{target.spec!r} makes parameters NaN or infinite where a gradient is zero, as "
                 "that of a layer is which a batch does not use: look for a division by a norm or a "
