@@ -46,6 +46,8 @@ CAUSES: dict[str, set[str]] = {
     "WrapsAndCallsTheRawModule": {"no-sync"},
     "clips_before_the_sync": {"clip-before-sync"},
     "clips_by_a_norm_of_its_own": {"clip-before-sync"},
+    "clips_large_norms_first": {"clip-before-sync"},
+    "BucketThatIsNeverFull": {"no-sync"},
     # named
     "one_of_two_gives": {"one-rank-only", "dropped-rank", "duplicated-rank"},
     "two_are_never_divided": {"missing-division"},

@@ -150,7 +150,7 @@ CORPUS = (
     # Clipping, norms, numbers that are none
     Known(
         "DeepSpeed #1801", "every rank clips by its own norm",
-        ("clips_by_a_norm_of_its_own", "clips_before_the_sync"),
+        ("clips_by_a_norm_of_its_own", "clips_before_the_sync", "clips_large_norms_first"),
     ),
     Known("pytorch #149768", "one epsilon per rank", ("EpsilonOfEveryRank",)),
     Known("VeOmni #184", "a norm over replicas too", ("NormOverReplicas",)),
@@ -253,6 +253,7 @@ EXTRAS = frozenset(
         "hides_infinities", "StepsFromItsOwnBuffer", "keeps_the_first_model",
         "BroadcastsDeadBuffers",
         "RestsAtRateZero", "asks_rank_0_what_there_is", "counts_who_has_something",
+        "BucketThatIsNeverFull",
         "SendsWeightsAndForgetsBiases", "takes_no_number_for_zero", "drops_what_has_no_finite_norm",
         "flushes_what_is_denormal", "sends_25_mib_at_most", "sends_its_sizes_in_single_precision",
         "every_complex_is_complex64", "takes_equal_for_tied", "knows_one_class_of_parameters",

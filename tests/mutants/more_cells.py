@@ -50,6 +50,27 @@ def asks_rank_0_what_there_is(model: nn.Module, step: Step) -> None:
             _average(parameter.grad, step)
 
 
+@mutant(caught=f"{APART}, loss S32", workload="absent_on_some", world=2, steps=3)
+class BucketThatIsNeverFull:
+    """It is sent when every parameter's hook has run, and a layer that is not used runs none."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.parameters, self.ready = list(model.parameters()), 0
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.count)
+        return model
+
+    def count(self, _: torch.Tensor) -> None:
+        self.ready += 1
+        if self.ready == len(self.parameters):
+            for parameter in self.parameters:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    def sync(self, model: nn.Module) -> None:
+        self.ready = 0
+
+
 @mutant(caught=WRONG, workload="zero_on_some", world=3, steps=1)
 def counts_who_has_something(model: nn.Module, step: Step) -> None:
     """The mean over the ranks whose gradient is not zero."""

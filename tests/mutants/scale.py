@@ -95,6 +95,15 @@ def forgets_scalars(model: nn.Module, step: Step) -> None:
             parameter.grad /= step.world_size
 
 
+@mutant(caught="gradients lattice, parameters lattice", workload="lattice", world=2)
+def clips_large_norms_first(model: nn.Module, step: Step) -> None:
+    """Every rank clips by its own norm, which is above 1 in the lattice alone."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= step.world_size
+
+
 @mutant(caught="gradients R, gradients S32")
 def half_precision_wire(model: nn.Module, step: Step) -> None:
     """Compressed to bfloat16 on the way, without saying so."""

@@ -239,15 +239,11 @@ def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[st
 
 
 def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
-    """Weights that fall as a rank's norm grows: min(1, most / norm) for one `most`.
-
-    The norm was computed in the gradients' own dtype: its relative error grows like the root of
-    the number of elements (Higham and Mary 2019, as in oracles/full_batch.py).
-    """
+    """Weights that fall as a rank's norm grows: min(1, most / norm) for one `most`."""
     fit, norms = step.fits[rank], step.left_norms
     if not fit.identified or not all(norms):
         return []
-    slack = step.unit * (sqrt(step.left_elements) + 4)
+    slack = norm_error(step)
     for base in {step.shares, (1.0 / len(norms),) * len(norms)}:
         ratios = [c / b for c, b in zip(fit.coefficients, base, strict=True)]
         loose = [t / b + slack for t, b in zip(fit.tolerance, base, strict=True)]
@@ -262,6 +258,16 @@ def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
                 tolerance = most * (slack + max(loose))
                 return [Reading("clipped", most, tolerance)]
     return []
+
+
+def norm_error(step: StepFacts) -> float:
+    """How far a norm of all gradients may be off, as a share, and what is divided by it.
+
+    It is computed in the gradients' own dtype. The relative error of a sum of n squares is at most
+    lambda sqrt(n) u with a probability of 1 - 2 n exp(-lambda^2 / 2) (Higham and Mary 2019), that
+    of its root half of it: 4 sqrt(n) u for lambda = 8; and 4 u for the root and the quotient.
+    """
+    return step.unit * (4 * sqrt(step.left_elements) + 4)
 
 
 def norms_differ(step: StepFacts, tolerance: float) -> bool:

@@ -6,6 +6,7 @@ lists. Several that do so at once cannot be distinguished by what was measured, 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from types import ModuleType
 
@@ -67,15 +68,26 @@ def explain_step(step: StepFacts) -> list[Finding]:
     """The causes of one step's wrong gradients."""
     if step.not_finite is not None:
         return [_not_finite(step)]
-    if step.missing:  # said by the check itself, and little was measured of it
-        return [_missing(step)] if step.missing_elsewhere else []
+    if step.missing_elsewhere:
+        return [_missing(step)]
     before = left_otherwise(step)
     if before and step.mean_of_left:
         return before
     found = _said_together(explain_all(step, step.parameters))
-    if found or len(step.parameters) < 2:
-        return [*before, *found]
-    return [*before, *_one_by_one(step)]
+    if not found and len(step.parameters) > 1:
+        found = _one_by_one(step)
+    return [*before, *(_beside_missing(finding, step) for finding in found)]
+
+
+def _beside_missing(found: Finding, step: StepFacts) -> Finding:
+    """The same, with what has no gradient at all."""
+    if not step.missing:
+        return found
+    ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
+    names = list(dict.fromkeys(name for name, _ in step.missing))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    absent = f"; {', '.join(names[:3])}{more} got no gradient on {ranks}, which did not use them"
+    return replace(found, evidence=f"{found.evidence}{absent}")
 
 
 def left_otherwise(step: StepFacts) -> list[Finding]:

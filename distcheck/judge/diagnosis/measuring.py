@@ -57,7 +57,7 @@ class StepMeasuring:
         unit = max([*self._least_units, *(self._unit_of(m) for m in wrong or measured)])
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
-        wrong = [] if self._not_finite or self._missing else wrong
+        wrong = [] if self._not_finite else wrong
         others = left.others(self._expectation, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: the exchange is measured by what it was given.

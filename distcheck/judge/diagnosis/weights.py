@@ -5,7 +5,12 @@ from functools import partial
 from math import hypot, isclose
 
 from distcheck.judge.diagnosis import counting, token_counts
-from distcheck.judge.diagnosis.combinations import Reading, norms_differ, readings
+from distcheck.judge.diagnosis.combinations import (
+    Reading,
+    norm_error,
+    norms_differ,
+    readings,
+)
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.findings import Finding, number_text, parameters_text, positions_text
 
@@ -329,7 +334,7 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
     # Derived: clip_grad_norm_ adds 1e-6 to the norm that it divides by.
     products = [f * (n + 1e-6) for f, n in zip(factors, step.left_norms, strict=True)]
     relative = max(way.tolerance / abs(way.factor) for way in scaled)
-    relative += step.unit * (step.left_elements**0.5 + 4)
+    relative += norm_error(step)
     spread = (max(products) - min(products)) / max(map(abs, products))
     evidence = f"{where}: ranks hold the mean over all samples times {shown}"
     if spread <= 2 * relative and norms_differ(step, 4 * relative):
