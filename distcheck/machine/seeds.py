@@ -130,19 +130,21 @@ def pin_determinism() -> None:
 
 _DEFAULT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _MKLDNN_OFF, _DENORMALS_FLUSHED = 1 << 4, 1 << 5
+_THREADS_AT, _MOST_THREADS = 8, 1 << 8  # threads beyond the one that is pinned, in as many bits
 _SMALLEST = smallest("float32")  # a denormal number
 
 
 def settings() -> int:
     """The settings that change what one process computes, and stay as people's code has them: the
-    default dtype (in four bits), whether mkldnn is off, whether denormal numbers are zero. 0 where
-    all are torch's own.
+    default dtype (in four bits), whether mkldnn is off, whether denormal numbers are zero, the
+    number of threads (at most 256). 0 where all are torch's own, and there is one thread.
     """
     import torch
 
     name = str(torch.get_default_dtype()).removeprefix("torch.")
     found = _DEFAULT_DTYPES.index(name) if name in _DEFAULT_DTYPES else 0
     found |= 0 if torch.backends.mkldnn.enabled else _MKLDNN_OFF
+    found |= min(torch.get_num_threads() - 1, _MOST_THREADS - 1) << _THREADS_AT
     denormal = torch.tensor(_SMALLEST, dtype=torch.float32)
     return found | (0 if bool((denormal * 1).any()) else _DENORMALS_FLUSHED)
 
@@ -167,6 +169,8 @@ def _set(wanted: int, before: int) -> None:
     mkldnn: Any = torch.backends.mkldnn
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():
         mkldnn.enabled = not wanted & _MKLDNN_OFF
+    if wanted >> _THREADS_AT != before >> _THREADS_AT:
+        torch.set_num_threads((wanted >> _THREADS_AT) % _MOST_THREADS + 1)
     if (wanted ^ before) & _DENORMALS_FLUSHED:
         torch.set_flush_denormal(bool(wanted & _DENORMALS_FLUSHED))
 

@@ -2,9 +2,9 @@
 
 Four kinds of right code fail in the default cases, and none of them in a usual training:
 
-- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`): the lattice and composite
-  have one. They are run again with a vector of one element in its place, and those reports take the
-  first ones' places
+- code that cannot take a parameter of no dimension (`x[:]`, `len(x)`), which the lattice and the
+  composite have, or one of five (`channels_last`), which the composite has. They are run again with
+  another parameter in its place, and those reports take the first ones' places
 - code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
   which is added for S64. Where every float32 case passed, that case is left out
 - code that takes no account of gradients that some ranks do not have: it crashes or hangs in the
@@ -18,8 +18,8 @@ No torch here.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import msgspec
 
@@ -29,8 +29,17 @@ from distcheck.records.case_ids import as_file_name
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 
-Kind = Literal["no scalar", "equal shards"]
-_NO_SCALAR = {name: f"{name}:no-scalar" for name in ("lattice", "composite")}
+Kind = Literal["no scalar", "no volume", "equal shards"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+# The parameter that code may be unable to take: what it is, what comes in its place, what has one.
+_ODD = {
+    "no scalar": ("without dimensions", "a vector of one element", "a logit scale"),
+    "no volume": ("of five dimensions", "one of four", "a 3-d convolution"),
+}
+_WITHOUT: dict[Kind, dict[str, str]] = {
+    "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
+    "no volume": {"composite": "composite:no-volume"},
+}
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): .+$", re.MULTILINE)
 _MOST_SHOWN = 160  # characters of an error
 
@@ -44,15 +53,16 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 
     def replaces(self, done: CaseReport) -> bool:
         """Whether its report takes the place of the first one."""
-        return self.kind == "no scalar" and done.ranks_finished
+        return self.kind in _ODD and done.ranks_finished
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
     """The cases to run after these: of equal shards at most one for a strategy and world."""
     found: dict[tuple[object, ...], FollowUp] = {}
     for report in reports:
-        for kind, make in _MAKE.items():
-            case = make(report, reports)
+        for kind in _KINDS:
+            odd = kind in _ODD
+            case = _without(kind, report, reports) if odd else _with_equal_shards(report)
             once = kind == "equal shards"
             of = (report.case.siblings, report.case.adaptation) if once else report.case.id
             key = (kind, of)
@@ -61,17 +71,17 @@ def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
     return list(found.values())
 
 
-def _without_scalar(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
+def _without(kind: Kind, report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
     """Ranks crashed on a workload that has such a parameter, and on another one they did not."""
     alike = _siblings(report, reports)
     finished = any(r.ranks_finished for r in alike)
-    without = _NO_SCALAR.get(report.case.workload)
+    without = _WITHOUT[kind].get(report.case.workload)
     if without is None or not _crashed(report) or not finished:
         return None
     return msgspec.structs.replace(report.case, workload=without)
 
 
-def _with_equal_shards(report: CaseReport, reports: Sequence[CaseReport]) -> Case | None:
+def _with_equal_shards(report: CaseReport) -> Case | None:
     case, shards = report.case, len(report.case.with_data)
     equal = case.batch // shards * shards
     is_it = any(cause.cause == "unweighted-mean" for cause in report.diagnosis)
@@ -81,31 +91,27 @@ def _with_equal_shards(report: CaseReport, reports: Sequence[CaseReport]) -> Cas
     return msgspec.structs.replace(case, id=name, batch=equal, rerun=False)
 
 
-_MAKE: Mapping[Kind, Callable[[CaseReport, Sequence[CaseReport]], Case | None]] = {
-    "no scalar": _without_scalar,
-    "equal shards": _with_equal_shards,
-}
-
-
 def take_in(
     reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
 ) -> list[CaseReport]:
     """The reports with what the follow-ups have shown."""
     found = list(reports)
     for follow_up, report in done:
-        change = _with_vector if follow_up.kind == "no scalar" else _with_hint
+        change = _with_another if follow_up.kind in _ODD else _with_hint
         found = [change(each, follow_up, report) for each in found]
     return found
 
 
-def _with_vector(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
-    if report.case.id != follow_up.case.id or not follow_up.replaces(done):
+def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
+    of = follow_up.of.case
+    here = (report.case.id, report.case.workload) == (of.id, of.workload)  # replaced by no other
+    if not here or not follow_up.replaces(done):
         return report
+    odd, another, such = _ODD[follow_up.kind]
     note = (
-        "parameters without dimensions are not judged: the code fails on the one of "
-        f"{follow_up.of.case.workload} ({_error(follow_up.of)}), but not on a vector of one "
-        "element, which was run instead; a model with such a parameter (a logit scale) fails; "
-        f"--workload {follow_up.of.case.workload} makes it count"
+        f"parameters {odd} are not judged: the code fails on the one of {of.workload} "
+        f"({_error(follow_up.of)}), but not on {another}, which was run instead; a model with such "
+        f"a parameter ({such}) fails; --workload {of.workload} makes it count"
     )
     return msgspec.structs.replace(done, notes=(*done.notes, note))
 

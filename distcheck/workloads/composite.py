@@ -128,11 +128,13 @@ def _dropout(values: torch.Tensor, training: bool) -> torch.Tensor:
 
 
 class Vision(nn.Module):
-    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]."""
+    """A volume [n, 4, 6, 6] -> a vector [n, WIDTH]. If it is `flat`, no parameter has five
+    dimensions.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, flat: bool = False) -> None:
         super().__init__()
-        self.volume = nn.Conv3d(1, 4, 2)
+        self.volume = nn.Conv2d(4, 12, 2) if flat else nn.Conv3d(1, 4, 2)
         self.stem = nn.Sequential(nn.Conv2d(12, 16, 3, bias=False), nn.GroupNorm(4, 16), nn.GELU())
         self.pointwise = nn.Sequential(nn.Conv2d(16, 24, 1, bias=False), nn.BatchNorm2d(24))
         self.upwards = nn.ConvTranspose2d(24, 16, 2)
@@ -140,7 +142,9 @@ class Vision(nn.Module):
 
     def forward(self, volume: torch.Tensor) -> torch.Tensor:
         """3-d, 3x3 and 1x1 convolutions and one that is transposed; the mean over all places."""
-        maps = torch.tanh(self.volume(volume.unsqueeze(1))).flatten(1, 2)
+        flat = isinstance(self.volume, nn.Conv2d)
+        seen = self.volume(volume if flat else volume.unsqueeze(1))
+        maps = torch.tanh(seen if flat else seen.flatten(1, 2))
         maps = F.gelu(self.upwards(F.gelu(self.pointwise(self.stem(maps)))))
         found: torch.Tensor = self.project(maps.mean((2, 3)))
         return found
@@ -166,9 +170,9 @@ class Composite(nn.Module):
     waves: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, classes: int, gain: tuple[int, ...] = ()) -> None:
+    def __init__(self, classes: int, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
         super().__init__()
-        self.features = nn.ModuleDict({"text": Text(), "vision": Vision()})
+        self.features = nn.ModuleDict({"text": Text(), "vision": Vision(flat=flat)})
         self.places = nn.Parameter(torch.randn(1, TOKENS + 1, WIDTH) / 8)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.norm = nn.LayerNorm(WIDTH)
@@ -202,8 +206,8 @@ class Composite(nn.Module):
 class CompositeWorkload:
     """Cross-entropy; SGD with momentum, in two groups, its rates changing from step to step."""
 
-    def __init__(self, gain: tuple[int, ...] = ()) -> None:
-        self._gain = gain
+    def __init__(self, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
+        self._gain, self._flat = gain, flat
 
     def samples(self) -> CompositeSamples:
         """Samples of its own, in place of `--data`."""
@@ -211,7 +215,7 @@ class CompositeWorkload:
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """For the samples of its own."""
-        return Composite(classes, self._gain)
+        return Composite(classes, self._gain, flat=self._flat)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross-entropy, the mean over the shard."""
@@ -280,7 +284,12 @@ workload = CompositeWorkload()
 
 
 def described(words: str) -> CompositeWorkload:
-    """`no-scalar`: for code that takes no parameter without dimensions. Raises UsageError."""
-    if words != "no-scalar":
-        raise UsageError(f"workload composite:{words} is not known; there is composite:no-scalar")
-    return CompositeWorkload((1,))
+    """`no-scalar`: for code that takes no parameter without dimensions; `no-volume`: for code that
+    takes none of five. Raises UsageError.
+    """
+    if words not in ("no-scalar", "no-volume"):
+        raise UsageError(
+            f"workload composite:{words} is not known; there are composite:no-scalar and "
+            "composite:no-volume"
+        )
+    return CompositeWorkload((1,)) if words == "no-scalar" else CompositeWorkload(flat=True)

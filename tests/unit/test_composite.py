@@ -44,6 +44,17 @@ def shards(seed: int, world: int = 4) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def test_it_may_have_no_parameter_of_five_dimensions() -> None:
+    """Which channels_last cannot take; all else is as it was."""
+    other = load_workload("composite:no-volume").workload
+    model = other.model(sample_shape=(1,), classes=10)
+    usual = load_workload("composite").workload.model(sample_shape=(1,), classes=10)
+    assert {p.dim() for p in usual.parameters()} - {p.dim() for p in model.parameters()} == {5}
+    names = [{name for name, _ in m.named_parameters()} for m in (model, usual)]
+    assert names[0] == names[1]
+    model.to(memory_format=torch.channels_last)
+
+
 def test_it_may_have_a_vector_in_place_of_its_scalar() -> None:
     other = load_workload("composite:no-scalar").workload
     samples = workload.samples()
@@ -52,7 +63,7 @@ def test_it_may_have_a_vector_in_place_of_its_scalar() -> None:
     whole = {name: tuple(p.shape) for name, p in built().named_parameters()}
     assert {name for name in whole if whole[name] != shapes[name]} == {"gain"}
     assert min(map(len, shapes.values())) == 1
-    with pytest.raises(UsageError, match="there is composite:no-scalar"):
+    with pytest.raises(UsageError, match="there are composite:no-scalar and"):
         load_workload("composite:without")
 
 

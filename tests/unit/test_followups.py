@@ -105,23 +105,29 @@ def test_the_lattice_runs_again_without_its_scalar(
     assert [f.case.id for f in found] == ["lattice-float32"] * again
 
 
-def test_composite_runs_again_as_well_and_each_in_its_own_place() -> None:
-    """The default run's cases: each that crashed has its own follow-up."""
+@pytest.mark.parametrize("finishes", ["no-scalar", "no-volume"])
+def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -> None:
+    """The default run's cases: each that crashed has its own follow-ups."""
     reports = [
         report("lattice", **CRASHES), report("cnn"), report("composite", **CRASHES),
         report("composite", "float64", **CRASHES),
     ]  # fmt: skip
     found = follow_ups(reports)
     assert [f.case.workload for f in found] == [
-        "lattice:no-scalar", "composite:no-scalar", "composite:no-scalar",
-    ]  # fmt: skip
+        "lattice:no-scalar",
+        *["composite:no-scalar", "composite:no-volume"] * 2,
+    ]
+    ends = [
+        {} if n < 3 and f.case.workload.endswith(finishes) else CRASHES for n, f in enumerate(found)
+    ]
+    ends[0] = {}
     done = [
-        msgspec.structs.replace(report("cnn", **(CRASHES if n == 2 else {})), case=f.case)
-        for n, f in enumerate(found)
+        msgspec.structs.replace(report("cnn", **end), case=f.case)
+        for f, end in zip(found, ends, strict=True)
     ]
     taken = take_in(reports, list(zip(found, done, strict=True)))
     assert [r.case.workload for r in taken] == [
-        "lattice:no-scalar", "cnn", "composite:no-scalar", "composite",
+        "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite",
     ]  # fmt: skip
     assert "the one of composite" in taken[2].notes[0]
     kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype

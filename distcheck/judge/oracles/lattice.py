@@ -308,6 +308,9 @@ def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
 
 
 def _odd(n: int) -> int:
+    """The largest odd factor of a number of samples. Raises ValueError for none."""
+    if n < 1:
+        raise ValueError(f"{n} samples have no odd factor")
     while n % 2 == 0:
         n //= 2
     return n

@@ -41,7 +41,7 @@ ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the 
 # written (0: not; else the stretches of the strategy's own backward), settings, implementation of
 # the optimizer, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states'
 # bytes, tokens, positions
-HEADER = struct.Struct("<BBHIddqI16sIqq")
+HEADER = struct.Struct("<BHHIddqI16sIqq")
 NOT_COUNTED = (-1, -1)  # tokens and positions of a workload that does not count them
 # The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]

@@ -15,7 +15,7 @@ import xxhash
 from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
-SCHEMA = "distcheck.trace/2"
+SCHEMA = "distcheck.trace/3"
 _NAME = "checksums.json"
 _ABOUT = "about.json"
 
