@@ -127,6 +127,8 @@ CAUSES: dict[str, set[str]] = {
     "decays_weights_twice": {"wrong-update"},
     "forgets_running_statistics": {"buffers-differ"},
     "ReportsAnotherLoss": {"wrong-loss"},
+    "RecomputesItsForward": {"forward-ran-twice"},
+    "ComputesInBFloat16": {"low-precision"},
     "swaps_twins": {"wrong-parameter-order"},
     # workloads
     "MeanOverWhatCounts": {"unweighted-mean"},

@@ -253,7 +253,7 @@ EXTRAS = frozenset(
         "hides_infinities", "StepsFromItsOwnBuffer", "keeps_the_first_model",
         "BroadcastsDeadBuffers",
         "RestsAtRateZero", "asks_rank_0_what_there_is", "counts_who_has_something",
-        "BucketThatIsNeverFull",
+        "BucketThatIsNeverFull", "RecomputesItsForward", "ComputesInBFloat16",
         "SendsWeightsAndForgetsBiases", "takes_no_number_for_zero", "drops_what_has_no_finite_norm",
         "flushes_what_is_denormal", "sends_25_mib_at_most", "sends_its_sizes_in_single_precision",
         "every_complex_is_complex64", "takes_equal_for_tied", "knows_one_class_of_parameters",

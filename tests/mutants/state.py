@@ -1,8 +1,11 @@
 """Parameters, buffers, initial state and loss."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from distcheck.contract import Step
 
@@ -61,6 +64,46 @@ def forgets_running_statistics(model: nn.Module, step: Step) -> None:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.reset_running_stats()
+
+
+class _Around(nn.Module):
+    """Computes the model's output in another way; the loop calls it in its place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+@mutant(caught="buffers X", workload=NORMALISED)
+class RecomputesItsForward:
+    """Activations are recomputed in backward, and running statistics move a second time."""
+
+    class Checkpointed(_Around):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return checkpoint(self.model, inputs, use_reentrant=False)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return self.Checkpointed(model)
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        _mean(model, step)
+
+
+@mutant(caught="local gradients X, gradients R, gradients S32, loss X, loss S32")
+class ComputesInBFloat16:
+    """Autocast in a wrapper, which returns float32."""
+
+    class Autocast(_Around):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found: torch.Tensor = self.model(inputs).float()
+            return found
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return self.Autocast(model)
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        _mean(model, step)
 
 
 @mutant(caught="loss lattice", workload="lattice")

@@ -177,3 +177,38 @@ def as_one_vector(model, step):
     vector = nn.utils.parameters_to_vector(gradients) * step.weight
     dist.all_reduce(vector)
     nn.utils.vector_to_parameters(vector / step.world_size, gradients)
+
+
+@right
+def threads_of_its_own(model, step):
+    """Two threads from the first exchange on, as a script that has the machine for itself."""
+    torch.set_num_threads(2)
+    for gradient in _gradients(model):
+        gradient.mul_(step.weight)
+        dist.all_reduce(gradient)
+        gradient.div_(step.world_size)
+
+
+@right
+class ChannelsLast:
+    """Convolutions in another memory order, which no parameter of five dimensions takes."""
+
+    def wrap(self, model):
+        return model.to(memory_format=torch.channels_last)
+
+    def sync(self, model, step):
+        for gradient in _gradients(model):
+            gradient.mul_(step.weight)
+            dist.all_reduce(gradient)
+            gradient.div_(step.world_size)
+
+
+@right
+def buffers_after_the_sync(model, step):
+    """Every rank ends the step with rank 0's."""
+    for gradient in _gradients(model):
+        gradient.mul_(step.weight)
+        dist.all_reduce(gradient)
+        gradient.div_(step.world_size)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)

@@ -1,10 +1,12 @@
 """Running statistics and other buffers moved as one machine's would, shard by shard.
 
 Where a forward pass starts from is part of the contract: each rank's own buffers, or rank 0's. A
-strategy that promises nothing may do either. It may also average a buffer over the ranks after the
-forward pass, evenly or by samples: then the bound is that of any mean, `oracles/rounding.py`.
+strategy that promises nothing may do either. It may also give all ranks one rank's buffer after the
+forward pass, to the bit, or average it over the ranks, evenly or by samples: then the bound is that
+of any mean, `oracles/rounding.py`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -46,16 +48,15 @@ def _comparison(
     """To the bit, unless the buffer is the mean of what the ranks' forward passes left."""
     actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
     to_the_bit = partial(bitwise, expected=expected)
-    if (
-        actual is None
-        or not evidence.contract.takes_any_buffers
-        or not actual.is_floating_point()
-        or actual.itemsize == 1  # for which no rounding is known
-        or torch.equal(actual, expected)
-    ):
+    if actual is None or not evidence.contract.takes_any_buffers or torch.equal(actual, expected):
         return to_the_bit
     ways: BufferWays = expectation.what
     left = [of_rank[0][index] for of_rank in ways.ways]
+    if (source := _sent_by(evidence, expectation, index, left)) is not None:
+        tally.remark("after the forward pass every rank is given one rank's buffers")
+        return partial(bitwise, expected=source)
+    if not actual.is_floating_point() or actual.itemsize == 1:  # for which no rounding is known
+        return to_the_bit
     even = [1.0 / len(left)] * len(left)
     for shares in (even, [weight / len(left) for weight in ways.shares.weights]):
         mean = rounding.interval(left, shares)
@@ -66,6 +67,18 @@ def _comparison(
             )
             return partial(within, expected=mean.mean, bound=mean.bound)
     return to_the_bit
+
+
+def _sent_by(
+    evidence: Evidence, expectation: Expectation, index: int, left: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """What one rank's forward pass left in a buffer, if every rank holds it after the step."""
+    slot = expectation.step + 1
+    held = [evidence.trace.tensor(rank, Kind.BUFFER, slot, index) for rank in evidence.with_data]
+    for one in left:
+        if all(tensor is not None and torch.equal(tensor, one) for tensor in held):
+            return one
+    return None
 
 
 def _expected(

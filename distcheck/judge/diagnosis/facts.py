@@ -111,7 +111,8 @@ class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A rank on which backward was seen to leave something else than its shard's gradient:
     `distance` of it, as a share of that gradient, in `parameters`; `source` is the rank whose
     shard's gradient it is, if it is one's (-1: none's). `buffers` are those with which it is the
-    shard's gradient to the bit, if another rank's are taken in place of those that are promised.
+    shard's gradient to the bit, if another rank's are taken in place of those that are promised;
+    `autocast` is the dtype under whose autocast the shard has it.
     """
 
     rank: int
@@ -119,6 +120,7 @@ class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
     distance: float
     source: int = -1
     buffers: tuple[str, ...] = ()
+    autocast: str = ""
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,9 +252,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     where such averages are accepted, the same facts as of gradients. `scaled_projection`: where
     low-rank gradients are accepted, by what the projections of rank 0 must be divided to be right
     ones. `elsewhere`: of gradients that owners do not have and other ranks do. `layout`: of a
-    model-parallel layout, what is measured in place of `steps`. Outside of
-    `steps`, ranks have the numbers of the world that
-    was run.
+    model-parallel layout, what is measured in place of `steps`. `forward_twice`: wrong buffers are
+    those that a second forward pass on the same batch leaves. Outside of `steps`, ranks have the
+    numbers of the world that was run.
     """
 
     world: int
@@ -271,4 +273,5 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     scaled_projection: float | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
     layout: LayoutFacts | None = None
+    forward_twice: bool = False
     trouble: str = ""

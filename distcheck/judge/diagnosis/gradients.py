@@ -71,7 +71,8 @@ def explain_step(step: StepFacts) -> list[Finding]:
     if step.missing_elsewhere:
         return [_missing(step)]
     before = left_otherwise(step)
-    if before and step.mean_of_left:
+    shorter = any(found.cause == "low-precision" for found in before)
+    if before and (step.mean_of_left or shorter):  # roundings like these look like anything
         return before
     found = _said_together(explain_all(step, step.parameters))
     if not found and len(step.parameters) > 1:
@@ -125,6 +126,17 @@ def left_otherwise(step: StepFacts) -> list[Finding]:
                 f"that are promised: {', '.join(buffers[:6])}{more}",
                 "send all buffers from the promised rank before every forward pass: those that "
                 "are not saved, of every kind of module, of every dtype",
+            )
+        ]
+    dtypes = {found.autocast for found in step.left}
+    if len(dtypes) == 1 and dtypes != {""}:
+        (dtype,) = dtypes
+        return [
+            Finding(
+                "low-precision",
+                f"{evidence}; it is what the shard has under torch.autocast in {dtype}",
+                f"verify the exchange without autocast: {dtype} keeps few digits, and no bound of "
+                "float32's holds for it",
             )
         ]
     return [

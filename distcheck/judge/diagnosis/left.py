@@ -72,13 +72,41 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
         assert own is not None
         apart += float((found - real_parts(own).double()).norm()) ** 2
         size += float(real_parts(own).double().norm()) ** 2
+    buffers = () if source >= 0 else _other_buffers(expectation, rank, pairs)
+    named = source >= 0 or buffers
     return LeftFacts(
         rank=rank,
         parameters=tuple(names),
         distance=sqrt(apart / size) if size else 0.0,
         source=source,
-        buffers=() if source >= 0 else _other_buffers(expectation, rank, pairs),
+        buffers=buffers,
+        autocast="" if named else _autocast(expectation, rank, pairs, sqrt(apart)),
     )
+
+
+def _autocast(
+    expectation: StepExpectation,
+    rank: int,
+    pairs: list[tuple[int, torch.Tensor]],
+    distance: float,
+) -> str:
+    """The dtype under whose autocast the shard's gradient is what backward left; empty where none
+    is.
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        try:
+            gradients = expectation.shard_under_autocast(rank, dtype).gradients
+        except RuntimeError:  # an operation that has no such kernel
+            continue
+        squares = [
+            float((found - real_parts(own).double()).norm()) ** 2
+            for index, found in pairs
+            if (own := gradients[index]) is not None
+        ]
+        # Chosen: nearer by two orders; a loss may be computed within autocast, or after it.
+        if len(squares) == len(pairs) and sqrt(sum(squares)) <= distance / 100:
+            return str(dtype).removeprefix("torch.")
+    return ""
 
 
 def _other_buffers(

@@ -22,6 +22,7 @@ from distcheck.contract import (
 )
 from distcheck.judge import acceptance
 from distcheck.judge.diagnosis.facts import Facts, Overlap
+from distcheck.judge.diagnosis.forward_twice import ran_twice
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measuring import MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.micro_batches import measured_passes
@@ -82,7 +83,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
     if not job.steps:
         return facts
     try:
-        facts = look.at_update(facts)
+        facts = look.at_buffers(look.at_update(facts))
         if look.mesh is not None:
             return look.at_layout(facts, look.mesh)
         if accepted is not None and not accepted.requires_mean:
@@ -119,6 +120,16 @@ class _Look:
         if not failed or not 0 <= step < self._trace.steps_written():
             return facts
         return msgspec.structs.replace(facts, update=measured_update(self._expect(step)))
+
+    def at_buffers(self, facts: Facts) -> Facts:
+        """Measures the buffers where their check alone failed, at the first step."""
+        step = self._job.steps[0]
+        alone = ("buffers", BITWISE) in self._job.failed and not any(
+            check == "gradients" for check, _ in self._job.failed
+        )
+        if not alone or step >= self._trace.steps_written():
+            return facts
+        return msgspec.structs.replace(facts, forward_twice=ran_twice(self._expect(step)))
 
     def at_design(self, facts: Facts, accepted: acceptance.Accepted) -> Facts:
         """Measures what is exchanged in place of a mean of gradients."""

@@ -105,6 +105,10 @@ class StepExpectation:
         """A rank's part if each buffer had been that of another rank before the step."""
         return self._references.shards.run(rank, self.step, buffers_of=buffers_of)
 
+    def shard_under_autocast(self, rank: int, dtype: torch.dtype) -> ShardResult:
+        """A rank's part if the model had computed in a shorter dtype."""
+        return self._references.shards.run(rank, self.step, autocast=dtype)
+
     def passes(self, rank: int) -> list[list[torch.Tensor | None]]:
         """What each of a rank's backward passes adds to its gradients."""
         return self._references.shards.passes(rank, self.step)

@@ -16,7 +16,7 @@ def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
     found = _initial(failed, facts)
     if data := _of("data", failed):
         found += _data(facts) or _repeated(data)
-    found += _buffers(failed)
+    found += _buffers(failed, facts)
     found += _optimizer(failed, facts)
     return found
 
@@ -217,10 +217,21 @@ def _pairs(overlaps: list[Overlap]) -> str:
     return ranks_text(sorted({rank for overlap in overlaps for rank in overlap.ranks}))
 
 
-def _buffers(failed: Failures) -> list[Diagnosis]:
+def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
     result = _of("buffers", failed)
     if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
         return []
+    if facts.forward_twice:
+        return [
+            Diagnosis(
+                cause="forward-ran-twice",
+                evidence="gradients are right, and buffers moved as if each forward pass had run "
+                f"twice on its batch: {where(result)}",
+                suggestion="where activations are recomputed in backward (checkpoint), keep "
+                "running statistics and counters from moving the second time, or leave what holds "
+                "them out",
+            )
+        ]
     return [
         Diagnosis(
             cause="buffers-differ",

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from distcheck.contract import Batch, Contract
 from distcheck.judge.oracles.shares import declared_factor
@@ -193,9 +194,11 @@ class ShardReference:
         *,
         buffers_of: int | Sequence[int] | None = None,
         after_pass: Callable[[], None] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> ShardResult:
         """One rank's forward and backward at one step, from its own buffers or another's (by
-        default as the contract has it). Raises NotRecordedError.
+        default as the contract has it); `autocast`: the forward pass of the model as under
+        torch.autocast with that dtype. Raises NotRecordedError.
         """
         headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
         header = headers[rank]
@@ -215,7 +218,8 @@ class ShardReference:
         declared = declared_factor(given, batch.tokens, over, len(headers))
         pieces, loss_terms = list[torch.Tensor](), 0.0
         under = seeds.under(header.settings)
-        with under, _measuring(self._model, passes=accumulate) as sums:
+        short = _autocast(self._model, autocast)
+        with under, short, _measuring(self._model, passes=accumulate) as sums:
             for cut in _cut(batch, accumulate, self._contract.micro_batches):
                 loss = self._ingredients.loaded.workload.loss(self._model, cut.batch)
                 for share in cut.shares:
@@ -248,3 +252,23 @@ class ShardReference:
         if not self._contract.observes_loss or observed == 1.0:
             return None
         return torch.full_like(loss, observed)
+
+
+@contextlib.contextmanager
+def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Makes the model compute under autocast, and return float32, as wrappers do."""
+    if dtype is None:
+        yield
+        return
+    forward, device = model.forward, next(model.parameters()).device.type
+
+    def shorter(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            found = forward(*inputs, **named)
+        return found.float() if isinstance(found, torch.Tensor) else found
+
+    model.forward = shorter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
