@@ -9,6 +9,7 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine import devices, seeds
 from distcheck.plan.cases import check_case
+from distcheck.testing.verifying import verify
 from distcheck.workloads.cells import CELLS
 from tests.unit.test_plan import cases, checks
 
@@ -146,3 +147,11 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "outcome", "data", "initial state", "gradients", "loss", "agreement", "sensitivity",
     }  # fmt: skip
     assert check_case(against) == against, "it can be replayed"
+
+
+def test_a_verification_from_python_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    with pytest.raises(CannotRunError, match="device 'cuda' is not available"):
+        verify("allreduce", device="cuda")
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        verify("allreduce", device="tpu")
