@@ -1,6 +1,6 @@
-"""A training job on a GPU, which ranks share where there are more of them; on the CPU without one.
+"""A training job on a GPU, which ranks share where there are more of them.
 
-torchrun --nproc-per-node 2 a_job.py [BACKEND]
+torchrun --nproc-per-node 2 a_job.py BACKEND cuda|cpu
 """
 
 import os
@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def main(backend):
-    gpu = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if gpu:
+def main(backend, kind):
+    device = torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.init()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
@@ -50,4 +50,4 @@ def main(backend):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "gloo")
+    main(*sys.argv[1:])

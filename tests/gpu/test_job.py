@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distcheck.machine import devices
+from tests.launchers.processes import free_port
 from tests.world.command import ROOT
 
 pytestmark = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")
@@ -61,8 +62,9 @@ def judge(folder: Path, how: str, text: str) -> dict[str, Any]:
     (folder / "train.py").write_text(text)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, "front.py", how, "--nproc", "2", "--steps", "3", "--json", "r.json",
-         "--", sys.executable, "train.py"],
+        [sys.executable, "front.py", how, "--steps", "3", "--json", "r.json", "--", sys.executable,
+         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+         "train.py"],
         cwd=folder, capture_output=True, text=True, timeout=400,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
