@@ -43,25 +43,25 @@ def run(out: Path, *words: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_without_a_gpu_it_is_said_of_each_part(tmp_path: Path) -> None:
-    names = ("about", "nccl, 2 ranks", "job over nccl, right", "gloo, 4 ranks")
+    names = ("about", "nccl, 2 ranks, ddp", "job over nccl, right", "gloo, 4 ranks, allreduce")
     table, document = run(tmp_path, *(word for name in names for word in ("--only", name)))
     states = {part["part"]: part["state"] for part in document["parts"]}
     assert states == dict.fromkeys(names, "no GPU")
-    assert "nccl, 2 ranks " in table
+    assert "nccl, 2 ranks, ddp " in table
 
 
 def test_a_rehearsal_on_the_cpu_has_figures(tmp_path: Path) -> None:
-    words = ("--device", "cpu", "--small", "--only", "gloo, 4 ranks", "--only", "mutants, 1")
+    words = ("--device", "cpu", "--small", "--only", "gloo, 4 ranks, ddp", "--only", "mutants, 1")
     table, document = run(tmp_path, *words)
     verified, planted = document["parts"]
     assert (verified["state"], planted["state"]) == ("as expected", "as expected"), table
     figures = verified["figures"]
-    assert figures["passed"] == "6 of 6"
+    assert figures["passed"] == "2 of 2"
     assert 0 < figures["most of a bound"] < 1
     assert planted["figures"] == {
         "planted": 1, "caught": 1, "named_right": 1, "named_wrong": 0, "odd": {},
     }  # fmt: skip
-    assert "gloo, 4 ranks/r" in json.loads((tmp_path / "reports.json").read_text())
+    assert "gloo, 4 ranks, ddp/r" in json.loads((tmp_path / "reports.json").read_text())
 
 
 HANGS = """
