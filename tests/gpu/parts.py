@@ -236,10 +236,11 @@ def verify(
 
 
 def strategies(place: Place, backend: str, world: int, *words: str) -> list[Part]:
-    """A part for each strategy in a world."""
-    ranks = f"{backend}, {world} rank{'s' * (world > 1)}"
+    """A part for each strategy in a world; of one rank the verdict is unknown."""
+    ranks, code = f"{backend}, {world} rank{'s' * (world > 1)}", 0 if world > 1 else 5
+    words = ("--world", str(world), *words)
     return [
-        verify(f"{ranks}, {name}", place, backend, name, "--world", str(world), *words, limit_s=100)
+        verify(f"{ranks}, {name}", place, backend, name, *words, limit_s=100, code=code)
         for name in STRATEGIES
     ]
 

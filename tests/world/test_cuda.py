@@ -39,7 +39,7 @@ def test_strategies(
     assert lacking == ({"sensitivity"} if alone else set())
     assert report["environment"]["gpu"]
     assert report["environment"]["tf32"] is False
-    assert [case["device"] for case in report["cases"]] == ["cuda"] * 4
+    assert [case["device"] for case in report["cases"]] == ["cuda"] * 5
     assert report["cases"][-1]["id"].endswith("against-cpu")
 
 
