@@ -82,23 +82,15 @@ def verify(
         "workloads": (workload,) if isinstance(workload, str) else workload,
         "data": data,
         "data_dir": data_dir and os.fspath(data_dir),
-        "batch": batch,
-        "steps": steps,
-        "seed": seed,
-        "dtype": dtype,
-        "deadline_s": deadline_s,
+        "batch": batch, "steps": steps, "seed": seed, "dtype": dtype, "deadline_s": deadline_s,
         "adaptation": adaptation_of(*adapted),
-        "loss": loss,
-        "accept": accept,
-        "thorough": thorough,
+        "loss": loss, "accept": accept, "thorough": thorough,
         "without": (without,) if isinstance(without, str) else tuple(without),
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
-        "separate": separate,
-        "backend": backend,
-        "device": device,
+        "separate": separate, "backend": backend, "device": device,
         **settings,
-    }
+    }  # fmt: skip
     return _verify(_request(asked, world_given=world is not None), save)
 
 
