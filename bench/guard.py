@@ -1,6 +1,6 @@
 """The overhead of `distcheck.guard` on VGG11 in a world of 4, and of a SHA-1 of the same tensors.
 
-    python bench/guard.py [STEPS]
+    python bench/guard.py [STEPS [DEVICE]]
 
 Prints, each over a bare training step: a check of the guard and a SHA-1 on the CPU of parameters,
 buffers and optimizer state (as Megatron compares replicas), both divided by `every`=100, and the
@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
@@ -38,7 +37,7 @@ def sha1(model, optimizer) -> str:
     return str(everywhere)
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, device: str) -> None:
     """What one rank does; the first prints the figures."""
     sys.path.insert(0, PEERS)
     import torch
@@ -53,11 +52,11 @@ def measure(rounds: int) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = vgg11()
+    model = vgg11().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     torch.manual_seed(rank)
-    images = torch.randn(BATCH // world, 3, 32, 32)
-    labels = torch.randint(0, 10, (BATCH // world,))
+    images = torch.randn(BATCH // world, 3, 32, 32).to(device)
+    labels = torch.randint(0, 10, (BATCH // world,)).to(device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -71,6 +70,8 @@ def measure(rounds: int) -> None:
         dist.barrier()
         begun = time.perf_counter()
         do()
+        if device == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         return time.perf_counter() - begun
 
@@ -102,10 +103,10 @@ def measure(rounds: int) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        measure(int(sys.argv[1]))
+        measure(int(sys.argv[1]), sys.argv[2])
     else:
         os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        rounds = sys.argv[1] if len(sys.argv) > 1 else "9"
-        torchrun = str(Path(sysconfig.get_path("scripts")) / "torchrun")
-        words = [torchrun, "--standalone", "--nproc-per-node", "4", str(Path(__file__).resolve())]
-        sys.exit(subprocess.run([*words, rounds], cwd=tempfile.mkdtemp(), check=False).returncode)
+        rounds, device = [*sys.argv[1:], *("9", "cpu")[len(sys.argv) - 1 :]]
+        words = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"]
+        words += ["--nproc-per-node", "4", str(Path(__file__).resolve()), rounds, device]
+        sys.exit(subprocess.run(words, cwd=tempfile.mkdtemp(), check=False).returncode)

@@ -29,16 +29,11 @@ def _missing(job: LookRequest, device: str) -> str:
         load_backend(name)
     elif name == "gloo" and not dist.is_gloo_available():
         return f"this build of torch ({torch.__version__}) has no gloo"
-    elif name in _OF_DEVICES:
-        if not dist.is_nccl_available():
-            return f"this build of torch ({torch.__version__}) has no {name}"
-        if device != _OF_DEVICES[name]:
-            return f"{name} moves {_OF_DEVICES[name]} tensors only, not those of {device}"
-        if torch.cuda.device_count() < job.world:
-            return f"{name} needs a GPU for each of the {job.world} ranks; this machine has " + str(
-                torch.cuda.device_count()
-            )
-    elif reason := backends.missing(name):
+    elif name in _OF_DEVICES and not dist.is_nccl_available():
+        return f"this build of torch ({torch.__version__}) has no {name}"
+    elif name in _OF_DEVICES and device != _OF_DEVICES[name]:
+        return f"{name} moves {_OF_DEVICES[name]} tensors only, not those of {device}"
+    elif reason := backends.missing(name) or backends.missing_for(name, job.world):
         return reason
     if device == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"

@@ -8,6 +8,10 @@ torch. It may offer
                              the orders that may follow its name and a colon (`simulated:tree`), in
                              place of these two
     missing() -> str         why it cannot run here
+    missing_for(ranks) -> str
+                             why so many ranks cannot run on this machine; it may import torch
+    variables(ranks) -> dict[str, str]
+                             what so many ranks on one machine need in their environment
     register() -> str        makes torch know it, in a rank; returns the name that torch knows it by
 """
 
@@ -103,6 +107,23 @@ def missing(backend: str) -> str:
     """
     ask: Callable[[], str] | None = getattr(_module(name_of(backend)), "missing", None)
     return ask() if ask is not None else ""
+
+
+def missing_for(backend: str, ranks: int) -> str:
+    """Why a backend cannot run so many ranks on this machine, where only its library can tell:
+    asked in a process that may import torch. Empty where it can.
+    """
+    ask: Callable[[int], str] | None = getattr(_module(name_of(backend)), "missing_for", None)
+    return ask(ranks) if ask is not None else ""
+
+
+def variables(backend: str, ranks: int) -> dict[str, str]:
+    """What `ranks` ranks on this machine need in their environment, but for what is set."""
+    if not is_known(backend):
+        return {}
+    ask: Callable[[int], dict[str, str]] | None
+    ask = getattr(_module(name_of(backend)), "variables", None)
+    return ask(ranks) if ask is not None else {}
 
 
 def register(backend: str) -> str:

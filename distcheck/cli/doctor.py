@@ -51,6 +51,8 @@ def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
         yield name.replace("_", " "), str(about[name])
     yield from _torch_remark(about["torch"])
     yield "built into torch", ", ".join(found["backends"]) or "no backend"
+    if found["nccl"]:
+        yield "NCCL", found["nccl"]
     for name in backends.backend_names():
         why = backends.missing(name)
         yield f"backend {name}", f"cannot run here: {why}" if why else "can run here"

@@ -3,7 +3,7 @@
 import functools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,9 @@ _ONE_RANK = {
     "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
     "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    "CUDA_VISIBLE_DEVICES": "",  # autograd has a thread for each GPU, and a fork loses it
 }  # fmt: skip
+# Autograd has a thread for each GPU that it sees, and a fork loses it.
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 _OF_MPI = "OMPI_"
 
 
@@ -93,22 +94,20 @@ def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) ->
             "the script starts its ranks itself, so it cannot be run as one of them; start it by "
             "torchrun"
         )
-    if first.device != "cpu":
-        raise NoReferenceError(
-            f"the reference runs on CPUs, and the job's model is on {first.device}"
-        )
     if first.backend == "mpi":
         raise NoReferenceError("the reference cannot stand in for MPI's own start of ranks")
     if not all(record.whole for record in job.at(job.steps[0])):
         raise NoReferenceError(
             "the first step was beyond --budget, so its parameters were not kept"
         )
-    words = _in_copy(words, copy)
+    words = in_copy(words, Path.cwd(), copy)
+    in_processes = _is_lost_in_a_fork(first.device)
     asked = Settings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), parent=os.getpid(),
-        on_cpu=on_cpu,
+        on_cpu=on_cpu, in_processes=in_processes,
     )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
+    variables |= {} if in_processes else _WITHOUT_GPUS
     file = settings.write(asked, folder)
     ran = running.run(
         words, file, folder=copy, variables={**variables, **_ONE_RANK}, quiet=True,
@@ -117,9 +116,12 @@ def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) ->
     return _read(folder, ran)
 
 
-def _in_copy(words: list[str], copy: Path) -> list[str]:
-    """Paths into the job's folder lead into its copy."""
-    here = Path.cwd()
+def _is_lost_in_a_fork(device: str) -> bool:
+    return device != "cpu"
+
+
+def in_copy(words: Sequence[str], here: Path, copy: Path) -> list[str]:
+    """Paths into the folder `here` lead into its copy."""
     found = []
     for word in words:
         path = Path(word)

@@ -90,7 +90,7 @@ def run(
         except BaseException:
             _end(process)
             raise
-    return Ran(code, _raised(settings.parent))
+    return Ran(code, raised_in(settings.parent))
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -120,7 +120,8 @@ def _started_by(process: int) -> list[psutil.Process]:
     return found
 
 
-def _raised(folder: Path) -> tuple[tuple[int, str], ...]:
+def raised_in(folder: Path) -> tuple[tuple[int, str], ...]:
+    """What processes of a folder noted that they raised: (rank, the first line of it)."""
     found = []
     for file in sorted(folder.glob("raised-*")):
         with file.open(errors="backslashreplace") as note:

@@ -41,6 +41,17 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     unfolded: str = ""
 
 
+class Role(msgspec.Struct, frozen=True):
+    """What a copy of a replay is: `rank` whose batches it gets, or -1 for those of all ranks
+    together; `draw` seeds the perturbation of its parameters, 0 for none. With `pairs` it makes one
+    pass, with the samples of those (rank, forward pass) in one batch.
+    """
+
+    rank: int
+    draw: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How a job is to be recorded.
 
@@ -49,6 +60,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
     parent            in a replay: the process that it ends with
+    in_processes      in a replay: whether copies are processes of their own, and no forks
+    role, role_mode   in such a process: what it is, in which mode of the replay
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
@@ -62,6 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_going: bool = False
     recording: str = ""
     parent: int = 0
+    in_processes: bool = False
+    role: Role | None = None
+    role_mode: str = ""
     on_cpu: bool = False
     every: int = 100
     warns: bool = False

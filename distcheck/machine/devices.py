@@ -5,6 +5,7 @@ has touched CUDA cannot fork ranks that use it. What takes a `torch.device` runs
 judges, which are forked from a helper that has not.
 """
 
+import ctypes
 import os
 import re
 from collections.abc import Mapping
@@ -35,10 +36,8 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
     return min(len(named), len(files))
 
 
-def missing(device: str, backend: str, ranks: int) -> str:
-    """Why so many ranks cannot run on a device of this machine, in a sentence; empty where they
-    can.
-    """
+def missing(device: str, backend: str) -> str:
+    """Why ranks cannot run on a device of this machine, in a sentence; empty where they can."""
     if device == "cpu":
         if backend == "nccl":
             return "backend nccl moves tensors between GPUs only; give --device cuda as well"
@@ -50,11 +49,6 @@ def missing(device: str, backend: str, ranks: int) -> str:
         return f"backend {backend} takes CPU tensors only; give --device cpu"
     if backend == "mpi":
         return "backend mpi takes CPU tensors only; give --device cpu, or --backend gloo or nccl"
-    if backend == "nccl" and ranks > count:
-        return (
-            f"backend nccl needs a GPU of its own for each of {ranks} ranks, and here are {count}; "
-            "give --backend gloo, with which ranks share one, or fewer ranks"
-        )
     return ""
 
 
@@ -114,21 +108,32 @@ def describe(device: str) -> dict[str, object]:
         "gpus": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "cudnn": _cudnn_version(),
-        "nccl": _nccl_version(),
+        "nccl": ".".join(map(str, nccl_version())),
         "driver": _driver_version(),
         "tf32": "tf32" in float32,
         "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
 
 
-def _nccl_version() -> str:
-    """Empty where torch was built without NCCL."""
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that this process has loaded; empty where torch has none.
+
+    The library itself is asked: `torch.cuda.nccl.version()` is a constant of torch's build, which
+    another library that was put first with LD_PRELOAD does not change.
+    """
     import torch
 
+    number = ctypes.c_int()
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)  # after torch: what it uses
+        if library.ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    except (OSError, AttributeError):  # linked into torch
+        pass
+    try:
+        return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     except AttributeError:
-        return ""
+        return ()
 
 
 def _cudnn_version() -> int | None:

@@ -111,10 +111,8 @@ def check_request(request: Request) -> None:
             f"backend {request.backend} holds all ranks in one process; start distcheck without "
             "a launcher"
         )
-    for world in request.worlds:
-        ranks = world if request.ranks_here is None else min(world, request.ranks_here)
-        if why := devices.missing(request.device, request.backend, ranks):
-            raise CannotRunError(why)
+    if why := devices.missing(request.device, request.backend):
+        raise CannotRunError(why)
 
 
 def check_workload(spec: str) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.machine import devices
 from distcheck.plan.cases import Request
 from distcheck.records import Adaptation, LossName
 from distcheck.records.searches import PlannedSearch
@@ -60,7 +60,7 @@ def widened(request: Request, *, world_given: bool) -> Request:
     fits = [
         world
         for world in WORLDS
-        if not devices.missing(request.device, request.backend, world) and world <= request.batch
+        if world <= request.batch and not (request.backend == "nccl" and nccl.are_shared(world))
     ]
     worlds = tuple(fits) or CELL_WORLDS
     cells = tuple(world for world in CELL_WORLDS if world in worlds) or worlds[-1:]

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from distcheck.errors import ExitCode
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.terminal import console_for
-from distcheck.selftest.planning import Plan, check_backend, plan_selftest
+from distcheck.selftest.planning import Plan, check_place, plan_selftest
 from distcheck.selftest.records import Row, count
 from distcheck.selftest.running import look, run_plan
 from distcheck.selftest.table import Detection, render, render_json
@@ -23,11 +23,12 @@ def selftest_command(
     quick: bool,
     patterns: tuple[str, ...],
     backend: str,
+    device: str,
     json_file: str | None,
     verbose: bool,
 ) -> int:
     """Runs the zoo and shows the table; returns the exit code."""
-    check_backend(backend)
+    check_place(backend, device)
     check_writable(json_file)
     begun = time.monotonic()
     rows: list[Row] = []
@@ -35,7 +36,9 @@ def selftest_command(
     try:
         with _progress() as progress:
             task = progress.add_task("looking at the zoo", total=None)
-            plan = plan_selftest(look(), patterns=patterns, quick=quick, backend=backend)
+            plan = plan_selftest(
+                look(), patterns=patterns, quick=quick, backend=backend, device=device
+            )
             progress.update(task, total=len(plan.mutants) + len(plan.strategies))
             interrupted = True
             with contextlib.suppress(KeyboardInterrupt):
@@ -45,6 +48,7 @@ def selftest_command(
         shared_pool().close()
     found = Detection(
         backend=backend,
+        device=device,
         rows=tuple(rows),
         counts=count(
             rows,

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from distcheck import backends
-from distcheck.errors import UsageError
+from distcheck.errors import CannotRunError, UsageError
+from distcheck.machine import devices
 from distcheck.selftest.records import Planted, Zoo
 
 WORLDS = (2, 3)
@@ -22,6 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     backend: str = "gloo"
+    device: str = "cpu"
 
     mutants: tuple[Planted, ...]
     strategies: tuple[str, ...]
@@ -34,18 +36,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return len(WORLDS) * (2 if self.dtype else 3)
 
 
-def check_backend(backend: str) -> None:
-    """Raises UsageError for a backend over which the mutants are not listed."""
+def check_place(backend: str, device: str) -> None:
+    """Raises UsageError for a backend over which the mutants are not listed, and for an unknown
+    device; CannotRunError for one that is not here.
+    """
     backends.check_name(backend)
     if backend not in BACKENDS:
         raise UsageError(
             f"--backend {backend}: what must catch each mutant is known for gloo's order of "
             f"additions; expected {' or '.join(BACKENDS)}"
         )
+    if device not in devices.DEVICES:
+        raise UsageError(f"unknown --device {device!r}; known are {' and '.join(devices.DEVICES)}")
+    if why := devices.missing(device, backend):
+        raise CannotRunError(why)
 
 
 def plan_selftest(
-    zoo: Zoo, *, patterns: Sequence[str] = (), quick: bool = False, backend: str = "gloo"
+    zoo: Zoo,
+    *,
+    patterns: Sequence[str] = (),
+    quick: bool = False,
+    backend: str = "gloo",
+    device: str = "cpu",
 ) -> Plan:
     """Chooses by name and by `quick`. Raises UsageError for a pattern that nothing matches."""
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
@@ -65,6 +78,7 @@ def plan_selftest(
         strategies = quickest or strategies[:1]
     return Plan(
         backend=backend,
+        device=device,
         mutants=mutants,
         strategies=strategies,
         elsewhere=zoo.elsewhere,

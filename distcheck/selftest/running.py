@@ -37,22 +37,22 @@ def run_plan(
     """
     for planted in plan.mutants:
         begins(f"{planted.file}.{planted.name}")
-        yield _run_mutant(planted, plan.backend, environment)
+        yield _run_mutant(planted, plan, environment)
     for strategy in plan.strategies:
         begins(f"correct.{strategy}")
         yield from _run_correct(strategy, plan, environment)
 
 
-def _run_mutant(planted: Planted, backend: str, environment: dict[str, object]) -> Row:
+def _run_mutant(planted: Planted, plan: Plan, environment: dict[str, object]) -> Row:
     begun = time.monotonic()
     row = Row(kind="mutant", name=planted.name, file=planted.file)
-    if backend == "simulated":
+    if plan.backend == "simulated":
         if planted.processes:
             return msgspec.structs.replace(row, verdict="left out", detail=_OF_PROCESSES)
         if planted.when_simulated:
             planted = msgspec.structs.replace(planted, causes=planted.when_simulated, caught=())
     try:
-        report = verify(**planted.asked, backend=backend)
+        report = verify(**planted.asked, backend=plan.backend, device=plan.device)
     except NotSimulatedError as error:
         return msgspec.structs.replace(row, verdict="left out", detail=str(error))
     except DistcheckError as error:
@@ -66,7 +66,7 @@ def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> l
     try:
         report = verify(
             strategy, world=WORLDS, workload=WORKLOADS, dtype=plan.dtype, steps=3,
-            backend=plan.backend,
+            backend=plan.backend, device=plan.device,
         )  # fmt: skip
     except NotSimulatedError as error:
         out = Row(

@@ -34,6 +34,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     """A self-test as far as it went."""
 
     backend: str = "gloo"
+    device: str = "cpu"
     rows: tuple[Row, ...]
     counts: Counts
     environment: dict[str, Any]
@@ -49,7 +50,8 @@ def render(found: Detection, console: Console, *, verbose: bool = False) -> None
     console.print(
         Text(
             f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
-            f"{found.backend} on cpu, {about.get('threads')} thread a rank, {about.get('cpu')}"
+            f"{found.backend} on {found.device}, {about.get('threads')} thread a rank, "
+            f"{about.get('gpu') or about.get('cpu')}"
         ),
         style="dim",
     )
@@ -97,6 +99,7 @@ def render_json(found: Detection) -> str:
         "exit_code": 130 if found.interrupted else int(found.counts.exit_code),
         "interrupted": found.interrupted,
         "backend": found.backend,
+        "device": found.device,
         "environment": found.environment,
         "counts": found.counts,
         "rows": found.rows,

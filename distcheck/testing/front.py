@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 
+from distcheck import backends
 from distcheck.errors import DistcheckError, HelperError, NotSimulatedError
 from distcheck.machine import devices
 from distcheck.records import Outcome
@@ -101,9 +102,11 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     """
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
-    if why := devices.missing(options.device, options.backend, options.size):
+    if why := devices.missing(options.device, options.backend):
         _skip(why)
     _make_ready_to_fork(options)
+    if why := backends.missing_for(options.backend, options.size):
+        _skip(why)
     fixtures.make_folders_base(item, kept=options.is_shared)
     refused = ""
     with turns.turn():

@@ -37,6 +37,7 @@ def verify(
     steps: int | None = None,
     seed: int = 0,
     backend: str = "gloo",
+    device: str = "cpu",
     dtype: str | None = None,
     deadline_s: float = 30.0,
     form: str | None = None,
@@ -62,7 +63,8 @@ def verify(
     world       number of ranks, or several to try; by default 4
     workload    names of workloads; by default those that `distcheck verify` has
     batch       samples per step, over all ranks; `steps`: by default each workload's own
-    form ...    as the options --as, --arg, --set, --finish, --reset, --loss, --backend, --accept
+    form ...    as the options --as, --arg, --set, --finish, --reset, --loss, --backend, --device,
+                --accept
     without_data  ranks without a shard of the batch, such as a parameter server
     thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
                 a search of `explore_s` seconds for each strategy (0: none)
@@ -80,22 +82,15 @@ def verify(
         "workloads": (workload,) if isinstance(workload, str) else workload,
         "data": data,
         "data_dir": data_dir and os.fspath(data_dir),
-        "batch": batch,
-        "steps": steps,
-        "seed": seed,
-        "dtype": dtype,
-        "deadline_s": deadline_s,
+        "batch": batch, "steps": steps, "seed": seed, "dtype": dtype, "deadline_s": deadline_s,
         "adaptation": adaptation_of(*adapted),
-        "loss": loss,
-        "accept": accept,
-        "thorough": thorough,
+        "loss": loss, "accept": accept, "thorough": thorough,
         "without": (without,) if isinstance(without, str) else tuple(without),
         "explore_s": explore_s,
         "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
-        "separate": separate,
-        "backend": backend,
+        "separate": separate, "backend": backend, "device": device,
         **settings,
-    }
+    }  # fmt: skip
     return _verify(_request(asked, world_given=world is not None), save)
 
 

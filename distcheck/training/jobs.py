@@ -19,10 +19,11 @@ TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases to look at."""
+    """Cases to look at; of their worlds at most `ranks_here` ranks will be on this machine."""
 
     cases: tuple[Case, ...]
     description: bytes
+    ranks_here: int = 1
 
 
 class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distcheck import __version__
+from distcheck import __version__, backends
+from distcheck.backends import nccl
 from distcheck.backends.mpi.alone import stand_alone
 from distcheck.contract import Contract
-from distcheck.errors import UsageError
+from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
 from distcheck.machine import devices, seeds
 from distcheck.machine.cores import cores
@@ -49,6 +50,8 @@ _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other r
 @INSPECT.does
 def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> Facts:
     """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
+    if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
+        raise CannotRunError(why)
     seeds.pin_determinism()
     _enter_world_of_one()
     if any(case.backend == "mpi" or _mentions_mpi(case.strategy) for case in job.cases):
@@ -168,6 +171,7 @@ def examine(nothing: bytes, fds: Descriptors, reporter: Reporter) -> dict[str, A
     return {
         "environment": environment(),
         "backends": [name for name, there in built.items() if there],
+        "nccl": nccl.describe() if built["nccl"] else "",
         "devices": f"cpu, {cuda}; {devices.gpu_count() or 'no'} GPU here",
         "torchvision": vision,
     }

@@ -93,7 +93,11 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
     """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
-    request = InspectionRequest(cases=tuple(cases), description=data.description)
+    request = InspectionRequest(
+        cases=tuple(cases),
+        description=data.description,
+        ranks_here=max(pool.ranks_here(case.world) for case in cases),
+    )
     fds = {"data": data.fd} if data.fd is not None else {}
     deadline_s = max(_LEAST_LOADING_S, *(case.deadline_s for case in cases))
     world = start_job(pool, INSPECT, request, fds, deadline_s=deadline_s)

@@ -61,6 +61,7 @@ def start_world(
         with listening(pool.address) as server:
             host, port = server.getsockname()[:2]
             starts = []
+            variables = backends.variables(backend, pool.ranks_here(size))
             for rank in range(size):
                 meeting = Rendezvous(
                     backend=backend,
@@ -72,7 +73,10 @@ def start_world(
                 )
                 start = RankStart(
                     payload=job.encode(request(meeting)),
-                    environment=environment_of(meeting, nodes=surroundings.nodes_of(size)),
+                    environment={
+                        **environment_of(meeting, nodes=surroundings.nodes_of(size)),
+                        **variables,
+                    },
                     fds=own_fds[rank] if own_fds else {},
                     interpreter=surroundings.interpreter_of(rank),
                     order_seed=surroundings.order_seed(rank),

@@ -104,13 +104,13 @@ def test_means_and_distances() -> None:
 def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
     forks = Forks(tmp_path)
     right, wrong, raises = Role(1), Role(2, draw=1), Role(3)
-    found = forks.run([right, wrong, raises])
+    found = forks.run([right, wrong, raises], 0, "together")
     if isinstance(found, Role):  # in a copy
         if found == wrong:
             os.abort()
         if found == raises:
             sys.excepthook(ValueError, ValueError("no such sample\nand more"), None)
-        forks.leave(found, {"w": torch.tensor([float(found.rank)])})
+        forks.leave(found, {"w": torch.tensor([float(found.rank)])}, 0)
         return
     gradients = found[right]
     assert gradients is not None

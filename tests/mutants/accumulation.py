@@ -24,7 +24,7 @@ class _Accumulates:
         return model
 
     def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=batch.inputs.device)
         for number, part in enumerate(batch.split(2)):
             share = len(part.ids) / step.samples
             self.before(number, step)

@@ -9,6 +9,7 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine import devices, seeds
 from distcheck.plan.cases import check_case
+from distcheck.testing.verifying import verify
 from distcheck.workloads.cells import CELLS
 from tests.unit.test_plan import cases, checks
 
@@ -79,14 +80,9 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("gpus", "options", "said"),
     [
-        (0, {"backend": "nccl"}, "needs an NVIDIA GPU for each rank; this machine has none"),
+        (0, {"backend": "nccl"}, "backend nccl needs an NVIDIA GPU; this machine has none"),
         (0, {"device": "cuda"}, "device 'cuda' is not available: this machine has no NVIDIA GPU"),
         (1, {"backend": "nccl"}, "moves tensors between GPUs only; give --device cuda as well"),
-        (
-            1,
-            {"backend": "nccl", "device": "cuda", "worlds": (4,)},
-            "a GPU of its own for each of 4 ranks, and here are 1; give --backend gloo",
-        ),
         (1, {"backend": "mpi", "device": "cuda"}, "backend mpi takes CPU tensors only"),
         (
             1,
@@ -151,3 +147,11 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "outcome", "data", "initial state", "gradients", "loss", "agreement", "sensitivity",
     }  # fmt: skip
     assert check_case(against) == against, "it can be replayed"
+
+
+def test_a_verification_from_python_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    with pytest.raises(CannotRunError, match="device 'cuda' is not available"):
+        verify("allreduce", device="cuda")
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        verify("allreduce", device="tpu")

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from distcheck.errors import ExitCode, NotSimulatedError, UsageError
+from distcheck.errors import CannotRunError, ExitCode, NotSimulatedError, UsageError
+from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
 from distcheck.selftest import running
-from distcheck.selftest.planning import check_backend, plan_selftest, representatives
+from distcheck.selftest.planning import check_place, plan_selftest, representatives
 from distcheck.selftest.records import (
     Planted,
     Row,
@@ -147,10 +148,33 @@ def test_plans_by_name() -> None:
 
 def test_the_mutants_are_listed_for_two_backends() -> None:
     for backend in ("gloo", "simulated"):
-        check_backend(backend)
+        check_place(backend, "cpu")
         assert plan_selftest(ZOO, backend=backend).backend == backend
     with pytest.raises(UsageError, match=r"--backend simulated:tree: .*; expected gloo or simul"):
-        check_backend("simulated:tree")
+        check_place("simulated:tree", "cpu")
+
+
+def test_the_zoo_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    with pytest.raises(CannotRunError, match="this machine has no NVIDIA GPU"):
+        check_place("gloo", "cuda")
+    with pytest.raises(UsageError, match="unknown --device 'tpu'; known are cpu and cuda"):
+        check_place("gloo", "tpu")
+    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    check_place("gloo", "cuda")
+    with pytest.raises(CannotRunError, match="simulated takes CPU tensors only"):
+        check_place("simulated", "cuda")
+    asked: list[str] = []
+
+    def verified(strategy: str, **words: object) -> Report:
+        asked.append(f"{words['backend']} on {words['device']}")
+        return report(R)
+
+    monkeypatch.setattr(running, "verify", verified)
+    plan = plan_selftest(ZOO, patterns=["bits", "correct.ddp"], device="cuda")
+    rows = list(running.run_plan(plan, begins=lambda name: None, environment={}))
+    assert [row.name for row in rows] == ["bits", "one"]
+    assert asked == ["gloo on cuda"] * 2
 
 
 def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
@@ -159,7 +183,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
     """And one that is caught earlier there is judged by what it is listed with."""
     asked: list[str] = []
 
-    def verified(strategy: str, *, world: int, backend: str) -> Report:
+    def verified(strategy: str, *, world: int, backend: str, device: str) -> Report:
         asked.append(f"{strategy} over {backend}")
         if strategy.endswith("forks"):
             raise NotSimulatedError("it forks")

@@ -64,7 +64,7 @@ def test_every_option_is_a_key_of_the_configuration() -> None:
 
 
 def test_every_option_is_a_parameter_in_python() -> None:
-    names = {IN_PYTHON.get(name, name) for name in settings()} - {"device"}
+    names = {IN_PYTHON.get(name, name) for name in settings()}
     assert names | {"delays", "save"} == set(PYTHON)
 
 

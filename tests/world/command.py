@@ -13,7 +13,8 @@ import pytest
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
 PROGRESS = "progress: "  # begins the lines that a run writes of itself where there is no terminal
-COMMAND = [sys.executable, str(Path(sysconfig.get_path("scripts"), "distcheck"))]
+SCRIPT = Path(sysconfig.get_path("scripts"), "distcheck")
+COMMAND = [sys.executable, *([str(SCRIPT)] if SCRIPT.exists() else ["-m", "distcheck"])]
 # Without separate interpreters, which cost seconds a run and have tests of their own.
 QUICK = ("--workload", "mlp:small", "--dtype", "float32", "--world", "2", "--no-separate")
 

@@ -351,6 +351,8 @@ def test_doctor_is_paste_ready(distcheck: Run) -> None:
     assert ran.returncode == 0
     for what in ("torch", "cores", "memory", "threads", "gloo world 3", "strategies", "data"):
         assert re.search(rf"^{what}\s+\S", ran.stdout, re.M)
+    has_nccl = re.search(r"^built into torch .*\bnccl\b", ran.stdout, re.M)
+    assert bool(re.search(r"^NCCL +\d+\.\d+\S*; ", ran.stdout, re.M)) == bool(has_nccl)
     assert ran.stdout.count("bit-identical to the prediction") == 9
 
 

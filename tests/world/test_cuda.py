@@ -1,12 +1,14 @@
-"""On a GPU: gloo with several ranks on one, NCCL with one each, CPU against GPU; and refusals."""
+"""On a GPU: gloo and NCCL, with several ranks on one GPU, too; CPU against GPU; and refusals."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from distcheck import backends
 from distcheck.machine import devices
 from tests.world.command import QUICK, Run, distcheck
 
@@ -19,10 +21,14 @@ CUDA = ("--device", "cuda", "--json", "r.json")
 
 @on_gpu
 @pytest.mark.parametrize("strategy", ["gather_scatter", "allreduce", "ddp"])
-@pytest.mark.parametrize(("backend", "world"), [("gloo", "4"), ("nccl", "1")])
+@pytest.mark.parametrize(
+    ("backend", "world"), [("gloo", "4"), ("nccl", "1"), ("nccl", "2"), ("nccl", "4")]
+)
 def test_strategies(
     distcheck: Run, tmp_path: Path, strategy: str, backend: str, world: str
 ) -> None:
+    if why := backends.missing_for(backend, int(world)):
+        pytest.skip(why)
     words = ("--strategy", strategy, "--backend", backend, "--world", world, *CUDA)
     ran = distcheck("verify", *words)
     alone = world == "1"  # which exchanges nothing, and everything else passes
@@ -33,7 +39,7 @@ def test_strategies(
     assert lacking == ({"sensitivity"} if alone else set())
     assert report["environment"]["gpu"]
     assert report["environment"]["tf32"] is False
-    assert [case["device"] for case in report["cases"]] == ["cuda"] * 4
+    assert [case["device"] for case in report["cases"]] == ["cuda"] * 5
     assert report["cases"][-1]["id"].endswith("against-cpu")
 
 
@@ -55,12 +61,23 @@ def test_the_marker(world) -> None:  # type: ignore[no-untyped-def]
     assert total.tolist() == [6.0] * 3
 
 
+@on_gpu
+@pytest.mark.world(2, device="cuda", backend="nccl")
+def test_the_marker_over_nccl(world) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    import torch.distributed as dist
+
+    total = torch.full((3,), float(world.rank), device=world.device)
+    dist.all_reduce(total)
+    assert total.tolist() == [1.0] * 3
+
+
 @no_gpu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--device", "cuda"), "device 'cuda' is not available: this machine has no NVIDIA GPU"),
-        (("--backend", "nccl"), "backend nccl needs an NVIDIA GPU for each rank"),
+        (("--backend", "nccl"), "backend nccl needs an NVIDIA GPU; this machine has none"),
         (("--backend", "nccl", "--device", "cuda"), "this machine has none"),
     ],
 )
@@ -84,16 +101,28 @@ def test_data_parallel(distcheck: Run) -> None:
     assert ran.returncode == (0 if devices.gpu_count() > 1 else 5), ran.stdout + ran.stderr
 
 
-@no_gpu
-def test_the_marker_skips_without_one(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
-        "@pytest.mark.world(2, device='cuda')\n"
-        "def test_there(world): raise AssertionError\n"
-    )
+OLD_NCCL = """
+from distcheck.machine import devices
+devices.gpu_count = lambda environ=None: 1
+devices.nccl_version = lambda: (2, 28, 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("marker", "conftest", "said"),
+    [
+        pytest.param("2, device='cuda'", "", "this machine has no NVIDIA GPU", marks=no_gpu),
+        ("2, device='cuda', backend='nccl'", OLD_NCCL, "NCCL 2.28.9 gives each rank a GPU"),
+    ],
+    ids=["no GPU", "an old NCCL"],
+)
+def test_the_marker_skips(tmp_path: Path, marker: str, conftest: str, said: str) -> None:
+    (tmp_path / "conftest.py").write_text(conftest)
+    test = f"@pytest.mark.world({marker})\ndef test_there(world): raise AssertionError\n"
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{test}")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider"],
-        cwd=tmp_path, capture_output=True, text=True,
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "400"},
     )  # fmt: skip
     assert "1 skipped" in ran.stdout, ran.stdout
-    assert "this machine has no NVIDIA GPU" in ran.stdout
+    assert said in ran.stdout

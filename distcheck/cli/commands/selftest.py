@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from distcheck.cli.completion import DEVICES
 from distcheck.cli.group import Command
 from distcheck.cli.options import json_option
 from distcheck.worlds.launchers import is_elsewhere
@@ -26,6 +27,9 @@ from distcheck.worlds.launchers import is_elsewhere
     show_default=True,
     metavar="NAME",
     help="gloo; or simulated, where ranks are threads of one process.",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, metavar="NAME", help="cpu or cuda.", **DEVICES
 )
 @json_option("table")
 @click.option("-v", "--verbose", is_flag=True, help="Show every correct case.")

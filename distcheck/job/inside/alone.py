@@ -1,6 +1,6 @@
 """A process group of one rank, without threads or sockets: every collective is a copy.
 
-A replay forks, and what a backend's threads were doing would be lost in the fork.
+A replay may fork, and what a backend's threads were doing would be lost in the fork.
 """
 
 from datetime import timedelta
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
+
+from distcheck.job.inside.tensors import leaves
 
 NAME = "distcheck_alone"
 Tensors = list[torch.Tensor]
@@ -35,7 +37,8 @@ class _Done(Work):
 
     def get_future(self) -> Any:
         """A completed future."""
-        future: Any = torch.futures.Future()
+        gpus = {tensor.device for tensor in leaves(self._results) if tensor.is_cuda}
+        future: Any = torch.futures.Future(devices=[*gpus])
         future.set_result(self._results)
         return future
 
@@ -143,11 +146,13 @@ class Alone(ProcessGroup):
         return _Done([])
 
 
-def install() -> None:
+def install(*, forks: bool = True) -> None:
     """Gives this group to a script that asks for one of many ranks."""
-    _without_device_threads()
+    if forks:
+        _without_device_threads()
+    devices = ["cpu"] if forks else ["cpu", "cuda"]
     dist.Backend.register_backend(
-        NAME, lambda options, _: Alone(options), extended_api=True, devices=["cpu"]
+        NAME, lambda options, _: Alone(options), extended_api=True, devices=devices
     )
     begin, subgroup = dist.init_process_group, dist.new_group
 

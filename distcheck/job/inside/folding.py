@@ -15,9 +15,9 @@ import torch
 
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.feeding import ALL, Feeding
-from distcheck.job.inside.forks import Role
 from distcheck.job.reading import Recording
 from distcheck.job.recording import StepRecord
+from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.machine.free_memory import available_bytes
 
@@ -45,15 +45,15 @@ def interacts(records: Sequence[StepRecord]) -> str:
 class Folding:
     """Whether passes can be made as one; the copies for that, and what comes of them."""
 
-    def __init__(self, job: Recording, feeding: Feeding) -> None:
+    def __init__(self, job: Recording, feeding: Feeding, apart: str = "") -> None:
         self._job, self._feeding = job, feeding
-        self.why = ""  # they could not be made as one
         self.kind: Kind = ""
         self._heard: list[terms.Heard] = []
         self._probes: list[Role] = []
         self._draws: list[Role] = []
         passes = [p for record in job.records.values() for p in record.passes]
         self._accumulates = len(passes) > len(job.records)
+        self.why = apart if self._accumulates else ""  # they could not be made as one
 
     def roles(self, step: int, draws: int) -> list[Role]:
         """The copies of a step; at the first one also those that show whether samples interact."""

@@ -10,31 +10,19 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from distcheck.job.settings import Role
 from distcheck.machine.cores import cores
 from distcheck.worlds import linux
 
 _PATIENCE_S = 300.0  # for one copy: a forward and a backward pass of every micro-batch
 _FAILED = 9
 _MOST_SAID = 300  # characters of what a copy raised
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a copy is: `rank` whose batches it gets, or -1 for those of all ranks together; `draw`
-    seeds the perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the
-    samples of those (rank, forward pass) in one batch.
-    """
-
-    rank: int
-    draw: int = 0
-    pairs: tuple[tuple[int, int], ...] = ()
 
 
 class Forks:
@@ -48,8 +36,12 @@ class Forks:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
         return self._folder / f"copy-{role.rank}-{role.draw}{of}.safetensors"
 
-    def run(self, roles: Sequence[Role]) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
-        """In the parent: what each copy wrote, None of one that failed. In a copy: its role."""
+    def run(
+        self, roles: Sequence[Role], step: int, mode: str
+    ) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
+        """In the parent: what each copy wrote, None of one that failed. In a copy, which knows step
+        and mode: its role.
+        """
         waiting, running = list(roles), dict[int, Role]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
@@ -97,7 +89,7 @@ class Forks:
         file.unlink()
         return found
 
-    def leave(self, role: Role, found: dict[str, torch.Tensor]) -> None:
+    def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""
         part = self._file(role).with_suffix(".part")
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, part)

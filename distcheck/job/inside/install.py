@@ -44,5 +44,5 @@ def install(file: str) -> None:
         linux.die_with_parent(settings.parent)
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
-    alone.install()
+    alone.install(forks=not settings.in_processes)
     hooks.install(Replayer(settings, folder), give_up)

@@ -105,7 +105,7 @@ class Recorder:
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
-        self._before.add(f"random/{len(self._passes) - 1}", torch.get_rng_state())
+        self._before.add(f"random/{len(self._passes) - 1}", tensors.random_state())
         for hook in self._hooks.values():
             hook.put_back()
 

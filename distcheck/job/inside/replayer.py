@@ -20,12 +20,14 @@ from distcheck.job.checks.exchange import token_weights
 from distcheck.job.inside import ending, state, tensors
 from distcheck.job.inside.feeding import ALL, Feeding, Pairs
 from distcheck.job.inside.folding import Folding, interacts, limit_memory
-from distcheck.job.inside.forks import Forks, Role
+from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.loaders import Loaders
+from distcheck.job.inside.processes import Processes
 from distcheck.job.inside.recorder import numbers_of
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Replayed, Seen, Settings
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Replayed, Role, Seen, Settings
 
 DRAWS = 2
+_ON_GPU = "on a GPU a kernel, and its rounding, depends on the shape of a batch"
 _FAILS = "as one process the script fails in its first step"
 _SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 
@@ -37,15 +39,15 @@ class Replayer:
         self._folder = folder
         self._job = reading.read(Path(settings.recording))
         self._feeding = Feeding(self._job)
-        self._folding = Folding(self._job, self._feeding)
-        self._forks = Forks(folder)
+        self._apart = _ON_GPU if settings.in_processes else ""  # why batches stay by themselves
+        self._folding = Folding(self._job, self._feeding, self._apart)
+        self._copies = Processes(folder, settings) if settings.in_processes else Forks(folder)
         self._loaders = Loaders()
-        self._mode, self._why = "", ""
-        self._copy: Role | None = None
+        self._mode, self._why = settings.role_mode, ""
+        self._copy = settings.role
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._models: dict[int, torch.nn.Module] = {}
-        self._seen: list[Seen] = []
-        self._at = 0  # the place among the recorded steps
+        self._seen, self._at = list[Seen](), 0  # `_at`: the place among the recorded steps
         self._begin()
 
     def _begin(self) -> None:
@@ -75,7 +77,7 @@ class Replayer:
         if self._mode == BY_RANK:
             roles = [Role(r, d) for r in range(self._job.world) for d in range(DRAWS + 1)]
         roles += self._folding.roles(self._step, DRAWS)
-        found = self._forks.run(roles)
+        found = self._copies.run(roles, self._step, self._mode)
         if not isinstance(found, Role):
             self._found = found
             return
@@ -87,19 +89,19 @@ class Replayer:
         """Finds out which batches the script takes as one process; True in a copy that tries."""
         passes = self._job.records[0, self._step].passes
         for role, mode in ((Role(0), "probe"), (Role(ALL), TOGETHER)):
-            if mode == TOGETHER and (why := interacts(self._job.at(self._step))):
+            if mode == TOGETHER and (why := self._apart or interacts(self._job.at(self._step))):
                 self._mode, self._why = BY_RANK, why
                 break
             self._mode = mode
             each = [Role(rank) for rank in range(self._job.world)] if mode == TOGETHER else []
-            tried = self._forks.run([role, *each])
+            tried = self._copies.run([role, *each], self._step, mode)
             if isinstance(tried, Role):
                 self._copy = tried
                 return True
             found = tried[role]
             if mode == "probe":
                 if found is None:
-                    self._fail(f"{_FAILS}: {self._forks.why.get(role, 'nothing was said')}")
+                    self._fail(f"{_FAILS}: {self._copies.why.get(role, 'nothing was said')}")
                 elif "more" in found:
                     self._mode = IN_TURN
                     self._why = "the script makes more backward passes where there are fewer ranks"
@@ -194,11 +196,11 @@ class Replayer:
         pairs = self._source(self._passes)
         if not self._feeding.has(self._step, pairs):
             if self._copy is not None:
-                self._forks.leave(self._copy, {"more": torch.ones(1)})
+                self._copies.leave(self._copy, {"more": torch.ones(1)}, self._step)
             self._fail(f"step {self._step}: as one process the script makes more forward passes")
         self._passes, self._calls = self._passes + 1, 0
         if len(pairs) == 1:
-            torch.set_rng_state(self._feeding.random(self._step, pairs[0]))
+            tensors.set_random_state(self._feeding.random(self._step, pairs[0]))
         inputs = self._feeding.inputs(self._step, pairs)
         if inputs is None:
             self._fail(f"step {self._step}: the ranks' batches do not fit into one")
@@ -242,7 +244,7 @@ class Replayer:
         if self._passes == 0 or not isinstance(target, torch.Tensor):
             return None
         found = self._feeding.target(self._step, self._source(self._passes - 1), self._calls)
-        return None if found is None or found.dtype != target.dtype else found
+        return None if found is None or found.dtype != target.dtype else found.to(target.device)
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Counts the losses of a pass, and adds those up that are sums over targets."""
@@ -255,7 +257,7 @@ class Replayer:
         """Notes the loss; a copy with several passes in one batch is done."""
         if self._copy is not None and self._copy.pairs:
             taken = self._folding.take(self._copy, loss, self._parameters)
-            self._forks.leave(self._copy, taken)
+            self._copies.leave(self._copy, taken, self._step)
         if loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
@@ -302,7 +304,9 @@ class Replayer:
                 "passes": torch.tensor(float(self._passes)),
                 "divisor": torch.tensor(state.divisor_of(float(loss), self._sum)),
             }
-            self._forks.leave(self._copy, {**raw, "loss": loss, **about})
+            self._copies.leave(self._copy, {**raw, "loss": loss, **about}, self._step)
+            self._out = {"loss": loss}  # a process goes on, with what the optimizer got in the job
+            return
         if self._mode == BY_RANK:
             combined = self._combined(0)
             if combined is None:
@@ -377,24 +381,20 @@ class Replayer:
         self._finish(skipped=False)
 
     def _finish(self, *, skipped: bool) -> None:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self._out.items()},
-            self._folder / f"replay-{self._step:06d}.safetensors",
-        )
-        finite = tuple(loss for loss in self._losses if abs(loss) < float("inf"))
-        self._seen.append(
-            Seen(
-                step=self._step,
-                groups=self._groups,
-                losses=finite,
-                draws=self._draws,
-                skipped=skipped,
-                folded=self._folding.kind,
-            )
-        )
+        if self._copy is None:
+            self._note_step(skipped=skipped)
         self._at += 1
-        self._write()
         steps = self._job.steps
         if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
             ending.leave()
         self._begin()
+
+    def _note_step(self, *, skipped: bool) -> None:
+        out = {name: tensor.contiguous() for name, tensor in self._out.items()}
+        save_file(out, self._folder / f"replay-{self._step:06d}.safetensors")
+        finite = tuple(loss for loss in self._losses if abs(loss) < float("inf"))
+        self._seen.append(Seen(
+            step=self._step, groups=self._groups, losses=finite, draws=self._draws, skipped=skipped,
+            folded=self._folding.kind,
+        ))  # fmt: skip
+        self._write()

@@ -106,6 +106,26 @@ def random_digests() -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         found["numpy"] = digest(repr(numpy.random.get_state(legacy=False)).encode())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _uses_gpu():
         found["cuda"] = digest_of(torch.cuda.get_rng_state())
     return found
+
+
+def random_state() -> torch.Tensor:
+    """The states of torch's generators: the CPU's, and behind it the GPU's where one is used."""
+    states = [torch.get_rng_state()]
+    if _uses_gpu():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Puts such states back."""
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size].clone())
+    if len(state) > size:
+        torch.cuda.set_rng_state(state[size:].clone())
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,129 @@
+"""Copies of a replay that are processes of their own, where the script uses a GPU: a fork loses it.
+
+Each runs the script from its beginning, in a copy of the folder, and is what it is at every step.
+Every step starts from the recorded state, so a copy waits for no other: it writes what it has
+computed at a step, takes the step that was recorded, and goes on. What a GPU computes differently
+from run to run, and kernels that are chosen by measuring, are then in what copies differ by.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from distcheck.job import running, settings
+from distcheck.job.replaying import in_copy
+from distcheck.job.settings import Role, Settings
+
+_MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
+_PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python, and measure kernels
+
+Key = tuple[Role, str]
+
+
+@dataclass
+class _Copy:
+    """A process, or one that is still to be started; its folder has its settings and results."""
+
+    folder: Path
+    process: "subprocess.Popen[bytes] | None" = None
+    begun: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def is_over(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def result(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.safetensors"
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder / "folder", ignore_errors=True)
+
+
+class Processes:
+    """Starts copies, at most some at once, and reads what they write."""
+
+    def __init__(self, folder: Path, asked: Settings) -> None:
+        self._folder, self._asked = folder, asked
+        self._here, self._environment = Path.cwd(), dict(os.environ)
+        self._copies: dict[Key, _Copy] = {}
+        self.why: dict[Role, str] = {}  # of copies that failed
+        if asked.role is None:  # before the script writes anything
+            shutil.copytree(self._here, folder / "clean", symlinks=True)
+
+    def run(
+        self, roles: Sequence[Role], step: int, mode: str
+    ) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
+        """What each copy wrote of a step, None of one that failed. Others are ended."""
+        keys = [(role, mode) for role in roles]
+        for key in [key for key in self._copies if key not in keys]:
+            self._copies.pop(key).end()
+        for key in keys:
+            if key not in self._copies:
+                name = f"copy-{mode.replace(' ', '-')}-{key[0].rank}-{key[0].draw}"
+                self._copies[key] = _Copy(self._folder / name)
+        begun = time.monotonic()
+        while missing := [key for key in keys if not self._has(key, step)]:
+            running = sum(copy.runs for copy in self._copies.values())
+            for key in missing:
+                copy = self._copies[key]
+                if copy.process is None and running < _MOST:
+                    self._start(key)
+                    running += 1
+                elif copy.runs and time.monotonic() - max(begun, copy.begun) > _PATIENCE_S:
+                    copy.end()
+            time.sleep(0.01)
+        return {key[0]: self._read(key, step) for key in keys}
+
+    def _has(self, key: Key, step: int) -> bool:
+        copy = self._copies[key]
+        return copy.is_over or copy.result(step).exists()
+
+    def _start(self, key: Key) -> None:
+        copy, (role, mode) = self._copies[key], key
+        place = copy.folder / "folder"
+        shutil.copytree(self._folder / "clean", place, symlinks=True)
+        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode, parent=os.getpid())
+        file = settings.write(asked, copy.folder)
+        words = in_copy(sys.orig_argv, self._here, place)
+        nothing = subprocess.DEVNULL
+        copy.process = subprocess.Popen(
+            words, cwd=place, env={**self._environment, settings.VARIABLE: str(file)},
+            stdin=nothing, stdout=nothing, stderr=nothing,
+        )  # fmt: skip
+        copy.begun = time.monotonic()
+
+    def _read(self, key: Key, step: int) -> dict[str, torch.Tensor] | None:
+        copy, role = self._copies[key], key[0]
+        self.why.pop(role, None)
+        file = copy.result(step)
+        if file.exists():
+            found = load_file(file)
+            file.unlink()
+            return found
+        raised = running.raised_in(copy.folder)
+        code = copy.process.returncode if copy.process is not None else 0
+        by = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.why[role] = raised[0][1] if raised else f"it {by}"
+        return None
+
+    def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
+        """In a copy: writes what it has computed at a step."""
+        file = _Copy(self._folder).result(step)
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{file}.part")
+        os.replace(f"{file}.part", file)
