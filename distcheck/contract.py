@@ -162,10 +162,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_bare(self) -> bool:
         """Whether it promises nothing about gradients: only where and on what it works, if that."""
-        beside = msgspec.structs.replace(
-            self, backend=None, device=None, declines=(), initial_state=None
-        )
-        return beside == Contract()
+        beside = {"backend": None, "device": None, "declines": (), "initial_state": None}
+        return msgspec.structs.replace(self, **beside) == Contract()
 
     @property
     def observes_loss(self) -> bool:

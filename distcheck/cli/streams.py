@@ -14,7 +14,7 @@ _STANDARD = (0, 1, 2)
 
 class Output:
     """A text stream that drops what it cannot write, and in everything else the stream that it is
-    made of. `lost` is why, unless the reader has left, which is no error.
+    made of. `lost` is the reason, and empty where the reader has left, which is a usual end.
     """
 
     lost: str = ""

@@ -41,7 +41,7 @@ def relayed() -> Iterator[dict[str, int]]:
 
 
 def _pump(reader: int, number: int) -> None:
-    """Passes on what comes, until its writers have ended; when nobody reads it, drops it."""
+    """Passes on what comes, until its writers have ended; when no reader is left, drops it."""
     is_read = True
     with os.fdopen(reader, "rb", buffering=0) as source:
         while data := source.read(1 << 16):

@@ -200,7 +200,8 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
 def load_strategy(spec: str, adaptation: Adaptation = _NOTHING_SAID) -> LoadedStrategy:
     """Imports and adapts a strategy. Raises UsageError with what is wrong and what to do."""
     from distcheck.training.adapters.adapting import adapt
-    from distcheck.training.adapters.target import Target, unwrapped
+    from distcheck.training.adapters.source import unwrapped
+    from distcheck.training.adapters.target import Target
 
     before = {name: text for name, text in adaptation.variables if not text.startswith("@")}
     target, owner, module = _resolve(

@@ -328,7 +328,6 @@ def test_bad_places(tmp_path: Path) -> None:
     assert isinstance(error, CannotRunError)
     assert "cannot be written" in str(error)
     for words, said in (
-        ((path,), "--html FILE"),
         ((tmp_path / "none.json", "--html", "x"), "cannot be read"),
         ((path, "--json", path), "write to another file"),
     ):

@@ -19,8 +19,9 @@ from distcheck.training.adapters.methods import own_names, usual_method
 from distcheck.training.adapters.names import MEANINGS
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.source import function_of
 from distcheck.training.adapters.start_up import StartUp
-from distcheck.training.adapters.target import Target, function_of, named_parameters
+from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.definitions import source_line
 from distcheck.training.loading import LoadedStrategy
 

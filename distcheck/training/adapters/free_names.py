@@ -19,7 +19,8 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters import names, proposals
 from distcheck.training.adapters.not_given import stand_in
 from distcheck.training.adapters.scene import Scene
-from distcheck.training.adapters.target import Source, Target, function_of
+from distcheck.training.adapters.source import Source, function_of
+from distcheck.training.adapters.target import Target
 
 _FILLED = "__distcheck_filled__"  # in a module: what was put there, by name
 _LATER = ("model", "optimizer", "step", "index", "rate", "device")  # as training goes on

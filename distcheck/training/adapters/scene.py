@@ -21,13 +21,8 @@ from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters import names, proposals
 from distcheck.training.adapters.not_given import NotKnownError, explain
-from distcheck.training.adapters.target import (
-    Source,
-    counts,
-    named_parameters,
-    takes_any_name,
-    wants_list,
-)
+from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.target import counts, named_parameters, takes_any_name, wants_list
 
 
 @dataclass

@@ -13,7 +13,8 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters.free_names import Reached, own_globals
 from distcheck.training.adapters.not_given import NotGiven
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Source, Target, function_of, named_parameters
+from distcheck.training.adapters.source import Source, function_of
+from distcheck.training.adapters.target import Target, named_parameters
 
 _BEFORE_TRAINING = {
     "model", "rank", "local_rank", "world_size", "group", "communicator", "device", "backend",
@@ -36,7 +37,7 @@ class StartUp:
         self.note = f"called once before training: {', '.join(names)}" if names else ""
 
     def run(self) -> None:
-        """Calls them, which is no call of the code under test."""
+        """Calls them; whether the code under test was called is counted without that."""
         before = self._scene.calls
         for filling in self._calls:
             filling.call()

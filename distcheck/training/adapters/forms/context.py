@@ -12,7 +12,8 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Target, named_parameters, unwrapped
+from distcheck.training.adapters.source import unwrapped
+from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loading import LoadedStrategy, source_file
 
 PRECEDENCE = 12

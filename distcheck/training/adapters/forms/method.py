@@ -14,7 +14,8 @@ from distcheck.training.adapters.not_given import NotKnownError
 from distcheck.training.adapters.not_given import stand_in as not_given
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Source, Target
+from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.target import Target
 from distcheck.training.loading import LoadedStrategy, source_file
 
 PRECEDENCE = 30

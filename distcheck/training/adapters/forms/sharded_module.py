@@ -15,7 +15,8 @@ from distcheck.training.adapters.forms import wrapper
 from distcheck.training.adapters.over_pieces import OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.adapters.scene import Scene
-from distcheck.training.adapters.target import Source, Target
+from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.target import Target
 from distcheck.training.loading import LoadedStrategy
 
 PRECEDENCE = 18

@@ -8,7 +8,8 @@ from distcheck.contract import Step, contract_of
 from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Source, Target
+from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.target import Target
 from distcheck.training.loading import LoadedStrategy, source_file
 
 PRECEDENCE = 50

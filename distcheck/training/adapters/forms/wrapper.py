@@ -14,7 +14,8 @@ from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.methods import adapt_scale_loss, own_names
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Source, Target, named_parameters
+from distcheck.training.adapters.source import Source
+from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loading import LoadedStrategy, source_file
 
 PRECEDENCE = 20
