@@ -8,6 +8,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
     worlds    how many worlds ran: 2 with a rerun
     schedules how many other schedules a simulated world came to its end under
+    batch     samples a step; `elements` of all parameters; both 0 in reports that lack them
     tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
               `depth` the most modules that one of them is nested in
     kinds     the classes of the modules that hold parameters or buffers
@@ -27,6 +28,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...]
     features: tuple[str, ...]
     schedules: int = 0
+    batch: int = 0
+    elements: int = 0
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,10 @@ class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
     ranks_here: int = 1
 
 
+# What the parameters of a model may have: see `verification/contents.py`.
+TRAITS = ("tied", "sparse", "not_contiguous", "views")
+
+
 class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a case turned out to be."""
 
@@ -56,6 +60,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 1  # of the optimizer's parameters
     schedule: bool = False  # whether the workload changes its optimizer from step to step
     frozen: int = 0  # parameters that do not train when the model is built
+    traits: tuple[str, ...] = ()  # of its parameters, those of TRAITS
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from distcheck.records import Case, CheckResult, Contents
 from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import PURPOSE, Happening
 from distcheck.training.epoch_positions import shard_sizes
-from distcheck.training.jobs import CaseFacts
+from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 _MOST_KINDS = 12
@@ -24,7 +24,11 @@ _FEATURES: Mapping[str, str] = {
     "groups": "several parameter groups",
     "schedule": "a learning-rate schedule",
     "alike": "two parameters of one shape",
+    "tied": "parameters that two modules share",
     "tied_or_unused": "parameters without a gradient",
+    "sparse": "sparse gradients",
+    "not_contiguous": "parameters in another memory order",
+    "views": "parameters that are views of one storage",
     "absent_on_some": "gradients that are absent on some ranks only",
     "zero_on_some": "gradients that are zero on some ranks only",
     "non_finite": "gradients that are infinite or NaN",
@@ -56,6 +60,13 @@ _EVENTS: Mapping[str, type[Happening]] = {
 }
 
 
+# What no workload has, whatever its features are.
+_IN_NO_CASE = (
+    "gradients set to zero in place of None, evaluation between steps, parameters that are added "
+    "later, and what depends on the names of parameters or on the time",
+)
+
+
 def contents_of(
     case: Case,
     facts: CaseFacts,
@@ -80,6 +91,7 @@ def contents_of(
         "absent_on_some": any(one.absent_on_some for one in gradients),
         "zero_on_some": any(one.zero_on_some for one in gradients),
         "frozen": facts.frozen > 0,
+        **{name: name in facts.traits for name in TRAITS},
         "several_dtypes": len({spec.dtype for spec in model.parameters}) > 1,
         "complex": any("complex" in spec.dtype for spec in model.parameters),
         "buffers": bool(model.buffers),
@@ -103,6 +115,8 @@ def contents_of(
         steps=case.steps,
         worlds=2 if case.rerun else 1,
         tensors=len(elements),
+        batch=case.batch,
+        elements=sum(elements),
         most_elements=max(elements, default=0),
         most_dimensions=max(map(len, shapes), default=0),
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
@@ -124,8 +138,11 @@ def not_shown(cases: Sequence[Contents]) -> tuple[str, ...]:
 
 def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"worlds other than {', '.join(map(str, sorted({case.world for case in cases})))}"
+    batches = ", ".join(map(str, sorted({case.batch for case in cases if case.batch})))
+    yield f"batches other than {batches}" if batches else "batches of other sizes"
     yield (
-        f"models of more than {max(case.tensors for case in cases)} tensors, tensors of more than "
+        f"models of more than {max(case.tensors for case in cases)} tensors or "
+        f"{max(case.elements for case in cases):,} elements, tensors of more than "
         f"{max(case.most_elements for case in cases):,} elements or "
         f"{max(case.most_dimensions for case in cases)} dimensions, modules nested deeper than "
         f"{max(case.depth for case in cases)}"
@@ -137,6 +154,7 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"what begins after step {max(case.steps for case in cases)}, or after the last step"
     there = {feature for case in cases for feature in case.features}
     yield from (said for name, said in _FEATURES.items() if name not in there)
+    yield from _IN_NO_CASE
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
     yield f"orders of arrival other than those of {worlds}{_of_schedules(cases)}"

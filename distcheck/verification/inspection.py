@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,21 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         groups=_groups(ingredients, model),
         schedule=hasattr(ingredients.loaded.workload, "schedule"),
         frozen=frozen,
+        traits=tuple(_traits(model)),
     )
+
+
+def _traits(model: torch.nn.Module) -> Iterator[str]:
+    """What its parameters have, of TRAITS."""
+    whole = [p for p in model.parameters() if type(p.data) is torch.Tensor and p.numel()]
+    if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
+        yield "tied"
+    if any(getattr(module, "sparse", None) is True for module in model.modules()):
+        yield "sparse"
+    if not all(p.is_contiguous() for p in whole):
+        yield "not_contiguous"
+    if len({p.untyped_storage().data_ptr() for p in whole}) < len(whole):
+        yield "views"
 
 
 def _output(calls: Calls) -> TensorSpec | None:

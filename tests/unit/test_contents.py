@@ -21,7 +21,7 @@ from distcheck.records import (
 from distcheck.records.expected_events import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
 from distcheck.records.mistakes import NOTHING, Shown
 from distcheck.records.schedules import ScheduleRun, Searched
-from distcheck.training.jobs import CaseFacts
+from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import schedules
 from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
 from distcheck.worlds.pool import Pool
@@ -79,6 +79,7 @@ HAVING = {
     "non_finite": Run(facts={"must_happen": (NotFinite(parameter="a"),)}),
     "extreme": Run(facts={"must_happen": (Magnitude(parameter="a", least=1e30, most=1e38),)}),
     "frozen": Run(facts={"frozen": 1}),
+    **{name: Run(facts={"traits": (name,)}) for name in TRAITS},
     "several_dtypes": Run(parameters=(spec("a", 3), spec("b", 4, dtype="float64"))),
     "complex": Run(parameters=(spec("a", 3, dtype="complex64"),)),
     "buffers": Run(buffers=(spec("m", 3),)),
@@ -130,13 +131,17 @@ def test_sizes_are_those_of_the_largest() -> None:
     deep = Run(parameters=(spec("a.b.c.weight", 2, 3, 4, 5, 6), spec("d", 1_100_000)))
     text = "; ".join(not_shown([Run().contents, deep.contents]))
     assert (
-        "models of more than 2 tensors, tensors of more than 1,100,000 elements or 5 dimensions, "
-        "modules nested deeper than 3" in text
+        "models of more than 2 tensors or 1,100,720 elements, tensors of more than 1,100,000 "
+        "elements or 5 dimensions, modules nested deeper than 3" in text
     )
     worlds = [
         Run(case=msgspec.structs.replace(PLAIN, world=w, steps=w)).contents for w in (2, 12, 4)
     ]
     assert not_shown(worlds)[0] == "worlds other than 2, 4, 12"
+    batches = [Run(case=msgspec.structs.replace(PLAIN, batch=b)).contents for b in (64, 8)]
+    assert not_shown(batches)[1] == "batches other than 8, 64"
+    old = msgspec.structs.replace(Run().contents, batch=0)
+    assert not_shown([old])[1] == "batches of other sizes"
     assert "what begins after step 12, or after the last step" in not_shown(worlds)
 
 
@@ -190,6 +195,8 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "absent_on_some": "or on some", "zero_on_some": "gradients of zero on some ranks",
         "non_finite": "infinite or NaN", "extreme": "largest or the smallest numbers",
         "complex": "complex", "eval_mode": "eval mode", "starts_apart": "begin with different",
+        "tied": "that two modules share", "sparse": "sparse gradients",
+        "not_contiguous": "another memory order", "views": "views of one storage",
         "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
         "integer_buffers": "buffers", "batch_norm": "of another kind",
         "random_numbers": "random numbers", "unequal_shards": "unequal shards",
