@@ -52,7 +52,9 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
                 f"--nproc starts a Python script by torchrun, and the command is {program!r}; give "
                 "--nproc N -- python train.py, or a command that starts its ranks itself"
             )
-        words = [program, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), *words[1:]]
+        # A launcher that imports files of the current folder is not what the ranks do.
+        torchrun = [program, "-P", "-m", "torch.distributed.run"]
+        words = [*torchrun, "--nproc-per-node", str(nproc), *words[1:]]
     if shutil.which(program) is None:
         raise UsageError(f"the command {program!r} was not found; give what you type to train")
     return tuple(words)
