@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     def made(self) -> Provenance:
         """Where it was run."""
         return Provenance(environment=self.environment, digests=self.digests)
+
+
+@dataclass(frozen=True)
+class SavedTrace:
+    """A saved case, where its traces are, and the digests of their indexes."""
+
+    folder: Path
+    saved: SavedCase
+    indexes: tuple[str, ...]
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -287,14 +297,16 @@ def kept_runs() -> list[Path]:
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
-def saved_cases(folder: Path) -> list[Path]:
-    """The folders of a run directory that hold traces. Raises UsageError where there are none."""
+def saved_traces(folder: Path) -> list[SavedTrace]:
+    """What a run directory holds of its cases. Raises UsageError where that is nothing, or damaged.
+    Whoever runs the code that they name asks `trust` first, and goes on with what was read here.
+    """
     found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
     if not found:
         raise UsageError(
             f"{folder} holds no traces; record some with distcheck verify --save {folder}"
         )
-    return found
+    return [_read_about(place) for place in found]
 
 
 def read_case(path: Path) -> Case:
@@ -317,35 +329,34 @@ def read_provenance(path: Path) -> Provenance | None:
         return None
 
 
-def read_about(folder: Path) -> SavedCase:
-    """A saved case without its traces. Raises UsageError where it is damaged."""
-    return _read_about(folder)[0]
-
-
-def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
+def _read_about(folder: Path) -> SavedTrace:
     about, indexes = seal.read_about(folder)
     try:
         saved = decode_json(about, SavedCase)
         saved.facts.contract.mesh(saved.case.world)
-        return saved, indexes
+        return SavedTrace(folder=folder, saved=saved, indexes=indexes)
     except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
-def read_trace(
-    pool: Pool, folder: Path, *, digests_suffice: bool = False
-) -> tuple[SavedCase, list[int]]:
-    """A saved case and its traces, in shared memory again; the caller closes the descriptors.
+def require_tensors(trace: SavedTrace) -> None:
+    """Raises UsageError for a trace that keeps digests alone."""
+    if not trace.saved.tensors:
+        raise UsageError(
+            f"the trace in {trace.folder} keeps digests and no tensors; judging needs the tensors; "
+            "compare it with distcheck compare, or record the run again without --digests"
+        )
+
+
+def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) -> list[int]:
+    """The traces of a saved case, in shared memory again; the caller closes the descriptors.
 
     Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
     unless `digests_suffice`.
     """
-    saved, indexes = _read_about(folder)
-    if not saved.tensors and not digests_suffice:
-        raise UsageError(
-            f"the trace in {folder} keeps digests and no tensors; judging needs the tensors; "
-            "compare it with distcheck compare, or record the run again without --digests"
-        )
+    folder, saved, indexes = trace.folder, trace.saved, trace.indexes
+    if not digests_suffice:
+        require_tensors(trace)
     case, layout = saved.case, saved.layout
     if (layout.world, layout.steps) != (case.world, case.steps):
         raise UsageError(
@@ -371,4 +382,4 @@ def read_trace(
         if isinstance(error, OverflowError):  # JSON has numbers of any size, a message of 64 bits
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
         raise
-    return saved, fds
+    return fds

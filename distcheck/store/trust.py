@@ -1,4 +1,6 @@
-"""Which code a replay runs, and whether the person who asks for it has to say yes first.
+"""Which code a saved run makes distcheck run, and whether the person has to say yes first.
+
+All who run what a file or folder names (replay, recheck, compare) go through `require_trust`.
 
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
 Code is known where distcheck or an installed strategy's name stands for it, or where its file lies
@@ -12,7 +14,7 @@ in this folder before, and are not asked about.
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -36,6 +38,7 @@ _OWN = ("distcheck_strategies", "distcheck_mutants")
 _OWN_WORKLOADS = "distcheck.workloads"
 _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
+NOTHING: Mapping[str, str] = {}
 _DIGITS = 32  # of SHA-256: 128 bits, which no second file can be made to share
 
 
@@ -56,7 +59,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} {self.spec} ({where})"
 
 
-def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Code]:
+def unknown_code(cases: Iterable[Case], unpacked: Mapping[str, str] = NOTHING) -> list[Code]:
     """The code of cases that is not known here. `unpacked` has the files of a bundle: where each
     lies now, and where it was when the bundle was made.
     """
@@ -69,21 +72,32 @@ def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Cod
     ]
 
 
-def require_trust(given: str, code: Sequence[Code], *, trusted: bool, may_ask: bool) -> None:
-    """Returns where the code may run. Raises UsageError otherwise."""
-    if not code or trusted:
+def require_trust(
+    given: str,
+    cases: Sequence[Case],
+    *,
+    doing: str,
+    trusted: bool,
+    may_ask: bool = True,
+    unpacked: Mapping[str, str] = NOTHING,
+) -> None:
+    """Returns where the code of these cases, which were read from `given`, may run: the caller runs
+    them and reads none again. `doing` says what for, `unpacked` is as for `unknown_code`. Raises
+    UsageError otherwise.
+    """
+    if trusted or is_own_run(given):
         return
-    listed = [shown(str(one)) for one in code]
+    listed = [shown(str(one)) for one in unknown_code(cases, unpacked)]
+    if not listed:
+        return
+    runs = f"{doing} {shown(given)} runs code from outside this checkout"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(
-            f"replaying {given} runs code from outside this checkout: {'; '.join(listed)}; read "
-            "it, then add --trust to run it"
-        )
-    click.echo(f"Replaying {shown(given)} runs code from outside this checkout:", err=True)
+        raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
+    click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
-        raise UsageError(f"{given} was not replayed; add --trust to run its code without asking")
+        raise UsageError(f"{given} was not run; add --trust to run its code without asking")
 
 
 def is_own_run(given: str) -> bool:

@@ -290,7 +290,12 @@ def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> An
     place = _copied_traces(originals, folder)
     _damaged_in_place(place / "about.json", draw, "json")
     seal_again(place)
-    return answer_of(lambda: int(verification.recheck(folder, pool=pool).exit_code))
+
+    def judge() -> int:
+        traces = store.saved_traces(folder)
+        return int(verification.recheck(folder, traces, pool=pool).exit_code)
+
+    return answer_of(judge)
 
 
 READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
@@ -301,26 +306,25 @@ READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
 
 
 def _load(place: Path) -> int:
-    _, fds = store.read_trace(_NO_POOL, place)
-    for fd in fds:
+    (trace,) = [one for one in store.saved_traces(place.parents[1]) if one.folder == place]
+    for fd in store.read_trace(_NO_POOL, trace):
         os.close(fd)
     return 0
 
 
 def _compare(then: Path, now: Path, name: str) -> int:
     runs = [comparing.saved_run(folder) for folder in (then, now)]
-    saved: list[store.SavedCase] = []
+    if not all(name in run.cases for run in runs):
+        return int(ExitCode.UNKNOWN)
+    traces = [run.cases[name] for run in runs]
+    saved = [trace.saved for trace in traces]
     fds: list[int] = []
     first: list[int] = []
     try:
-        for folder in (then, now):
-            place = folder / "traces" / name
-            one, own = store.read_trace(_NO_POOL, place, digests_suffice=True)
-            saved.append(one)
+        for trace in traces:
+            own = store.read_trace(_NO_POOL, trace, digests_suffice=True)
             fds += own
             first.append(own[0])
-        if name not in runs[1].cases:
-            return int(ExitCode.UNKNOWN)
         job = CompareRequest(
             case=saved[1].case,
             contracts=(saved[0].facts.contract, saved[1].facts.contract),

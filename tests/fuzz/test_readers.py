@@ -144,8 +144,7 @@ def test_a_number_that_no_message_can_hold(
     number: int, here: None, originals: Originals, tmp_path: Path
 ) -> None:
     """JSON has numbers of any size; the trace is read in a process that is sent 64 bits."""
-    found = next((originals.run / "traces").iterdir())
-    place = Path(shutil.copytree(found, tmp_path / found.name))
+    place = readers._copied_traces(originals, tmp_path)
     about = place / "about.json"
     changed = re.sub(rb'"shape":\[\d+', b'"shape":[%d' % number, about.read_bytes())
     assert changed != about.read_bytes()

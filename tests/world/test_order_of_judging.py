@@ -176,9 +176,9 @@ def saved(
         separate=False,
         save=folder,
     )
-    for case in run_folder.saved_cases(folder):
-        about, fds = run_folder.read_trace(pool, case)
-        yield run_of(about, fds)
+    for trace in run_folder.saved_traces(folder):
+        fds = run_folder.read_trace(pool, trace)
+        yield run_of(trace.saved, fds)
         for fd in fds:
             os.close(fd)
 
