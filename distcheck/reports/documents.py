@@ -24,7 +24,7 @@ from distcheck.records.expected_events import PURPOSE
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
 from distcheck.reports.asked_for import not_in_plan
-from distcheck.reports.json_report import read_document
+from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
@@ -107,6 +107,20 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     if document.plan is not None:
         yield from _of_plan(document, document.plan)
         yield from _not_planned(document, document.plan)
+    yield from _of_totals(document)
+
+
+def _of_totals(document: DocumentRead) -> Iterator[str]:
+    """What does not add up: a case that has failed is not one that was left out."""
+    totals = totals_of([case.verdict for case in document.cases], document.left_out)
+    if document.totals is None and document.left_out:
+        yield "it has cases that were left out, and no totals"
+    if document.totals is not None and document.totals != totals:
+        there, here = (
+            ", ".join(f"{count} {name}" for name, count in counts.items())
+            for counts in (document.totals, totals)
+        )
+        yield f"its totals are {there}, but its cases give {here}"
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:

@@ -299,7 +299,7 @@ def kept_runs() -> list[Path]:
 
 def saved_traces(folder: Path) -> list[SavedTrace]:
     """What a run directory holds of its cases. Raises UsageError where that is nothing, or damaged.
-    Whoever runs the code that they name asks `trust` first, and goes on with what was read here.
+    A caller that runs the code that they name asks `trust` first, and runs what was read here.
     """
     found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
     if not found:
