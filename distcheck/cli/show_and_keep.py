@@ -18,7 +18,8 @@ from distcheck.records import Case, Report, RunPlan
 from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
-from distcheck.store.run_folder import Store, saved_traces
+from distcheck.store.run_folder import Store
+from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.early_ends import GivenUpError, Interrupted
 from distcheck.verification.run import recheck, run_cases

@@ -35,9 +35,9 @@ from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
-from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import SavedCase, SavedTrace, Store
+from distcheck.store.run_folder import SavedCase, Store
+from distcheck.store.saved_traces import SavedTrace, read_trace, saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.run import run_cases
 from distcheck.worlds.launch import run_job
@@ -157,7 +157,7 @@ def saved_run(folder: Path) -> SavedRun:
             "made"
         )
     found = {}
-    for trace in store.saved_traces(folder):
+    for trace in saved_traces(folder):
         name, place = trace.saved.case.id, trace.folder
         if name != place.name:
             raise UsageError(
@@ -226,7 +226,7 @@ def _compare_traces(pool: Pool, then: SavedTrace, now: SavedTrace) -> TraceCompa
     try:
         firsts = []
         for trace in (then, now):
-            own = store.read_trace(pool, trace, digests_suffice=True)
+            own = read_trace(pool, trace, digests_suffice=True)
             fds += own
             firsts.append(own[0])
         job = CompareRequest(

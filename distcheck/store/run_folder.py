@@ -19,7 +19,6 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import LOAD, SAVE, TRACES, CaseFacts, TraceFilesRequest
+from distcheck.training.jobs import SAVE, TRACES, CaseFacts, TraceFilesRequest
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
@@ -71,15 +70,6 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     def made(self) -> Provenance:
         """Where it was run."""
         return Provenance(environment=self.environment, digests=self.digests)
-
-
-@dataclass(frozen=True)
-class SavedTrace:
-    """A saved case, where its traces are, and the digests of their indexes."""
-
-    folder: Path
-    saved: SavedCase
-    indexes: tuple[str, ...]
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -168,8 +158,8 @@ class Store:
         found = {}
         for case in cases if self._run else ():
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                data = (self.folder / "finished" / f"{case.id}.json").read_bytes()
-                report = decode_json(data, CaseReport)
+                file = self.folder / "finished" / f"{case.id}.json"
+                report = decode_json(read_bounded(file), CaseReport)
                 if report.case == case:
                     found[case.id] = report
         return found
@@ -262,7 +252,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
     "none" that was given no name, so that only its count of restarts can tell.
     """
     try:
-        made_by = decode_json((folder / "launch.json").read_bytes(), dict[str, Any])
+        made_by = decode_json(read_bounded(folder / "launch.json"), dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return False
     same = bool(launch.run) and made_by == {"run": launch.run}
@@ -297,18 +287,6 @@ def kept_runs() -> list[Path]:
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
-def saved_traces(folder: Path) -> list[SavedTrace]:
-    """What a run directory holds of its cases. Raises UsageError where that is nothing, or damaged.
-    A caller that runs the code that they name asks `trust` first, and runs what was read here.
-    """
-    found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
-    if not found:
-        raise UsageError(
-            f"{folder} holds no traces; record some with distcheck verify --save {folder}"
-        )
-    return [_read_about(place) for place in found]
-
-
 def read_case(path: Path) -> Case:
     """A case that `write_case` wrote. Raises UsageError where the file is not a case."""
     try:
@@ -327,59 +305,3 @@ def read_provenance(path: Path) -> Provenance | None:
         return decode_json(read_bounded(path, _MOST_CASE_BYTES), _Made).made
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _read_about(folder: Path) -> SavedTrace:
-    about, indexes = seal.read_about(folder)
-    try:
-        saved = decode_json(about, SavedCase)
-        saved.facts.contract.mesh(saved.case.world)
-        return SavedTrace(folder=folder, saved=saved, indexes=indexes)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-
-
-def require_tensors(trace: SavedTrace) -> None:
-    """Raises UsageError for a trace that keeps digests alone."""
-    if not trace.saved.tensors:
-        raise UsageError(
-            f"the trace in {trace.folder} keeps digests and no tensors; judging needs the tensors; "
-            "compare it with distcheck compare, or record the run again without --digests"
-        )
-
-
-def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) -> list[int]:
-    """The traces of a saved case, in shared memory again; the caller closes the descriptors.
-
-    Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
-    unless `digests_suffice`.
-    """
-    folder, saved, indexes = trace.folder, trace.saved, trace.indexes
-    if not digests_suffice:
-        require_tensors(trace)
-    case, layout = saved.case, saved.layout
-    if (layout.world, layout.steps) != (case.world, case.steps):
-        raise UsageError(
-            f"the trace in {folder} has {layout.world} ranks and {layout.steps} steps; its case "
-            f"has {case.world} and {case.steps}"
-        )
-    if not 1 <= len(indexes) <= len(TRACES):
-        raise UsageError(
-            f"the trace in {folder} is damaged: it is of {len(indexes)} runs, and a case has 1 or 2"
-        )
-    fds = [os.memfd_create("distcheck-saved") for _ in indexes]
-    job = TraceFilesRequest(
-        folder=str(folder.absolute()),
-        layout=saved.layout,
-        indexes=indexes,
-        tensors=saved.tensors,
-    )
-    try:
-        run_job(pool, LOAD, job, dict(zip(TRACES, fds, strict=False)))
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, OverflowError):  # JSON has numbers of any size, a message of 64 bits
-            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-        raise
-    return fds

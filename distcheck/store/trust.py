@@ -27,6 +27,7 @@ from distcheck.plan import provenance
 from distcheck.plan.owners import is_ones_own, is_private_folder
 from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
+from distcheck.records.sources import read_source
 from distcheck.store import own_objects
 from distcheck.store import run_folder as store
 from distcheck.store.unpacking import contents
@@ -160,7 +161,7 @@ def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
         return False
     try:
         return all(
-            digest == hashlib.sha256((place.parent / name).read_bytes()).digest()
+            digest == hashlib.sha256(read_source(place.parent / name)).digest()
             for name, digest in contents(unpacked.parent).items()
         )
     except OSError:
@@ -195,13 +196,18 @@ def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
     file = Path(place) if loading.is_path(place) else provenance.file_of(place)
     if file is None or not file.is_file():
         return Code(what=what, spec=spec, file="", files=0, digest="")
-    if str(file) in unpacked:
-        files = contents(file.parent)
-    else:
-        # An installed module's neighbours are the whole library.
-        alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
-        whole = {file.name: file.read_bytes(), **({} if alone else modules_beside(file))}
-        files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+    try:
+        if str(file) in unpacked:
+            files = contents(file.parent)
+        else:
+            # An installed module's neighbours are the whole library.
+            alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
+            whole = {file.name: read_source(file), **({} if alone else modules_beside(file))}
+            files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+    except OSError as error:
+        raise UsageError(
+            f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
+        ) from error
     text = "\n".join(f"{digest.hex()} {name}" for name, digest in sorted(files.items()))
     return Code(
         what=what,

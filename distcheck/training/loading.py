@@ -30,6 +30,7 @@ from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Wo
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import Adaptation
+from distcheck.records.sources import parse_source
 from distcheck.training.definitions import source_file as source_file
 from distcheck.training.frameworks import not_installed
 from distcheck.workloads.cells import place_of
@@ -269,8 +270,8 @@ def is_path(place: str) -> bool:
 
 def _first_definition(path: Path) -> str:
     try:
-        body = ast.parse(path.read_text()).body
-    except (SyntaxError, UnicodeDecodeError, OSError):
+        body = parse_source(path).body
+    except (OSError, SyntaxError):
         return "my_sync"
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return next((name for name in names if not name.startswith("_")), "my_sync")

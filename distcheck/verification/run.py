@@ -42,7 +42,8 @@ from distcheck.reports.documents import read_report
 from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import SavedTrace, Store
+from distcheck.store.run_folder import Store
+from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import followups, limits, preparation, schedules, verdicts
 from distcheck.verification.book import Book, given_up_on, run_of
 from distcheck.verification.case_runs import JudgedRun, is_separate
@@ -312,7 +313,7 @@ def recheck(
     listener, origin = listener or Silent(), origin_here()
     lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
     for trace in traces:
-        store.require_tensors(trace)
+        require_tensors(trace)
     pool.wait_ready()
     case = traces[0].saved.case
     with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
@@ -321,7 +322,7 @@ def recheck(
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         listener.planned([trace.saved.case for trace in traces])
         for trace in traces:
-            saved, fds = trace.saved, store.read_trace(pool, trace)
+            saved, fds = trace.saved, read_trace(pool, trace)
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
 
             def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:

@@ -28,8 +28,8 @@ from distcheck.errors import DistcheckError, ExitCode
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
 from distcheck.store import bundle
-from distcheck.store import run_folder as store
 from distcheck.store.last_pass import since_last_green
+from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.traces import files
 from distcheck.training.traces.reader import TraceReader
 from distcheck.verification import run as verification
@@ -292,7 +292,7 @@ def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> An
     seal_again(place)
 
     def judge() -> int:
-        traces = store.saved_traces(folder)
+        traces = saved_traces(folder)
         return int(verification.recheck(folder, traces, pool=pool).exit_code)
 
     return answer_of(judge)
@@ -306,8 +306,8 @@ READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
 
 
 def _load(place: Path) -> int:
-    (trace,) = [one for one in store.saved_traces(place.parents[1]) if one.folder == place]
-    for fd in store.read_trace(_NO_POOL, trace):
+    (trace,) = [one for one in saved_traces(place.parents[1]) if one.folder == place]
+    for fd in read_trace(_NO_POOL, trace):
         os.close(fd)
     return 0
 
@@ -322,7 +322,7 @@ def _compare(then: Path, now: Path, name: str) -> int:
     first: list[int] = []
     try:
         for trace in traces:
-            own = store.read_trace(_NO_POOL, trace, digests_suffice=True)
+            own = read_trace(_NO_POOL, trace, digests_suffice=True)
             fds += own
             first.append(own[0])
         job = CompareRequest(

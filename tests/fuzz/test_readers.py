@@ -14,7 +14,7 @@ import pytest
 import distcheck
 from distcheck.errors import ExitCode
 from distcheck.reports.json_report import render
-from distcheck.store import run_folder as store
+from distcheck.store import saved_traces
 from distcheck.store.bundle import make_bundle
 from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
@@ -119,7 +119,7 @@ def broken_of(reader: str, numbers: range, originals: Originals, folder: Path) -
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "run_job", readers.load_here)
+    monkeypatch.setattr(saved_traces, "run_job", readers.load_here)
 
 
 @pytest.mark.parametrize("reader", READERS)

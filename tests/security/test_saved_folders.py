@@ -15,7 +15,7 @@ import distcheck
 from distcheck import cli
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import UsageError
-from distcheck.store import run_folder
+from distcheck.store.saved_traces import saved_traces
 from tests.sealing import rewrite_about
 
 ROOT = Path(distcheck.__file__).parent
@@ -163,7 +163,7 @@ def test_what_is_judged_is_what_was_asked_about(
     gift: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Path
 ) -> None:
     """A folder of another user's may be another one after the question."""
-    (trace,) = run_folder.saved_traces(made)
+    (trace,) = saved_traces(made)
     (theirs,) = (gift / "traces").iterdir()
     hostile = (theirs / "about.json").read_bytes(), (theirs / "checksums.json").read_bytes()
     shutil.rmtree(theirs)
