@@ -104,14 +104,11 @@ def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) ->
             "the first step was beyond --budget, so its parameters were not kept"
         )
     words = _in_copy(words, copy)
-    asked = Settings(
-        mode="replay", steps=len(job.steps), recording=str(job.folder), parent=os.getpid(),
-        on_cpu=on_cpu,
-    )  # fmt: skip
+    asked = Settings(mode="replay", steps=len(job.steps), recording=str(job.folder), on_cpu=on_cpu)
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     file = settings.write(asked, folder)
-    ran = running.run(
-        words, file, folder=copy, variables={**variables, **_ONE_RANK}, quiet=True,
+    ran = running.run_kept(
+        words, file, folder=copy, variables={**variables, **_ONE_RANK},
         without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"),
     )  # fmt: skip
     return _read(folder, ran)

@@ -48,7 +48,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
-    parent            in a replay: the process that it ends with
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
@@ -61,7 +60,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 4 << 30
     keep_going: bool = False
     recording: str = ""
-    parent: int = 0
     on_cpu: bool = False
     every: int = 100
     warns: bool = False
