@@ -99,7 +99,7 @@ def run_kept(
         try:
             code = keeper.wait()
         except BaseException:
-            ours.close()  # by which it is told to end
+            ours.close()  # which ends it
             keeper.wait(_PATIENCE_S)
             raise
     return Ran(code, _raised(settings.parent))

@@ -15,7 +15,7 @@ MOST_VALUES = 2_000_000  # in one JSON text
 
 
 def read_bounded(path: Path, most: int | None = None) -> bytes:
-    """The content of a file, or of a pipe that somebody writes. Raises msgspec.DecodeError for one
+    """The content of a file, or of a pipe. Raises msgspec.DecodeError for one
     of more than `most` bytes (by default `MOST_BYTES`) and for a device, and OSError.
     """
     most = MOST_BYTES if most is None else most

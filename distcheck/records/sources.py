@@ -13,7 +13,7 @@ MOST_BYTES = 16 << 20  # of one file. Chosen: generated modules of libraries tak
 
 
 def read_source(path: Path) -> bytes:
-    """The content of a file. Raises OSError, also for what is no file, or too large for one."""
+    """The content of a file. Raises OSError, also for a device and a file that is too large."""
     try:
         return read_bounded(path, MOST_BYTES)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: a name that no file can have
