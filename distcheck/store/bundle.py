@@ -159,8 +159,7 @@ def read_replay(given: str) -> Replay:
 
 def open_bundle(path: Path) -> Replay:
     """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
-    store.check_own_folder()
-    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem[:80]}-{_digest_of(path)}"
+    folder = store.own_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
     with unpacking.opened(path) as archive:
         manifest = _manifest(path, archive)

@@ -16,6 +16,7 @@ traces where it is `distcheck compare` that runs.
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -121,22 +122,13 @@ class Store:
         """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
         `spare`. Raises CannotRunError where that cannot be written.
         """
-        check_own_folder()
-        runs = DEFAULT_FOLDER / "runs"
+        runs = own_folder("runs")
         name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
         store = cls(runs / name, keep_everything=keep_everything)
         store._make()
-        try:
-            with (
-                contextlib.suppress(FileExistsError),
-                (DEFAULT_FOLDER / ".gitignore").open("x") as file,
-            ):
-                file.write("*\n")
-            for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
-                if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
-                    shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise CannotRunError(f"{DEFAULT_FOLDER} cannot be written: {error.strerror}") from error
+        for old in _runs_in(runs)[:-_KEPT_RUNS]:
+            if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
+                shutil.rmtree(old, ignore_errors=True)
         return store
 
     def case_file(self, case: Case) -> Path:
@@ -235,16 +227,38 @@ class Store:
             ) from error
 
 
-def check_own_folder() -> None:
-    """Raises CannotRunError where `.distcheck` is there and is another user's, or is a link: what
-    is kept and unpacked there could be replaced before it runs.
+def own_folder(name: str) -> Path:
+    """`.distcheck/NAME`, which is made. Raises CannotRunError where that cannot be, and where one
+    of the two is another user's, or is a link, as it may be in a folder from elsewhere: what is
+    kept and unpacked there could be replaced before it runs, and old runs are removed there.
     """
-    is_folder = DEFAULT_FOLDER.is_symlink() or DEFAULT_FOLDER.is_dir()  # making it says the rest
-    if is_folder and not is_private_folder(DEFAULT_FOLDER):
+    place = DEFAULT_FOLDER / name
+    for folder in (DEFAULT_FOLDER, place):
+        is_folder = folder.is_symlink() or folder.is_dir()  # making it says the rest
+        if is_folder and not is_private_folder(folder):
+            raise CannotRunError(
+                f"{folder} is a link, another user's, or a folder that every user can write; "
+                "remove it, or work in a folder of your own"
+            )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.suppress(FileExistsError),
+            (DEFAULT_FOLDER / ".gitignore").open("x") as file,
+        ):
+            file.write("*\n")
+    except OSError as error:
         raise CannotRunError(
-            f"{DEFAULT_FOLDER} is a link, another user's, or a folder that every user can write; "
-            "remove it, or work in a folder of your own"
-        )
+            f"{place} cannot be written: {error.strerror}; save elsewhere, or run in a writable "
+            "folder"
+        ) from error
+    return place
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folders that runs have made there, by their date: nothing else is removed."""
+    found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:

@@ -392,8 +392,11 @@ def test_a_bundle_is_there_whole_or_not_at_all(
     assert os.listdir(tmp_path) == []
 
     # Where a file system has no files without a name, as NFS, the name is always the same.
+    opens = os.open
+
     def without_nameless(path: str, flags: int, *mode: int) -> int:
-        assert flags & os.O_TMPFILE == os.O_TMPFILE
+        if flags & os.O_TMPFILE != os.O_TMPFILE:
+            return opens(path, flags, *mode)
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     whole = tmp_path / "run.zip"
