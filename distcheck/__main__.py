@@ -1,6 +1,10 @@
 """`python -m distcheck` is the console script `distcheck`."""
 
-from distcheck.cli import main
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, whose random.py would be imported for Python's
+    from distcheck.cli import main
+
     main()

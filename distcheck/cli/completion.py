@@ -1,5 +1,10 @@
-"""Values that a shell can complete. Asked at every press of a key, so nothing heavy is imported."""
+"""Values that a shell can complete. Asked at every press of a key, so nothing heavy is imported.
 
+A value goes into the command line as it is: a name that a shell would not read as one plain word
+(a folder `;command`) is not proposed.
+"""
+
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +20,11 @@ def _of(names: Callable[[], Iterable[str]], *, files: bool = False) -> dict[str,
     def complete(
         context: click.Context, parameter: click.Parameter, incomplete: str
     ) -> Sequence[CompletionItem]:
-        found = [CompletionItem(name) for name in names() if name.startswith(incomplete)]
+        found = [
+            CompletionItem(name)
+            for name in names()
+            if name.startswith(incomplete) and shlex.quote(name) == name
+        ]
         return found or ([CompletionItem(incomplete, type="file")] if files else [])
 
     return {"shell_complete": complete}

@@ -22,6 +22,13 @@ def json_option(what: str) -> Callable[[F], F]:
     )
 
 
+def trust_option(command: F) -> F:
+    """What every command has that runs the code that a file or folder names."""
+    return click.option(
+        "--trust", is_flag=True, help="Run code from outside this checkout without asking."
+    )(command)
+
+
 def case_options(command: F) -> F:
     """What `verify` and `train` share."""
     options = [

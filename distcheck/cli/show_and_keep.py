@@ -19,6 +19,8 @@ from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store.run_folder import Store
+from distcheck.store.saved_traces import saved_traces
+from distcheck.store.trust import require_trust
 from distcheck.verification.early_ends import GivenUpError, Interrupted
 from distcheck.verification.run import recheck, run_cases
 from distcheck.worlds.launchers.launch import Launch
@@ -79,12 +81,17 @@ def verify_command(
         raise
 
 
-def recheck_command(folder: str, *, files: Mapping[str, str], verbose: bool, quiet: bool) -> int:
+def recheck_command(
+    folder: str, *, files: Mapping[str, str], trusted: bool, verbose: bool, quiet: bool
+) -> int:
     """Judges a saved run again and shows the report; returns the exit code."""
     check_outputs(files)
+    traces = saved_traces(Path(folder))
+    cases = [trace.saved.case for trace in traces]
+    require_trust(folder, cases, doing="rechecking", trusted=trusted)
 
     def run(pool: Pool, listener: LiveProgress) -> Report:
-        return recheck(Path(folder), pool=pool, listener=listener)
+        return recheck(Path(folder), traces, pool=pool, listener=listener)
 
     return _show(run, Pool(), files=files, verbose=verbose, quiet=quiet)
 

@@ -30,14 +30,15 @@ from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
-from distcheck.records import Change, VerdictName
+from distcheck.records import Case, Change, VerdictName
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
-from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import SavedCase, Store
+from distcheck.store.saved_traces import SavedTrace, read_trace, saved_traces
+from distcheck.store.trust import require_trust
 from distcheck.verification.run import run_cases
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
@@ -52,30 +53,39 @@ _RECORDED_WHOLE = ("sample ids", "random numbers", "loss")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory: by the ids of its cases, those that have traces, and what it said of all."""
+    """A run directory: by the ids of its cases, the traces of those that have some, and the
+    verdicts of all.
+    """
 
     folder: Path
-    cases: dict[str, SavedCase]
+    cases: dict[str, SavedTrace]
     verdicts: dict[str, VerdictName]
 
 
 def compare_command(
-    then: str, now: str | None, *, bits: bool, files: Mapping[str, str], quiet: bool
+    then: str,
+    now: str | None,
+    *,
+    bits: bool,
+    files: Mapping[str, str],
+    trusted: bool,
+    quiet: bool,
 ) -> int:
     """Compares, shows and writes; returns the exit code."""
     check_outputs(files)
     origin = origin_here()
     earlier = saved_run(Path(then))
     if now is None:
-        _check_cases(earlier)
+        cases = _checked_cases(earlier)
+        require_trust(then, cases, doing="comparing with", trusted=trusted)
         keep = Store.of_own(keep_everything=True, spare=Path(then))
         folder = keep.folder
     else:
-        keep, folder = None, Path(now)
+        cases, keep, folder = [], None, Path(now)
     pool = Pool()
     try:
         if keep is not None:
-            _run_again(earlier, keep, pool, quiet=quiet)
+            _run_again(earlier, cases, keep, pool, quiet=quiet)
         later = saved_run(folder)
         pool.wait_ready()
         compared = [
@@ -101,29 +111,29 @@ def compare_command(
         write_text(files["json"], render_json(comparison))
     if others := {name: path for name, path in files.items() if name != "json"}:
         words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
-        known = {**earlier.cases, **later.cases}
+        traces = {**earlier.cases, **later.cases}
+        known = {name: trace.saved for name, trace in traces.items()}
         document = as_report(comparison, known, made=origin, command=shlex.join(words))
         write_document(others, document)
     codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
     return int(codes[comparison.verdict])
 
 
-def _check_cases(earlier: SavedRun) -> None:
-    """Raises UsageError for a case that cannot run, or was edited into one."""
-    for saved in earlier.cases.values():
-        try:
-            check_case(saved.case)
-        except UsageError as error:
-            text = f"{earlier.folder} holds a case that cannot run: {error}"
-            raise UsageError(text) from error
+def _checked_cases(earlier: SavedRun) -> list[Case]:
+    """The cases. Raises UsageError for one that cannot run, or was edited into one."""
+    try:
+        return [check_case(trace.saved.case) for trace in earlier.cases.values()]
+    except UsageError as error:
+        text = f"{earlier.folder} holds a case that cannot run: {error}"
+        raise UsageError(text) from error
 
 
-def _run_again(earlier: SavedRun, keep: Store, pool: Pool, *, quiet: bool) -> None:
+def _run_again(
+    earlier: SavedRun, cases: Sequence[Case], keep: Store, pool: Pool, *, quiet: bool
+) -> None:
     cases = [
-        msgspec.structs.replace(
-            saved.case, initial=_initial_state(earlier.folder / "traces" / name)
-        )
-        for name, saved in earlier.cases.items()
+        msgspec.structs.replace(case, initial=_initial_state(earlier.cases[case.id].folder))
+        for case in cases
     ]
     with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
         report = run_cases(cases, pool=pool, keep=keep, listener=listener)
@@ -147,14 +157,13 @@ def saved_run(folder: Path) -> SavedRun:
             "made"
         )
     found = {}
-    for place in store.saved_cases(folder):
-        saved = store.read_about(place)
-        if saved.case.id != place.name:
+    for trace in saved_traces(folder):
+        name, place = trace.saved.case.id, trace.folder
+        if name != place.name:
             raise UsageError(
-                f"the trace in {place} is of case {saved.case.id}; the name of its folder must be "
-                "the case's"
+                f"the trace in {place} is of case {name}; the name of its folder must be the case's"
             )
-        found[saved.case.id] = saved
+        found[name] = trace
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
     return SavedRun(folder, found, said)
 
@@ -173,7 +182,8 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     if name not in then.cases or name not in now.cases:
         there, missing = (then, now) if name in then.cases else (now, then)
         return _unknown(name, f"{there.folder} has this case; {missing.folder} does not")
-    one, two = then.cases[name], now.cases[name]
+    traces = then.cases[name], now.cases[name]
+    one, two = (trace.saved for trace in traces)
     other = [
         f"{field} was {getattr(one.case, field)} and is {getattr(two.case, field)}"
         for field in one.case.__struct_fields__
@@ -181,7 +191,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     ]
     if other:
         return _unknown(name, f"the cases are not the same: {'; '.join(other)}")
-    found = _compare_traces(pool, [run.folder / "traces" / name for run in (then, now)], one, two)
+    found = _compare_traces(pool, *traces)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
     verdict, reason = _judge(found, changed, said, bits=bits)
@@ -210,14 +220,13 @@ def _distance_unknown(one: SavedCase, two: SavedCase) -> str:
     )
 
 
-def _compare_traces(
-    pool: Pool, places: Sequence[Path], one: SavedCase, two: SavedCase
-) -> TraceComparison:
+def _compare_traces(pool: Pool, then: SavedTrace, now: SavedTrace) -> TraceComparison:
+    one, two = then.saved, now.saved
     fds: list[int] = []
     try:
         firsts = []
-        for place in places:
-            _, own = store.read_trace(pool, place, digests_suffice=True)
+        for trace in (then, now):
+            own = read_trace(pool, trace, digests_suffice=True)
             fds += own
             firsts.append(own[0])
         job = CompareRequest(

@@ -1,14 +1,16 @@
 """What was found: kept on disk, to be run first the next time; and as a few lines of Python."""
 
 import re
+import secrets
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from distcheck.errors import DistcheckError
+from distcheck.plan.owners import is_private_folder
 from distcheck.records import Case
-from distcheck.store.run_folder import DEFAULT_FOLDER, read_case
+from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case
 
 _FOLDER = DEFAULT_FOLDER / "explore"
 _DEFAULT_DEADLINE_S = 30.0
@@ -18,23 +20,32 @@ class KeptCases:
     """The cases in which a strategy once failed, in a folder of its own."""
 
     def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
         name = re.sub(r"[^\w.+-]+", "-", strategy.rpartition("/")[2]).strip("-.") or "strategy"
         self.folder = _FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(strategy.encode())[:8]}"
         self.unreadable: list[str] = []
 
     def read(self) -> list[Case]:
-        """Every kept case, the one found last first."""
+        """Every kept case, the one found last first; none where others control the folder: they are
+        run, and nothing is asked.
+        """
+        if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
+            return []
         files = sorted(self.folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
-        return [case for case in map(self._read_one, files) if case is not None]
+        found = [case for case in map(self._read_one, files) if case is not None]
+        return [case for case in found if case.strategy == self._strategy]
 
     def keep(self, case: Case) -> Path | None:
         """Where the case is from now on; None where nothing can be written."""
         path = self.folder / f"{case.id}.json"
+        draft = path.with_name(f".{secrets.token_hex(8)}")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (DEFAULT_FOLDER / ".gitignore").write_text("*\n")
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
-        except OSError:
+            own_folder(_FOLDER.name)
+            self.folder.mkdir(exist_ok=True)
+            with draft.open("xb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
+            draft.replace(path)  # a link that is there is not followed
+        except (OSError, DistcheckError):
             return None
         return path
 

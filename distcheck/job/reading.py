@@ -82,7 +82,7 @@ def read(folder: Path) -> Recording:
     if not ranks:
         raise UsageError(f"{folder} holds no recording; run distcheck job again")
     world = ranks[0].world
-    if [rank.rank for rank in ranks] != list(range(world)):
+    if len(ranks) != world or [rank.rank for rank in ranks] != list(range(len(ranks))):
         there = ", ".join(str(rank.rank) for rank in ranks)
         raise UsageError(
             f"{folder} holds the ranks {there} of a world of {world}; every rank must write into "

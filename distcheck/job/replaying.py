@@ -103,14 +103,14 @@ def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) ->
     words = in_copy(words, Path.cwd(), copy)
     in_processes = _is_lost_in_a_fork(first.device)
     asked = Settings(
-        mode="replay", steps=len(job.steps), recording=str(job.folder), parent=os.getpid(),
+        mode="replay", steps=len(job.steps), recording=str(job.folder),
         on_cpu=on_cpu, in_processes=in_processes,
     )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     variables |= {} if in_processes else _WITHOUT_GPUS
     file = settings.write(asked, folder)
-    ran = running.run(
-        words, file, folder=copy, variables={**variables, **_ONE_RANK}, quiet=True,
+    ran = running.run_kept(
+        words, file, folder=copy, variables={**variables, **_ONE_RANK},
         without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"),
     )  # fmt: skip
     return _read(folder, ran)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import psutil
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
+from distcheck.worlds.keeping import start_kept
 
 _HOOK = Path(__file__).parent / "hook"
 _PATIENCE_S = 40.0  # for a job to end after an interruption; torchrun gives its ranks 30
@@ -53,35 +55,21 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
                 f"--nproc starts a Python script by torchrun, and the command is {program!r}; give "
                 "--nproc N -- python train.py, or a command that starts its ranks itself"
             )
-        words = [program, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), *words[1:]]
+        # A launcher that imports files of the current folder is not what the ranks do.
+        torchrun = [program, "-P", "-m", "torch.distributed.run"]
+        words = [*torchrun, "--nproc-per-node", str(nproc), *words[1:]]
     if shutil.which(program) is None:
         raise UsageError(f"the command {program!r} was not found; give what you type to train")
     return tuple(words)
 
 
-def run(
-    command: Sequence[str],
-    settings: Path,
-    *,
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-    quiet: bool = False,
-    without: tuple[str, ...] = (),
-) -> Ran:
-    """Runs the command, its output passed on unless `quiet`, and returns when it has ended.
-    Variables whose names begin with one of `without` are left out.
-    """
-    given = {**os.environ, **(variables or {})}
-    surroundings = {k: v for k, v in given.items() if not without or not k.startswith(without)}
-    surroundings[VARIABLE] = str(settings)
-    behind = surroundings.get("PYTHONPATH", "")
-    surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), behind]))
-    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    with contextlib.nullcontext(nowhere) if quiet else relayed() as streams:
+def run(command: Sequence[str], settings: Path) -> Ran:
+    """Runs the job's command, its output passed on, and returns when it has ended."""
+    with relayed() as streams:
         try:
             process = subprocess.Popen(
-                command, env=surroundings, cwd=folder, stdin=streams.get("stdin"),
-                stdout=streams.get("stdout"), stderr=streams.get("stderr"),
+                command, env=_surroundings(os.environ, settings), stdout=streams.get("stdout"),
+                stderr=streams.get("stderr"),
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
@@ -91,6 +79,41 @@ def run(
             _end(process)
             raise
     return Ran(code, raised_in(settings.parent))
+
+
+def run_kept(
+    command: Sequence[str],
+    settings: Path,
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    without: tuple[str, ...],
+) -> Ran:
+    """Runs a command in `folder`, its output thrown away, and returns when it has ended; what it
+    has started ends with it. Variables whose names begin with one of `without` are left out.
+    """
+    given = {**os.environ, **variables}
+    left = {name: value for name, value in given.items() if not name.startswith(without)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        keeper = start_kept(
+            command, theirs, env=_surroundings(left, settings), output=subprocess.DEVNULL,
+            cwd=folder,
+        )  # fmt: skip
+        theirs.close()
+        try:
+            code = keeper.wait()
+        except BaseException:
+            ours.close()  # which ends it
+            keeper.wait(_PATIENCE_S)
+            raise
+    return Ran(code, raised_in(settings.parent))
+
+
+def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
+    """The environment in which every Python begins with the hook."""
+    path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
+    return {**given, VARIABLE: str(settings), "PYTHONPATH": path}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

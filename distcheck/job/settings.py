@@ -59,7 +59,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
-    parent            in a replay: the process that it ends with
     in_processes      in a replay: whether copies are processes of their own, and no forks
     role, role_mode   in such a process: what it is, in which mode of the replay
     on_cpu            whether a script that asks for a GPU gets the CPU
@@ -74,7 +73,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 4 << 30
     keep_going: bool = False
     recording: str = ""
-    parent: int = 0
     in_processes: bool = False
     role: Role | None = None
     role_mode: str = ""

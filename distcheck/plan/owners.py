@@ -13,7 +13,7 @@ def is_ones_own(path: Path) -> bool:
     """Whether a file or folder, and where a link leads, belongs to one of those above."""
     try:
         return _owners(path) <= {os.geteuid(), 0, *_owners(Path.cwd())}
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return False
 
 

@@ -10,6 +10,7 @@ import xxhash
 
 from distcheck.plan.source_files import digest_with_modules
 from distcheck.records import Case, Change, ChangeKind
+from distcheck.records.sources import read_source
 from distcheck.training import loading
 from distcheck.workloads.cells import place_of
 
@@ -64,7 +65,7 @@ def file_digest(what: str, spec: str) -> str:
         place = loading.workload_names()[place]
     file = Path(place) if loading.is_path(place) else file_of(place)
     try:
-        return xxhash.xxh3_64_hexdigest(file.read_bytes()) if file is not None else "none"
+        return xxhash.xxh3_64_hexdigest(read_source(file)) if file is not None else "none"
     except OSError:
         return "none"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from distcheck.records.sources import parse_source, read_source
 from distcheck.training.loading import strategy_names
 
 _OWN = "distcheck_strategies"
@@ -15,7 +16,7 @@ _OWN = "distcheck_strategies"
 
 def modules_beside(path: Path) -> dict[str, bytes]:
     """The modules in the file's own folder that it imports, and those that they import: contents
-    by path from that folder. Nothing is imported to find out.
+    by path from that folder. Nothing is imported to find out. Raises OSError.
     """
     found: dict[str, bytes] = {}
     ahead = [path]
@@ -28,7 +29,7 @@ def modules_beside(path: Path) -> dict[str, bytes]:
             for file in files:
                 inside = file.relative_to(path.parent).as_posix()
                 if inside not in found and file != path:
-                    found[inside] = file.read_bytes()
+                    found[inside] = read_source(file)
                     ahead.append(file)
     return found
 
@@ -41,8 +42,8 @@ def mentions(pattern: str, spec: str) -> bool:
     if path is None:
         return False
     try:
-        texts = [path.read_bytes(), *modules_beside(path).values()]
-    except (OSError, ValueError):  # a name that no file can have
+        texts = [read_source(path), *modules_beside(path).values()]
+    except OSError:
         return False
     return any(re.search(pattern.encode(), text) for text in texts)
 
@@ -54,8 +55,8 @@ def promises(spec: str, **wanted: str) -> bool:
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:
-        body = ast.parse(path.read_bytes()).body if path is not None and name else []
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        body = parse_source(path).body if path is not None and name else []
+    except (OSError, SyntaxError):
         return False
     kinds = (ast.FunctionDef, ast.ClassDef)
     found = [node for node in body if isinstance(node, kinds) and node.name == name]
@@ -96,7 +97,7 @@ def digest_with_modules(path: Path) -> str:
     """One digest of the file and the modules beside it; "none" where it cannot be read."""
     digest = xxhash.xxh3_64()
     try:
-        for name, content in {"": path.read_bytes(), **modules_beside(path)}.items():
+        for name, content in {"": read_source(path), **modules_beside(path)}.items():
             digest.update(name.encode())
             digest.update(content)
     except OSError:
@@ -106,8 +107,8 @@ def digest_with_modules(path: Path) -> str:
 
 def _imported(path: Path) -> set[str]:
     try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # code that cannot be loaded has a digest as well
+        tree = parse_source(path)
+    except SyntaxError:  # code that cannot be loaded has a digest as well
         return set()
     names = set()
     for node in ast.walk(tree):

@@ -1,30 +1,48 @@
-"""Reading JSON that a file holds, whatever has become of it."""
+"""Reading JSON that a file holds, whatever has become of it, and with a limit to what it takes."""
 
+import os
+import stat
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
-MOST_BYTES = 256 << 20  # of one file
+# Chosen: a report takes about 30 kB and 1,000 values for a case, and 2,000 cases are in no matrix
+# that people have shown. Each value is an object in memory, of up to 200 bytes.
+MOST_BYTES = 64 << 20  # of one file
+MOST_VALUES = 2_000_000  # in one JSON text
 
 
 def read_bounded(path: Path, most: int | None = None) -> bytes:
-    """The content of a file. Raises msgspec.DecodeError for one of more than `most` bytes (by
-    default `MOST_BYTES`), such as /dev/zero, and OSError.
+    """The content of a file, or of a pipe. Raises msgspec.DecodeError for one
+    of more than `most` bytes (by default `MOST_BYTES`) and for a device, and OSError.
     """
     most = MOST_BYTES if most is None else most
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
     return data
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe without a writer is an empty one, which is not waited for."""
+    found = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(found).st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        os.close(found)
+        raise msgspec.DecodeError("it is a device, not a file")
+    os.set_blocking(found, True)
+    return found
+
+
 def decode_json(data: bytes, kind: type[T]) -> T:
     """Decodes `data` as `kind`. Raises msgspec.DecodeError for all that it is not, bytes that are
-    not UTF-8 and very deep nesting included.
+    not UTF-8, very deep nesting and more than `MOST_VALUES` values included.
     """
+    if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:  # or commas in its texts
+        raise msgspec.DecodeError(f"it has more than {MOST_VALUES:,} values")
     try:
         return msgspec.json.decode(data, type=kind)
     except (UnicodeDecodeError, RecursionError) as error:

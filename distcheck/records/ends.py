@@ -23,6 +23,7 @@ PROVEN = {
     "work-not-waited": "a work that was not waited for",
     "work-waited-twice": "a work that was waited for twice",
 }
+STOPPED = "stopped (state T)"  # in the detail of a rank that was stopped when the world was ended
 # Of these, what one rank did by itself: the world was stopped there, and it is the name of a cause.
 MISUSES = ("buffer-in-flight", "work-not-waited", "work-waited-twice")
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung

@@ -153,11 +153,16 @@ def meeting_in_words(
     known.
     """
     groups = _alike(sorted(calls, key=lambda call: call.rank))
-    said = " and ".join(_by_group(groups))
+    said = called_in_words(calls)
     absent = f"; {ranks_in_words(missing)} did not come to it" if missing else ""
     absent += f"; {ranks_in_words(unknown)} gave no data" if unknown else ""
     odd = _odd(groups, unknown=len(unknown))
     return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
+
+
+def called_in_words(calls: Sequence[Posted]) -> str:
+    """Which ranks called what where: "ranks 0, 1 called ... and rank 2 called ..."."""
+    return " and ".join(_by_group(_alike(sorted(calls, key=lambda call: call.rank))))
 
 
 def message_in_words(sent: Posted, received: Posted) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 
 from distcheck.errors import UsageError
+from distcheck.records.decoding import decode_json, read_bounded
 
 SCHEMA = "distcheck.training/1"
-_MOST_BYTES = 2**26  # Chosen: a million steps take less
 
 
 class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,15 +44,10 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 def read_training(path: Path) -> TrainedRun:
     """A document of `train --json`. Raises UsageError."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+        run = decode_json(read_bounded(path), TrainedRun)
     except OSError as error:
         raise UsageError(f"--beside {path} cannot be read: {error.strerror}") from error
-    if len(text) > _MOST_BYTES:
-        raise UsageError(f"--beside {path} is larger than {_MOST_BYTES:,} bytes")
-    try:
-        run = msgspec.json.decode(text, type=TrainedRun)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise UsageError(
             f"--beside {path} holds no figures of distcheck train: {error}; give a file that "
             "distcheck train --json has written"

@@ -24,7 +24,7 @@ from distcheck.records.expected_events import PURPOSE
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
 from distcheck.reports.asked_for import has_plan, not_in_plan
-from distcheck.reports.json_report import read_document
+from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
@@ -107,6 +107,20 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     if document.exit_code not in allowed:
         yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
     yield from _of_plan(document)
+    yield from _of_totals(document)
+
+
+def _of_totals(document: DocumentRead) -> Iterator[str]:
+    """What does not add up: a case that has failed is not one that was left out."""
+    totals = totals_of([case.verdict for case in document.cases], document.left_out)
+    if document.totals is None and document.left_out:
+        yield "it has cases that were left out, and no totals"
+    if document.totals is not None and document.totals != totals:
+        there, here = (
+            ", ".join(f"{count} {name}" for name, count in counts.items())
+            for counts in (document.totals, totals)
+        )
+        yield f"its totals are {there}, but its cases give {here}"
 
 
 def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:

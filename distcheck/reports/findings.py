@@ -1,6 +1,7 @@
 """What went wrong with a case, in the words of its JSON: for formats that have a few lines each."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,9 @@ def name_of(case: Entry) -> str:
 def names_of(cases: Sequence[Entry]) -> list[str]:
     """Names of cells that no two of a strategy share: with the id where `name_of` is not enough."""
     names = [(case["strategy"], name_of(case)) for case in cases]
+    times = Counter(names)
     return [
-        name if names.count((strategy, name)) == 1 else f"{name}, {case['id']}"
+        name if times[strategy, name] == 1 else f"{name}, {case['id']}"
         for (strategy, name), case in zip(names, cases, strict=True)
     ]
 

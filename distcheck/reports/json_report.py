@@ -1,5 +1,7 @@
 """The report as `distcheck.report/1`: what a gate or a dashboard reads."""
 
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,7 @@ def as_document(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": report.verdict,
         "exit_code": int(report.exit_code),
+        "totals": totals_of([case.verdict for case in report.cases], report.left_out),
         "made": None if report.made is None else msgspec.to_builtins(report.made),
         "environment": report.environment,
         "since_green": None
@@ -109,6 +112,17 @@ def as_document(report: Report) -> dict[str, Any]:
         "not_shown": list(report.not_shown),
         "explored": [msgspec.to_builtins(explored) for explored in report.explored],
         **({"scale": scaled} if scaled else {}),
+    }
+
+
+def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, int]:
+    """How many cases there are with each verdict, and how many were left out."""
+    counts = Counter(verdicts)
+    return {
+        "pass": counts["pass"],
+        "unknown": counts["unknown"],
+        "fail": counts["fail"],
+        "left_out": len(left_out),
     }
 
 

@@ -182,6 +182,7 @@ class DocumentRead(msgspec.Struct):
     parts: list[_Part] = []
     made: Origin | None = None
     explored: list[Explored] = []
+    totals: dict[str, Count] | None = None
 
 
 def check_shape(document: dict[str, Any], path: Path | str) -> DocumentRead:

@@ -30,6 +30,7 @@ from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.sources import read_source
 from distcheck.reports.json_report import CaseInReport, cases_read, read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
@@ -86,7 +87,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
         raise UsageError(f"{run} holds no cases; give a run that distcheck verify has saved")
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
-    report = read_document(place) if place.is_file() else None
+    report = read_document(place) if place.exists() else None
     seen = [] if report is None else cases_read(report, place)
     remarks: list[str] = []
     members: dict[str, bytes] = {}
@@ -159,8 +160,7 @@ def read_replay(given: str) -> Replay:
 
 def open_bundle(path: Path) -> Replay:
     """Unpacks a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
-    store.check_own_folder()
-    folder = store.DEFAULT_FOLDER / "bundles" / f"{path.stem[:80]}-{_digest_of(path)}"
+    folder = store.own_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
     with unpacking.opened(path) as archive:
         manifest = _manifest(path, archive)
@@ -183,7 +183,7 @@ def open_bundle(path: Path) -> Replay:
 
 def _case(path: Path, file: Path) -> Case:
     try:
-        return decode_json(file.read_bytes(), Case)
+        return decode_json(read_bounded(file), Case)
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is damaged: {file.name} is not a case: {error}") from error
 
@@ -274,8 +274,12 @@ def _sources(
                 "now"
             )
         folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
-        beside = modules_beside(path) if runs else {}
-        for name, content in {path.name: path.read_bytes(), **beside}.items():
+        try:
+            beside = {path.name: read_source(path), **(modules_beside(path) if runs else {})}
+        except OSError as error:
+            how = f"{error.filename or path}: {error.strerror}"
+            raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
+        for name, content in beside.items():
             members[f"{folder}/{name}"] = content
         yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
 

@@ -1,4 +1,8 @@
-"""Where a run comes from: date, command line, and the state of the code that it was started in."""
+"""Where a run comes from: date, command line, and the state of the code that it was started in.
+
+A repository may come from elsewhere, with a configuration that names programs. git is asked for
+nothing that would start one of them.
+"""
 
 import os
 import shlex
@@ -15,7 +19,9 @@ _PATIENCE_S = 5.0  # for git, in a repository of any size
 def origin_here() -> Origin:
     """That of a run that begins now, in this folder."""
     commit = _git("rev-parse", "--verify", "HEAD")
-    changed = _git("status", "--porcelain") if commit else None
+    changed = None
+    if commit and not _has_filters():
+        changed = _git("status", "--porcelain", "--ignore-submodules=dirty")
     return Origin(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=command_line(),
@@ -33,10 +39,25 @@ def command_line() -> str:
     return shlex.join(["distcheck" if name == "__main__.py" else name, *words])
 
 
+def _has_filters() -> bool:
+    """Whether the repository's own configuration, or one that cannot be read, names filters: git
+    runs them to see whether a file has changed.
+    """
+    listed = _git("config", "--list", "--show-scope", "--name-only", "-z")
+    scopes, names = (listed or "").split("\0")[::2], (listed or "").split("\0")[1::2]
+    return listed is None or any(
+        scope in ("local", "worktree") and name.startswith("filter.")
+        for scope, name in zip(scopes, names, strict=False)
+    )
+
+
 def _git(*words: str) -> str | None:
     """What git prints; None where there is no git, no repository, or no answer in time."""
     command = ["git", "-c", "core.fsmonitor=false", *words]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    environment = {
+        **os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_NO_LAZY_FETCH": "1",
+        "GIT_ALLOW_PROTOCOL": "none",
+    }  # fmt: skip
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment,

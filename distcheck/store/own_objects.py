@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distcheck.plan import provenance
+from distcheck.records.sources import parse_source
 
 _MOST_IMPORTS = 8  # from one file or name to the next
 _SPECIAL = "__"
@@ -29,8 +30,8 @@ def is_defined(
         return False
     for left in range(most, 0, -1):
         try:
-            body = ast.parse(file.read_bytes()).body
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            body = parse_source(file).body
+        except (OSError, SyntaxError):
             return False
         found = _made_by(body, name)
         if isinstance(found, ast.ImportFrom):

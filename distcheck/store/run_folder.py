@@ -16,6 +16,7 @@ traces where it is `distcheck compare` that runs.
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
-from distcheck.training.jobs import LOAD, SAVE, TRACES, CaseFacts, TraceFilesRequest
+from distcheck.training.jobs import SAVE, TRACES, CaseFacts, TraceFilesRequest
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.worlds.launch import run_job
@@ -121,22 +122,13 @@ class Store:
         """A folder of this run's own in `.distcheck/`, where only the last few runs stay, and
         `spare`. Raises CannotRunError where that cannot be written.
         """
-        check_own_folder()
-        runs = DEFAULT_FOLDER / "runs"
+        runs = own_folder("runs")
         name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
         store = cls(runs / name, keep_everything=keep_everything)
         store._make()
-        try:
-            with (
-                contextlib.suppress(FileExistsError),
-                (DEFAULT_FOLDER / ".gitignore").open("x") as file,
-            ):
-                file.write("*\n")
-            for old in sorted(runs.iterdir())[:-_KEPT_RUNS]:
-                if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
-                    shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise CannotRunError(f"{DEFAULT_FOLDER} cannot be written: {error.strerror}") from error
+        for old in _runs_in(runs)[:-_KEPT_RUNS]:
+            if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
+                shutil.rmtree(old, ignore_errors=True)
         return store
 
     def case_file(self, case: Case) -> Path:
@@ -158,8 +150,8 @@ class Store:
         found = {}
         for case in cases if self._run else ():
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                data = (self.folder / "finished" / f"{case.id}.json").read_bytes()
-                report = decode_json(data, CaseReport)
+                file = self.folder / "finished" / f"{case.id}.json"
+                report = decode_json(read_bounded(file), CaseReport)
                 if report.case == case:
                     found[case.id] = report
         return found
@@ -235,16 +227,38 @@ class Store:
             ) from error
 
 
-def check_own_folder() -> None:
-    """Raises CannotRunError where `.distcheck` is there and is another user's, or is a link: what
-    is kept and unpacked there could be replaced before it runs.
+def own_folder(name: str) -> Path:
+    """`.distcheck/NAME`, which is made. Raises CannotRunError where that cannot be, and where one
+    of the two is another user's, or is a link, as it may be in a folder from elsewhere: what is
+    kept and unpacked there could be replaced before it runs, and old runs are removed there.
     """
-    is_folder = DEFAULT_FOLDER.is_symlink() or DEFAULT_FOLDER.is_dir()  # making it says the rest
-    if is_folder and not is_private_folder(DEFAULT_FOLDER):
+    place = DEFAULT_FOLDER / name
+    for folder in (DEFAULT_FOLDER, place):
+        is_folder = folder.is_symlink() or folder.is_dir()  # making it says the rest
+        if is_folder and not is_private_folder(folder):
+            raise CannotRunError(
+                f"{folder} is a link, another user's, or a folder that every user can write; "
+                "remove it, or work in a folder of your own"
+            )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.suppress(FileExistsError),
+            (DEFAULT_FOLDER / ".gitignore").open("x") as file,
+        ):
+            file.write("*\n")
+    except OSError as error:
         raise CannotRunError(
-            f"{DEFAULT_FOLDER} is a link, another user's, or a folder that every user can write; "
-            "remove it, or work in a folder of your own"
-        )
+            f"{place} cannot be written: {error.strerror}; save elsewhere, or run in a writable "
+            "folder"
+        ) from error
+    return place
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folders that runs have made there, by their date: nothing else is removed."""
+    found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:
@@ -252,7 +266,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
     "none" that was given no name, so that only its count of restarts can tell.
     """
     try:
-        made_by = decode_json((folder / "launch.json").read_bytes(), dict[str, Any])
+        made_by = decode_json(read_bounded(folder / "launch.json"), dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return False
     same = bool(launch.run) and made_by == {"run": launch.run}
@@ -287,16 +301,6 @@ def kept_runs() -> list[Path]:
     return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
 
 
-def saved_cases(folder: Path) -> list[Path]:
-    """The folders of a run directory that hold traces. Raises UsageError where there are none."""
-    found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
-    if not found:
-        raise UsageError(
-            f"{folder} holds no traces; record some with distcheck verify --save {folder}"
-        )
-    return found
-
-
 def read_case(path: Path) -> Case:
     """A case that `write_case` wrote. Raises UsageError where the file is not a case."""
     try:
@@ -315,60 +319,3 @@ def read_provenance(path: Path) -> Provenance | None:
         return decode_json(read_bounded(path, _MOST_CASE_BYTES), _Made).made
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def read_about(folder: Path) -> SavedCase:
-    """A saved case without its traces. Raises UsageError where it is damaged."""
-    return _read_about(folder)[0]
-
-
-def _read_about(folder: Path) -> tuple[SavedCase, tuple[str, ...]]:
-    about, indexes = seal.read_about(folder)
-    try:
-        saved = decode_json(about, SavedCase)
-        saved.facts.contract.mesh(saved.case.world)
-        return saved, indexes
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-
-
-def read_trace(
-    pool: Pool, folder: Path, *, digests_suffice: bool = False
-) -> tuple[SavedCase, list[int]]:
-    """A saved case and its traces, in shared memory again; the caller closes the descriptors.
-
-    Raises UsageError where files are missing or damaged, and for a trace that keeps digests alone
-    unless `digests_suffice`.
-    """
-    saved, indexes = _read_about(folder)
-    if not saved.tensors and not digests_suffice:
-        raise UsageError(
-            f"the trace in {folder} keeps digests and no tensors; judging needs the tensors; "
-            "compare it with distcheck compare, or record the run again without --digests"
-        )
-    case, layout = saved.case, saved.layout
-    if (layout.world, layout.steps) != (case.world, case.steps):
-        raise UsageError(
-            f"the trace in {folder} has {layout.world} ranks and {layout.steps} steps; its case "
-            f"has {case.world} and {case.steps}"
-        )
-    if not 1 <= len(indexes) <= len(TRACES):
-        raise UsageError(
-            f"the trace in {folder} is damaged: it is of {len(indexes)} runs, and a case has 1 or 2"
-        )
-    fds = [os.memfd_create("distcheck-saved") for _ in indexes]
-    job = TraceFilesRequest(
-        folder=str(folder.absolute()),
-        layout=saved.layout,
-        indexes=indexes,
-        tensors=saved.tensors,
-    )
-    try:
-        run_job(pool, LOAD, job, dict(zip(TRACES, fds, strict=False)))
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, OverflowError):  # JSON has numbers of any size, a message of 64 bits
-            raise UsageError(f"the trace in {folder} is damaged: {error}") from error
-        raise
-    return saved, fds

@@ -1,4 +1,6 @@
-"""Which code a replay runs, and whether the person who asks for it has to say yes first.
+"""Which code a saved run makes distcheck run, and whether the person has to say yes first.
+
+All who run what a file or folder names (replay, recheck, compare) go through `require_trust`.
 
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
 Code is known where distcheck or an installed strategy's name stands for it, or where its file lies
@@ -12,7 +14,7 @@ in this folder before, and are not asked about.
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -25,6 +27,7 @@ from distcheck.plan import provenance
 from distcheck.plan.owners import is_ones_own, is_private_folder
 from distcheck.plan.source_files import modules_beside
 from distcheck.records import Case
+from distcheck.records.sources import read_source
 from distcheck.store import own_objects
 from distcheck.store import run_folder as store
 from distcheck.store.unpacking import contents
@@ -36,6 +39,7 @@ _OWN = ("distcheck_strategies", "distcheck_mutants")
 _OWN_WORKLOADS = "distcheck.workloads"
 _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
+NOTHING: Mapping[str, str] = {}
 _DIGITS = 32  # of SHA-256: 128 bits, which no second file can be made to share
 
 
@@ -56,7 +60,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} {self.spec} ({where})"
 
 
-def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Code]:
+def unknown_code(cases: Iterable[Case], unpacked: Mapping[str, str] = NOTHING) -> list[Code]:
     """The code of cases that is not known here. `unpacked` has the files of a bundle: where each
     lies now, and where it was when the bundle was made.
     """
@@ -69,21 +73,32 @@ def unknown_code(cases: Sequence[Case], unpacked: Mapping[str, str]) -> list[Cod
     ]
 
 
-def require_trust(given: str, code: Sequence[Code], *, trusted: bool, may_ask: bool) -> None:
-    """Returns where the code may run. Raises UsageError otherwise."""
-    if not code or trusted:
+def require_trust(
+    given: str,
+    cases: Sequence[Case],
+    *,
+    doing: str,
+    trusted: bool,
+    may_ask: bool = True,
+    unpacked: Mapping[str, str] = NOTHING,
+) -> None:
+    """Returns where the code of these cases, which were read from `given`, may run: the caller runs
+    them and reads none again. `doing` says what for, `unpacked` is as for `unknown_code`. Raises
+    UsageError otherwise.
+    """
+    if trusted or is_own_run(given):
         return
-    listed = [shown(str(one)) for one in code]
+    listed = [shown(str(one)) for one in unknown_code(cases, unpacked)]
+    if not listed:
+        return
+    runs = f"{doing} {shown(given)} runs code from outside this checkout"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(
-            f"replaying {given} runs code from outside this checkout: {'; '.join(listed)}; read "
-            "it, then add --trust to run it"
-        )
-    click.echo(f"Replaying {shown(given)} runs code from outside this checkout:", err=True)
+        raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
+    click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
-        raise UsageError(f"{given} was not replayed; add --trust to run its code without asking")
+        raise UsageError(f"{given} was not run; add --trust to run its code without asking")
 
 
 def is_own_run(given: str) -> bool:
@@ -146,7 +161,7 @@ def _is_same(unpacked: Path, place: Path, root: Path | None) -> bool:
         return False
     try:
         return all(
-            digest == hashlib.sha256((place.parent / name).read_bytes()).digest()
+            digest == hashlib.sha256(read_source(place.parent / name)).digest()
             for name, digest in contents(unpacked.parent).items()
         )
     except OSError:
@@ -181,13 +196,18 @@ def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
     file = Path(place) if loading.is_path(place) else provenance.file_of(place)
     if file is None or not file.is_file():
         return Code(what=what, spec=spec, file="", files=0, digest="")
-    if str(file) in unpacked:
-        files = contents(file.parent)
-    else:
-        # An installed module's neighbours are the whole library.
-        alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
-        whole = {file.name: file.read_bytes(), **({} if alone else modules_beside(file))}
-        files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+    try:
+        if str(file) in unpacked:
+            files = contents(file.parent)
+        else:
+            # An installed module's neighbours are the whole library.
+            alone = not loading.is_path(place) or bool({*_INSTALLED, _LIBRARY} & {*file.parts})
+            whole = {file.name: read_source(file), **({} if alone else modules_beside(file))}
+            files = {name: hashlib.sha256(data).digest() for name, data in whole.items()}
+    except OSError as error:
+        raise UsageError(
+            f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
+        ) from error
     text = "\n".join(f"{digest.hex()} {name}" for name, digest in sorted(files.items()))
     return Code(
         what=what,

@@ -14,6 +14,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
@@ -188,7 +189,7 @@ def check_spelling(what: str, spec: str, known: Iterable[str]) -> None:
         if not attribute:
             raise UsageError(
                 f"{what} {spec!r} names a file but no object in it; write {place}:NAME, "
-                f"for instance {place}:{_first_definition(Path(place))}"
+                f"for instance {place}:{scripts.first_definition(Path(place))}"
             )
     elif not attribute and place not in set(known):
         raise UsageError(
@@ -273,15 +274,6 @@ def is_path(place: str) -> bool:
     return place.endswith(".py") or "/" in place
 
 
-def _first_definition(path: Path) -> str:
-    try:
-        body = ast.parse(path.read_text()).body
-    except (SyntaxError, UnicodeDecodeError, OSError):
-        return "my_sync"
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return next((name for name in names if not name.startswith("_")), "my_sync")
-
-
 def _resolve(
     what: str,
     spec: str,
@@ -296,6 +288,8 @@ def _resolve(
     if not attribute and place in registered:
         point = registered[place]
         place, attribute = point.module, point.attr
+    else:
+        _look_in_current_folder()
     check_spelling(what, f"{place}:{attribute}" if attribute else place, registered)
     module = _import(what, place, before or {})
     target: Any = module
@@ -309,6 +303,14 @@ def _resolve(
         owner = target if inspect.isclass(target) else None
         target = getattr(target, part)
     return target, owner, module
+
+
+def _look_in_current_folder() -> None:
+    """Lets a person's own code import the modules of the current folder; it comes last, where its
+    random.py shadows nothing.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:

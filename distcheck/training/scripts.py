@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distcheck.records.sources import parse_source
+
 _TRAINS = {"backward", "spawn"}
 _BEGINS = {"init_process_group", "parse_args"}  # which may be guarded, and then do no harm
 _DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -26,8 +28,8 @@ def trains_at(path: Path, *, begins: bool = False) -> int:
     reads its command line; 0: none.
     """
     try:
-        body = ast.parse(path.read_text()).body
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        body = parse_source(path).body
+    except (OSError, SyntaxError):
         return 0
     names = _TRAINS | _BEGINS if begins else _TRAINS
     calls = (call for node in body for call in _calls_in(node))
@@ -37,10 +39,20 @@ def trains_at(path: Path, *, begins: bool = False) -> int:
 def has_definitions(path: Path) -> bool:
     """Whether a file defines a function or a class at its top level."""
     try:
-        body = ast.parse(path.read_text()).body
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        body = parse_source(path).body
+    except (OSError, SyntaxError):
         return True
     return any(isinstance(node, _DEFINES[2:]) for node in body)
+
+
+def first_definition(path: Path) -> str:
+    """The first public function or class of a file, for an example of how to name one."""
+    try:
+        body = parse_source(path).body
+    except (OSError, SyntaxError):
+        return "my_sync"
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return next((name for name in names if not name.startswith("_")), "my_sync")
 
 
 def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
@@ -48,7 +60,7 @@ def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
     needs that was not run leaves its name undefined.
     """
     vars(module).update(before)
-    for node in ast.parse(path.read_text()).body:
+    for node in parse_source(path).body:
         if not isinstance(node, _DEFINES) and not _is_plain(node):
             continue
         code = compile(ast.Module([node], type_ignores=[]), str(path), "exec")

@@ -9,7 +9,6 @@ import msgspec
 
 from distcheck.errors import DistcheckError, InternalError
 from distcheck.errors.masking import masker
-from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.plan.provenance import Provenance
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
 from distcheck.records.searches import Explored
@@ -93,7 +92,7 @@ class Book:
         self._reports[run.case.id] = report
         if self._keep is not None and not self._save_error and not run.recorded.not_run:
             self._save(run.recorded, report)
-        if self.settles and counts_if_finished(run.case) and report.ranks_failed:
+        if self.settles and followups.is_untrained(report):
             return NOT_FINISHED
         return report.verdict
 

@@ -157,8 +157,9 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield from _IN_NO_CASE
     yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
     worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
-    yield f"orders of arrival other than those of {worlds}{_of_schedules(cases)}"
-    if any(name_of(case.backend) == "simulated" for case in cases):
+    simulated = any(name_of(case.backend) == "simulated" for case in cases)
+    yield f"orders of arrival other than those of {worlds}{_of_schedules(cases, simulated)}"
+    if simulated:
         yield (
             "ranks in processes of their own, and a real transport (ranks of backend simulated are "
             "threads of one process: they share C code, and what packages change in place)"
@@ -167,9 +168,12 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     yield f"backends other than {backends}, and other hardware"
 
 
-def _of_schedules(cases: Sequence[Contents]) -> str:
+def _of_schedules(cases: Sequence[Contents], simulated: bool) -> str:
     counts = [case.schedules for case in cases if case.schedules]
     if not counts:
-        return ""
+        which = (
+            ": which message a receive from any rank takes, for instance (--schedules tries others)"
+        )
+        return which if simulated else ""
     of = "one case" if len(counts) == 1 else f"each of {len(counts)} cases"
     return f", and of {min(counts)} schedules of {of}"

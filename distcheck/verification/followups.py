@@ -6,13 +6,15 @@ Four kinds of right code fail in the default cases, and none of them in a usual 
   composite have, or one of five (`channels_last`), which the composite has. They are run again with
   another parameter in its place, and those reports take the first ones' places
 - code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
-  which is added for S64. Where every float32 case passed, that case is left out
-- code that takes no account of gradients that some ranks do not have: it crashes or hangs in the
+  which is added for S64, with numbers of float32 or an exception that names a dtype. Where every
+  float32 case passed, that case is left out
+- code that takes no account of gradients that some ranks do not have: it raises or hangs in the
   cell that the default run adds for them, which is left out then (`plan/cells_to_run.py`)
 - code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
   equal shards is run to say what passes then
 
-What is not judged for such a reason is said in a note, with the option that asks for it.
+What is not judged for such a reason is said in a note, with the option that asks for it. A rank
+that is killed, leaves or is stopped excuses nothing.
 
 No torch here.
 """
@@ -26,7 +28,7 @@ import msgspec
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import RankEnd
+from distcheck.records.ends import PROVEN, STOPPED, RankEnd, proven_in
 from distcheck.records.layers import IN_FLOAT64
 
 Kind = Literal["no scalar", "no volume", "equal shards"]
@@ -41,6 +43,11 @@ _WITHOUT: dict[Kind, dict[str, str]] = {
     "no volume": {"composite": "composite:no-volume"},
 }
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): .+$", re.MULTILINE)
+# A dtype, in the words of torch, NumPy, Python and the backends.
+_DTYPE = re.compile(
+    r"\b(?:dtypes?|(?:scalar|tensor|data) types?|b?float(?:16|32|64)|complex(?:64|128)|[Dd]ouble"
+    r"|Float|Half|(?:Float|Double|Half)Tensor)\b"
+)
 _MOST_SHOWN = 160  # characters of an error
 
 
@@ -52,8 +59,11 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
     of: CaseReport
 
     def replaces(self, done: CaseReport) -> bool:
-        """Whether its report takes the place of the first one."""
-        return self.kind in _ODD and done.ranks_finished
+        """Whether its report takes the place of the first one: also where it shows that the code
+        fails for another reason, the dtype.
+        """
+        by_dtype = _is_companion(self.case) and _names_dtype(done)
+        return self.kind in _ODD and (done.ranks_finished or by_dtype)
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
@@ -143,7 +153,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     do not finish.
     """
     out: dict[str, str] = {}
-    untrained = [report for report in reports if _is_untrained(report, reports)]
+    untrained = [r for r in reports if is_untrained(r) and _siblings(r, reports)]
     reports = [report for report in reports if report not in untrained]
     for report in reports:
         alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
@@ -179,9 +189,15 @@ def _is_companion(case: Case) -> bool:
 
 
 def _why_not_float64(report: CaseReport) -> str:
-    if report.verdict == "fail" and report.rounded_to == "float32":
+    rounded = report.verdict == "fail" and report.rounded_to == "float32"
+    if rounded and not report.ranks_failed:
         return "every gradient that it leaves is a float32 number"
-    return f"it fails on other gradients ({_error(report)})" if _crashed(report) else ""
+    return f"it fails on other gradients ({_error(report)})" if _names_dtype(report) else ""
+
+
+def _names_dtype(report: CaseReport) -> bool:
+    """Whether ranks failed with an exception that names one: no other is a matter of dtypes."""
+    return _crashed(report) and _DTYPE.search(_error(report)) is not None
 
 
 def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
@@ -193,10 +209,20 @@ def _float64_note(report: CaseReport, why: str, *, passed: bool) -> str:
     )
 
 
-def _is_untrained(report: CaseReport, reports: Sequence[CaseReport]) -> bool:
-    """Whether ranks did not finish a case that counts only if they do, and others ran."""
-    left = counts_if_finished(report.case) and report.ranks_failed
-    return left and bool(_siblings(report, reports))
+def is_untrained(report: CaseReport) -> bool:
+    """Whether the code could not train a case that counts only if ranks finish it: it raised, or
+    waits for ever, or its calls do not match (which may make gloo kill a rank). A rank that ends in
+    another way shows nothing about it.
+    """
+    ended = not any(map(_is_gone, report.outcomes))
+    return report.ranks_failed and ended and counts_if_finished(report.case)
+
+
+def _is_gone(outcome: Outcome) -> bool:
+    """Whether a rank ended, or was stopped, by something else than what its calls came to."""
+    if outcome.outcome not in (RankEnd.KILLED, RankEnd.EXITED, RankEnd.LOST):
+        return STOPPED in outcome.detail
+    return proven_in(outcome.detail)[0] not in PROVEN.values()
 
 
 def _untrained_note(report: CaseReport) -> str:
@@ -222,15 +248,14 @@ def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseRep
 
 
 def _crashed(report: CaseReport) -> bool:
-    """Whether ranks failed, and none of them because of waiting."""
-    return report.ranks_failed and not any(
-        o.outcome in (RankEnd.HUNG, RankEnd.LOST) for o in report.outcomes
-    )
+    """Whether ranks raised, and none ended in another way: killed, gone, or waiting."""
+    ends = {o.outcome for o in report.outcomes} - {RankEnd.FINISHED, RankEnd.ENDED}
+    return report.ranks_failed and ends == {RankEnd.RAISED}
 
 
 def _error(report: CaseReport) -> str:
-    """The error that the first rank ended with, in one line."""
-    first: Outcome = next(o for o in report.outcomes if o.outcome != RankEnd.FINISHED)
+    """The error of the first rank that ended by itself, in one line."""
+    first: Outcome = min(report.outcomes, key=lambda o: (RankEnd(o.outcome).place, o.rank))
     found = _ERROR.findall(first.detail) or first.detail.splitlines()[1:2] or [first.outcome]
     return _shortened(str(found[-1]).strip())
 

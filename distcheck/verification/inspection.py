@@ -26,6 +26,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.records import Case, TensorSpec
+from distcheck.records.sources import parse_source
 from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import load_strategy
@@ -112,8 +113,8 @@ def _text_of(file: Path) -> str:
 def _syncs_statistics(file: str) -> bool:
     """Whether the code in a file makes SyncBatchNorm of a model's BatchNorm."""
     try:
-        nodes = list(ast.walk(ast.parse(Path(file).read_text())))
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        nodes = list(ast.walk(parse_source(Path(file))))
+    except (OSError, SyntaxError):
         return False
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -21,7 +21,7 @@ from distcheck.reports import summary
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.findings import ranks_failed
-from distcheck.reports.json_report import SCHEMA, read_document
+from distcheck.reports.json_report import SCHEMA, read_document, totals_of
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 
@@ -108,6 +108,7 @@ def join(parts: Sequence[Part]) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": verdict,
         "exit_code": int(_exit_code(found, verdict, parts)),
+        "totals": totals_of([case["verdict"] for case in found], left_out),
         "made": _made(parts),
         "environment": parts[0].document["environment"],
         "cases": found,

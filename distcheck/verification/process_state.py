@@ -20,6 +20,7 @@ import msgspec
 
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.source_files import modules_beside
+from distcheck.records.sources import parse_source, read_source
 
 _MOST_BYTES = 1 << 20  # of a file that is read
 _MOST_LINES, _MOST_TEXT = 4, 80  # that are shown
@@ -76,8 +77,8 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
     definition at `line` leads to, or all of them. None where it cannot be read.
     """
     try:
-        contents = {path.name: path.read_bytes(), **modules_beside(path)}
-    except (OSError, RecursionError, MemoryError):
+        contents = {path.name: read_source(path), **modules_beside(path)}
+    except OSError:
         return []
     places = dict.fromkeys(contents, 0) | {path.name: line}
     return [
@@ -89,9 +90,9 @@ def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
     if len(content) > _MOST_BYTES or not name.endswith(".py"):
         return []
     try:
-        tree = ast.parse(content)
+        tree = parse_source(content)
         finder = _Finder(tree, _leads_to(tree, line))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, RecursionError):
         return []
     text = content.decode(errors="replace").splitlines()
     found = dict.fromkeys(sorted(finder.found))

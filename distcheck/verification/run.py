@@ -9,7 +9,6 @@
 """
 
 import atexit
-import os
 import shlex
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,6 +43,7 @@ from distcheck.reports.terminal import render_failure
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
+from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import followups, limits, preparation, schedules, verdicts
 from distcheck.verification.book import Book, given_up_on, run_of
 from distcheck.verification.case_runs import JudgedRun, is_separate
@@ -301,28 +301,28 @@ def _follow_up(
     book.take_in(done)
 
 
-def recheck(folder: Path, *, pool: Pool, listener: Listener | None = None) -> Report:
-    """Judges saved traces again; no rank is started. Raises UsageError for a damaged folder, or a
-    report in it that contradicts itself, as one does that cases were taken out of.
+def recheck(
+    folder: Path, traces: Sequence[SavedTrace], *, pool: Pool, listener: Listener | None = None
+) -> Report:
+    """Judges the traces of a saved run again; no rank is started. Raises UsageError for a damaged
+    folder, or a report in it that contradicts itself, as one does that cases were taken out of.
 
     On another machine, or with another torch, recorded bits are not the bits that are computed
     now: what fails there only against those becomes unknown.
     """
     listener, origin = listener or Silent(), origin_here()
-    folders = store.saved_cases(folder)
-    lost = failed_without_trace(folder, {place.name for place in folders})
+    lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
+    for trace in traces:
+        require_tensors(trace)
     pool.wait_ready()
-    first, fds = store.read_trace(pool, folders[0])
-    for fd in fds:
-        os.close(fd)
-    case = first.case
+    case = traces[0].saved.case
     with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
         here = preparation.inspect(pool, [case], data).environment
         reports: list[CaseReport] = []
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        listener.planned([store.read_about(place).case for place in folders])
-        for place in folders:
-            saved, fds = store.read_trace(pool, place)
+        listener.planned([trace.saved.case for trace in traces])
+        for trace in traces:
+            saved, fds = trace.saved, read_trace(pool, trace)
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
 
             def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:

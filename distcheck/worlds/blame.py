@@ -9,7 +9,7 @@ from itertools import takewhile
 from distcheck.errors.defects import is_of_a_program, place_of
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
-from distcheck.records.ends import MISUSES, PROVEN, VICTIM, RankEnd
+from distcheck.records.ends import MISUSES, PROVEN, STOPPED, VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
@@ -27,7 +27,7 @@ _COLLECTIVES_ERRORS = {
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
-_STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
+_STOPPED = f"{STOPPED}, as SIGSTOP does, and so did not answer"
 _OWN_CODE = "distcheck fell over what the code under test left behind, or over itself"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 

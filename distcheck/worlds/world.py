@@ -27,7 +27,9 @@ _SHAKE_S = 0.3  # for faulthandler to write, once it has begun
 _MOST_SHAKE_S = 8.0  # for a rank that may not be scheduled, or whose words come over a network
 _LOOK_EVERY_S = 0.1
 _MOST_LEAVING_S = 30.0  # for ranks that may leave, until they are killed
-_STOPPED_S = 1.0  # for which a rank may be stopped, as with everything else on its machine
+# For which a rank may be stopped, also where a case is given less time than that to make progress:
+# a laptop is closed, a person looks at something. Chosen: the usual deadline.
+_STOPPED_S = 30.0
 
 
 class Phase(Enum):
@@ -65,6 +67,7 @@ class World:
         if on_progress is not None:
             for rank, child in enumerate(self.children):
                 child.on_progress = partial(on_progress, rank)
+        self._most_stopped_s = max(deadline_s, _STOPPED_S)
         self._watch = StallWatch(deadline_s, time.monotonic())
         self._proofs = ProofWatch()
 
@@ -155,21 +158,25 @@ class World:
             return
         if now - self._last_look >= _LOOK_EVERY_S:
             looked, self._last_look = self._last_look, now
-            waited_for = [c for c in children if c.done is None]
-            stopped = [child for child in waited_for if child.is_stopped]
-            self._stopped_s = self._stopped_s + now - looked if stopped else 0.0
-            if self._stopped_s >= _STOPPED_S:
-                self.hung = True
+            self.hung = self._has_hung(now - looked)
+            if self.hung:
                 self._ask(now)
-                return
-            proven = self._proofs.look(children, time.monotonic())
-            if proven is not None:
-                proven = unlike_calls.or_earlier(proven, children)
-                for child in children:
-                    child.proven = proven
-            if proven is not None or self._watch.look(waited_for, time.monotonic()):
-                self.hung = True
-                self._ask(now)
+
+    def _has_hung(self, elapsed: float) -> bool:
+        """Whether the ranks will go on no more: stopped for too long, by a proof, or by the clock.
+        While one is stopped, what the others do shows nothing about the code.
+        """
+        waited_for = [c for c in self.children if c.done is None]
+        if any(child.is_stopped for child in waited_for):
+            self._stopped_s += elapsed
+            return self._stopped_s >= self._most_stopped_s
+        self._stopped_s = 0.0
+        proven = self._proofs.look(self.children, time.monotonic())
+        if proven is not None:
+            proven = unlike_calls.or_earlier(proven, self.children)
+            for child in self.children:
+                child.proven = proven
+        return proven is not None or self._watch.look(waited_for, time.monotonic())
 
     def _ask(self, now: float) -> None:
         for child in self._unreported():

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import click
+import msgspec
 
 from distcheck import cli
 from distcheck.backend_probe.document import read_sweeps, render_json
@@ -25,17 +26,30 @@ from distcheck.compare import command as comparing
 from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
+from distcheck.job import command as command_of_job
+from distcheck.job import reading
+from distcheck.job.guard.records import Divergence, Finding, Sums
+from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
+from distcheck.records.training_runs import (
+    SCHEMA,
+    TrainedCase,
+    TrainedEpoch,
+    TrainedRun,
+    read_training,
+)
+from distcheck.reports import training_report
 from distcheck.store import bundle
-from distcheck.store import run_folder as store
 from distcheck.store.last_pass import since_last_green
+from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.traces import files
 from distcheck.training.traces.reader import TraceReader
 from distcheck.verification import run as verification
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
+from tests.job.recordings import Facts, make
 from tests.sealing import keep_digests, seal_again
 
 _MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
@@ -43,6 +57,20 @@ _PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="flo
 _SWEEP = Sweep(
     backend="gloo", device="cpu", world=3, cells=(Cell(probe=_PROBE, verdict="ok", elements=64),),
     environment={"torch": "2.13.0"},
+)  # fmt: skip
+_DIVERGENCE = Divergence(
+    step=200, agreed_at=100, every=100, ranks=(0, 1), versions={"torch": "2"},
+    findings=(Finding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2),),
+    sums=(Sums(name="w", elements=64, by_rank=((1.0,) * 64, (1.1,) * 64)),),
+)  # fmt: skip
+_EPOCH = TrainedEpoch(
+    loss=1.0, accuracy=0.5, tested=10, mean_step_s=0.5, step_losses=(1.0, 0.5), step_s=(0.5, 0.5)
+)
+_TRAINED = TrainedRun(
+    schema=SCHEMA, epochs=(_EPOCH,),
+    case=TrainedCase(
+        strategy="ddp", world=2, workload="mlp", data="synthetic", batch=8, seed=0, dtype="float32"
+    ),
 )  # fmt: skip
 _TRACE_FILES = ("about.json", "checksums.json", "run-1/index.bin", "run-1/slot-000.safetensors",
                 "run-2/index.bin", "run-2/slot-001.safetensors")  # fmt: skip
@@ -285,42 +313,94 @@ def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
     return answer_of(read)
 
 
+def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck job` reads of what its ranks wrote, and its checks of it: of a job
+    whose gradients are three times what they should be.
+    """
+    job = folder / "job"
+    job.mkdir()
+    make(job, _thrice)
+    names = ("rank.json", "step-000001.json", "step-000001.json", "step-000002.safetensors")
+    file = job / f"rank-000{draw.randint(0, 1)}" / draw.choice(names)
+    _damaged_in_place(file, draw, "json" if file.suffix == ".json" else "bytes")
+
+    def judge() -> int:
+        asked = command_of_job.Asked(words=("python", "train.py"), steps=3, reference=False)
+        found = reading.read(job)
+        report = command_of_job._judge(asked, found, Ran(0, ()), None, "none was asked for")
+        return {"pass": 0, "fail": 1, "unknown": 5}[report.verdict]
+
+    answer = answer_of(judge)
+    if answer.code == 0:
+        raise BrokenError("a pass, of a job that is wrong")
+    return answer
+
+
+def _thrice(facts: Facts) -> None:
+    facts.raw = {name: 3 * gradient for name, gradient in facts.raw.items()}
+
+
+def explained(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck explain`, of what a guard has saved."""
+    file = folder / "step-000200.json"
+    file.write_bytes(msgspec.json.encode(_DIVERGENCE))
+    return command("explain", _damaged_in_place(file, draw, "json"))
+
+
+def beside(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """What `distcheck train --beside` reads, and its page."""
+    file = folder / "table.json"
+    file.write_bytes(msgspec.json.encode(_TRAINED))
+    _damaged_in_place(file, draw, "json")
+
+    def read() -> int:
+        training_report.render([_TRAINED, read_training(file)], version="0")
+        return 0
+
+    return answer_of(read)
+
+
 def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> Answer:
     """`distcheck recheck` with its judges, of an edited about.json."""
     place = _copied_traces(originals, folder)
     _damaged_in_place(place / "about.json", draw, "json")
     seal_again(place)
-    return answer_of(lambda: int(verification.recheck(folder, pool=pool).exit_code))
+
+    def judge() -> int:
+        traces = saved_traces(folder)
+        return int(verification.recheck(folder, traces, pool=pool).exit_code)
+
+    return answer_of(judge)
 
 
 READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
     "report": report, "merge": merge, "config": config, "replay": replay, "bundled": bundled,
     "pack": pack, "recheck": recheck, "edited": edited, "compare": compare,
-    "digested": digested, "earlier": earlier, "baseline": baseline,
+    "digested": digested, "earlier": earlier, "baseline": baseline, "recording": recording,
+    "explained": explained, "beside": beside,
 }  # fmt: skip
 
 
 def _load(place: Path) -> int:
-    _, fds = store.read_trace(_NO_POOL, place)
-    for fd in fds:
+    (trace,) = [one for one in saved_traces(place.parents[1]) if one.folder == place]
+    for fd in read_trace(_NO_POOL, trace):
         os.close(fd)
     return 0
 
 
 def _compare(then: Path, now: Path, name: str) -> int:
     runs = [comparing.saved_run(folder) for folder in (then, now)]
-    saved: list[store.SavedCase] = []
+    if not all(name in run.cases for run in runs):
+        return int(ExitCode.UNKNOWN)
+    traces = [run.cases[name] for run in runs]
+    saved = [trace.saved for trace in traces]
     fds: list[int] = []
     first: list[int] = []
     try:
-        for folder in (then, now):
-            place = folder / "traces" / name
-            one, own = store.read_trace(_NO_POOL, place, digests_suffice=True)
-            saved.append(one)
+        for trace in traces:
+            own = read_trace(_NO_POOL, trace, digests_suffice=True)
             fds += own
             first.append(own[0])
-        if name not in runs[1].cases:
-            return int(ExitCode.UNKNOWN)
         job = CompareRequest(
             case=saved[1].case,
             contracts=(saved[0].facts.contract, saved[1].facts.contract),

@@ -14,7 +14,7 @@ import pytest
 import distcheck
 from distcheck.errors import ExitCode
 from distcheck.reports.json_report import render
-from distcheck.store import run_folder as store
+from distcheck.store import saved_traces
 from distcheck.store.bundle import make_bundle
 from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
@@ -119,7 +119,7 @@ def broken_of(reader: str, numbers: range, originals: Originals, folder: Path) -
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "run_job", readers.load_here)
+    monkeypatch.setattr(saved_traces, "run_job", readers.load_here)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -144,8 +144,7 @@ def test_a_number_that_no_message_can_hold(
     number: int, here: None, originals: Originals, tmp_path: Path
 ) -> None:
     """JSON has numbers of any size; the trace is read in a process that is sent 64 bits."""
-    found = next((originals.run / "traces").iterdir())
-    place = Path(shutil.copytree(found, tmp_path / found.name))
+    place = readers._copied_traces(originals, tmp_path)
     about = place / "about.json"
     changed = re.sub(rb'"shape":\[\d+', b'"shape":[%d' % number, about.read_bytes())
     assert changed != about.read_bytes()

@@ -29,6 +29,17 @@ def test_a_right_recording_passes(tmp_path: Path, world: int) -> None:
     assert of_gradients.compared.elements == 16 * 3 * world
 
 
+def test_losses_that_are_no_numbers_are_no_terms(tmp_path: Path) -> None:
+    """JSON has no NaN, so a recording leaves such a loss out."""
+
+    def change(facts: Facts) -> None:
+        facts.raw = {name: 3 * gradient for name, gradient in facts.raw.items()}
+        facts.passes = [replaced(facts.a_pass(n), loss=None) for n in range(2)]
+
+    results = checks.without_reference(make(tmp_path, change))
+    assert ("gradients", "R") in failed(results)
+
+
 def at_step_one(facts: Facts, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if facts.step == 1:
         facts.raw = {name: change(gradient) for name, gradient in facts.raw.items()}

@@ -148,6 +148,72 @@ def test_the_shared_memory_of_mpi_goes_with_a_process_that_is_ended() -> None:
     assert not [name for name in segments if os.path.exists(name)]
 
 
+DETACHES = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(sys.argv[1] + "/daemon", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+while not os.path.exists(sys.argv[1] + "/daemon"):
+    time.sleep(0.01)
+open(sys.argv[1] + "/script", "w").write(str(os.getpid()))
+if sys.argv[2] == "stays":
+    time.sleep(600)
+sys.exit(7)
+"""
+
+
+def replayed(folder: Path, how: str) -> "subprocess.Popen[bytes]":
+    """A process that runs a script as a replay does."""
+    (folder / "script.py").write_text(DETACHES)
+    program = (
+        "import sys; from pathlib import Path; from distcheck.job import running\n"
+        "where = Path(sys.argv[1])\n"
+        "words = [sys.executable, 'script.py', sys.argv[1], sys.argv[2]]\n"
+        "ran = running.run_kept(words, where / 'settings.json', folder=where, variables={},"
+        " without=('NOTHING_',))\nsys.exit(ran.code)"
+    )
+    return subprocess.Popen([sys.executable, "-c", program, str(folder), how])
+
+
+def started_by(folder: Path) -> list[psutil.Process]:
+    """What the script and what it started are called by the kernel, from its folder."""
+    until = time.monotonic() + 60
+    while not (folder / "script").exists() or not (folder / "script").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return [p for p in psutil.process_iter() if in_folder(p, folder)]
+
+
+def in_folder(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return Path(process.cwd()) == folder and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
+
+
+def test_what_a_replay_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Detached or not; and its end is the script's."""
+    assert replayed(tmp_path, "ends").wait(120) == 7
+    assert (tmp_path / "daemon").exists()
+    assert started_by(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_what_a_replay_has_started_ends_with_the_front(how: int, tmp_path: Path) -> None:
+    front = replayed(tmp_path, "stays")
+    family = started_by(tmp_path)
+    assert len(family) >= 3, "the script, the daemon, and one that sleeps"
+    front.send_signal(how)
+    front.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []
+
+
 SLEEPS_AS_ONE_PROCESS = """
 import os, time, torch, torch.distributed as dist
 import torch.nn.functional as F

@@ -83,7 +83,7 @@ def test_commands() -> None:
     assert running.command_of([python, "a.py"], None) == (python, "a.py")
     started = running.command_of([python, "a.py", "--lr", "1"], 4)
     assert started[1:] == (
-        "-m", "torch.distributed.run", "--nproc-per-node", "4", "a.py", "--lr", "1",
+        "-P", "-m", "torch.distributed.run", "--nproc-per-node", "4", "a.py", "--lr", "1",
     )  # fmt: skip
     for words, nproc, said in (
         ([], None, "no command was given"),

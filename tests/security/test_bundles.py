@@ -288,7 +288,7 @@ def test_a_yes_on_a_terminal_is_asked_for(tmp_path: Path) -> None:
     text = said.decode()
     assert "Run it? [y/N]:" in text
     assert "SHA-256" in text
-    assert "was not replayed" in text
+    assert "was not run; add --trust" in text
     assert not (tmp_path / "ran").exists()
 
 

@@ -191,6 +191,19 @@ def dropped_from_a_part(document: Document) -> None:
     document["parts"] = [{**part, "made": document.pop("made")}]
 
 
+def failure_left_out(document: Document) -> None:
+    """The case that failed is one that was never to run, if one believes the report."""
+    failed = document_of(PASSED, FAILED)
+    document |= document_of(PASSED, plan=(PASSED, FAILED))
+    document["left_out"] = {FAILED.case.id: "its wire cannot carry its numbers"}
+    document["totals"] = failed["totals"]
+
+
+def failure_left_out_without_totals(document: Document) -> None:
+    failure_left_out(document)
+    del document["totals"]
+
+
 FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a pass with failed checks": (forge_pass, "has the verdict pass, but its checks give fail"),
     "a pass without checks": (without_checks, "has the verdict pass, but its checks give unknown"),
@@ -210,6 +223,8 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "another world than planned": (set_in_case(world=2), "has the world 2, but 3 in the plan"),
     "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', but"),
     "a case that is left out as well": (leave_out_all, "is also listed as left out"),
+    "a failure that is left out": (failure_left_out, "its totals are 1 pass, 0 unknown, 1 fail, 0"),
+    "a failure that no total counts": (failure_left_out_without_totals, "left out, and no totals"),
     "left out without a plan for it": (set_in(left_out={"x": "y"}), "but is not in the plan"),
     "a case twice": (twice, "2 times"),
     "an error beyond its bound in a pass": (beyond, "although an error is beyond its bound"),

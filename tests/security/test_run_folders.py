@@ -9,13 +9,9 @@ import pytest
 
 from distcheck.cli import _group
 from distcheck.errors import UsageError
-from distcheck.plan.configuration import read_configuration
-from distcheck.records import decoding
 from distcheck.reports import github
-from distcheck.reports.documents import read_report
 from distcheck.reports.json_report import render
 from distcheck.store.bundle import make_bundle
-from distcheck.store.run_folder import read_case
 from tests.security import zips
 from tests.unit.gate_documents import FAILED, PASSED, document_of
 
@@ -76,13 +72,6 @@ def test_a_file_that_a_report_names_is_not_packed(run: Path, tmp_path: Path, nam
     make_bundle(run, tmp_path / "a.zip", traces=False)
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         assert not any(b"precious" in archive.read(member) for member in archive.namelist())
-
-
-def test_files_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MOST_BYTES", 1 << 20)
-    for read in (read_report, read_case, lambda path: read_configuration(str(path))):
-        with pytest.raises(UsageError, match="it is larger than"):
-            read(Path("/dev/zero"))
 
 
 def test_a_place_that_no_file_can_have_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Code that a case from elsewhere names: which of it runs without a question, and whose it is."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from distcheck.cli import _group
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.explore.found import KeptCases
 from distcheck.plan import owners
+from distcheck.plan.cases import Request, plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.records import Adaptation, Case
 from distcheck.store import trust
@@ -155,3 +159,71 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
     (store.folder / "cases").mkdir()
     (store.folder / "cases/c.json").write_text("{}")
     assert trust.is_own_run(str(store.folder / "cases/c.json"))
+
+
+@pytest.mark.parametrize("name", ["runs", "bundles", "explore"])
+def test_a_folder_within_that_is_a_link_is_not_used(
+    name: str, checkout: Path, tmp_path: Path
+) -> None:
+    """As in a folder from elsewhere: old runs would be removed from wherever it leads."""
+    home = tmp_path / "home"
+    for number in range(15):
+        (home / f"document-{number}").mkdir(parents=True)
+    (checkout / ".distcheck").mkdir()
+    (checkout / ".distcheck" / name).symlink_to(home)
+    before = sorted(home.iterdir())
+    refused = rf"\.distcheck/{name} is a link, another user's, or"
+    if name == "runs":
+        assert Store.by_default() is None
+        with pytest.raises(CannotRunError, match=refused):
+            Store.of_own(keep_everything=True)
+    elif name == "bundles":
+        with pytest.raises(CannotRunError, match=refused):
+            open_bundle(zips.bundle(tmp_path / "b.zip"))
+    else:
+        kept = KeptCases("ddp")
+        assert kept.keep(Case(id="c", strategy="ddp", world=2)) is None
+        (home / kept.folder.name).mkdir()
+        (home / kept.folder.name / "c.json").write_text(json.dumps(zips.CASE | {"strategy": "ddp"}))
+        assert kept.read() == []
+        shutil.rmtree(home / kept.folder.name)
+    assert sorted(home.iterdir()) == before
+
+
+def test_only_runs_are_removed_to_make_room(checkout: Path, tmp_path: Path) -> None:
+    runs = checkout / ".distcheck/runs"
+    (runs / "0 a folder of somebody's").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (runs / "0-0-0").symlink_to(tmp_path / "home")
+    for number in range(1, 15):
+        (runs / f"20260131-120000-{10**7 + number}").mkdir()
+    assert Store.by_default() is not None
+    left = sorted(path.name for path in runs.iterdir())
+    assert left[:2] == ["0 a folder of somebody's", "0-0-0"]
+    assert len(left) == 2 + 10
+    assert (tmp_path / "home").is_dir()
+
+
+def test_what_explore_keeps_overwrites_nothing_else(checkout: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    kept = KeptCases("ddp")
+    kept.folder.mkdir(parents=True)
+    case = Case(id="c", strategy="ddp", world=2)
+    for place in (checkout / ".distcheck/.gitignore", kept.folder / "c.json"):
+        place.symlink_to(victim)
+    assert kept.keep(case) is not None
+    assert victim.read_text() == "precious"
+    assert json.loads((kept.folder / "c.json").read_text())["strategy"] == "ddp"
+
+
+def test_a_kept_case_of_another_strategy_is_not_run(checkout: Path) -> None:
+    kept = KeptCases("ddp")
+    (case,) = [c for c in plan_cases(Request(strategies=("ddp",), worlds=(2,), workloads=("mlp",)))
+               if c.dtype == "float32"]  # fmt: skip
+    kept.keep(case)
+    assert kept.read() == [case]
+    (kept.folder / "d.json").write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(case, id="d", strategy="os:system"))
+    )
+    assert kept.read() == [case]

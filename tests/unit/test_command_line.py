@@ -167,6 +167,21 @@ def keep_run(name: str, *, report: str | None) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    "name", [";touch ran", "$(touch ran)", "`touch ran`", "a b", "a\nplain,;touch ran", "'", "x&"]
+)
+@pytest.mark.parametrize("command", ["replay", "recheck", "bundle", "report", "open"])
+def test_a_shell_is_given_no_name_that_it_would_run(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A completed word stands in the command line as it is, without quotes."""
+    monkeypatch.chdir(tmp_path)
+    keep_run("20260131-120000-1", report=None)
+    keep_run(name, report=None)
+    assert completed([command], ".dist") == {".distcheck/runs/20260131-120000-1"}
+    assert completed([command], ".distcheck/runs/" + name[0]) <= {".distcheck/runs/" + name[0]}
+
+
 def kept_report(date: str, command: str) -> str:
     made = Origin(date=date, command=command)
     return render_json(Report(environment=ENVIRONMENT, cases=(passing(),), made=made))

@@ -11,6 +11,13 @@ from distcheck.verification.followups import follow_ups, leave_out, take_in
 FINISHED = (Outcome(rank=0, outcome="finished"),)
 TRACEBACK = 'step 0, sync\n  File "x.py", line 3, in f\nIndexError: slice() of a 0-dim tensor.\n\nx'
 CRASHED = (Outcome(rank=0, outcome="raised", detail=TRACEBACK),)
+BY_DTYPE = TRACEBACK.replace(
+    "IndexError: slice() of a 0-dim tensor.", "RuntimeError: expected scalar type Float, not Double"
+)
+KILLED = (
+    Outcome(rank=0, outcome="killed", detail="step 0, sync\nby SIGKILL"),
+    Outcome(rank=1, outcome="raised", detail=BY_DTYPE),
+)
 HUNG = (Outcome(rank=0, outcome="hung", detail="in sync"),)
 
 
@@ -33,6 +40,15 @@ def caused(*causes: str) -> tuple[Diagnosis, ...]:
 
 
 CRASHES = {"verdict": "fail", "outcomes": CRASHED}
+TYPED = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="raised", detail=BY_DTYPE),)}
+DIES = {"verdict": "fail", "outcomes": KILLED}
+STOPS = {
+    "verdict": "fail",
+    "outcomes": (
+        Outcome(rank=0, outcome="hung", detail="step 0, sync\nstopped (state T), as ..."),
+    ),
+}
+LEAVES = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="exited", detail=BY_DTYPE),)}
 SHORT = {"verdict": "fail", "rounded_to": "float32"}
 
 
@@ -40,13 +56,18 @@ SHORT = {"verdict": "fail", "rounded_to": "float32"}
     ("of_cnn", "of_lattice", "of_double", "is_left_out"),
     [
         ({}, {}, SHORT, True),
-        ({}, {}, CRASHES, True),
+        ({}, {}, TYPED, True),
         # All in float32 has to pass; a crash that float32 does not have is the dtype's anyway.
         ({"verdict": "fail"}, {}, SHORT, False),
         ({}, {"verdict": "unknown"}, SHORT, False),
-        ({"verdict": "fail"}, {}, CRASHES, True),
-        # Not where it crashes in float32, hangs, or is wrong by anything else.
-        (CRASHES, {}, CRASHES, False),
+        ({"verdict": "fail"}, {}, TYPED, True),
+        # Not where it crashes in float32, hangs, is killed, or is wrong by anything else.
+        (TYPED, {}, TYPED, False),
+        ({}, {}, CRASHES, False),
+        ({}, {}, DIES, False),
+        ({}, {}, LEAVES, False),
+        ({}, {}, {**DIES, **SHORT}, False),
+        ({}, {}, {**TYPED, **SHORT}, True),
         ({}, {}, {"verdict": "fail", "outcomes": HUNG}, False),
         ({}, {}, {"verdict": "fail"}, False),
         ({}, {}, {"verdict": "fail", "rounded_to": "bfloat16"}, False),
@@ -92,6 +113,7 @@ def test_cases_of_other_code_decide_nothing() -> None:
         (CRASHES, {"verdict": "fail"}, True),
         (CRASHES, CRASHES, False),
         ({"verdict": "fail", "outcomes": HUNG}, {}, False),
+        (DIES, {}, False),
         ({"verdict": "fail"}, {}, False),
     ],
     ids=str,
@@ -118,7 +140,8 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
         *["composite:no-scalar", "composite:no-volume"] * 2,
     ]
     ends = [
-        {} if n < 3 and f.case.workload.endswith(finishes) else CRASHES for n, f in enumerate(found)
+        TYPED if n > 2 else {} if f.case.workload.endswith(finishes) else CRASHES
+        for n, f in enumerate(found)
     ]
     ends[0] = {}
     done = [
@@ -127,11 +150,12 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
     ]
     taken = take_in(reports, list(zip(found, done, strict=True)))
     assert [r.case.workload for r in taken] == [
-        "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite",
+        "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
     ]  # fmt: skip
     assert "the one of composite" in taken[2].notes[0]
     kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
     assert list(out) == [reports[3].case.id]
+    assert "expected scalar type Float" in out[reports[3].case.id]
     assert [r.verdict for r in kept] == ["pass"] * 3
 
 
@@ -206,7 +230,17 @@ def absent(*, rerun: bool = False, **said: Any) -> CaseReport:
     return msgspec.structs.replace(found, case=msgspec.structs.replace(found.case, rerun=rerun))
 
 
-@pytest.mark.parametrize("ended", [CRASHED, HUNG], ids=["crashed", "hung"])
+MISMATCH = "step 0, sync\ncalls that do not match: at call 7, rank 2 called another"
+ABORTED = (Outcome(rank=0, outcome="killed", detail=MISMATCH),)  # by gloo
+
+
+@pytest.mark.parametrize("ended", [DIES, LEAVES, STOPS], ids=["killed", "left", "stopped"])
+def test_a_rank_that_is_killed_there_counts(ended: dict[str, Any]) -> None:
+    reports = [report("cnn"), absent(**ended)]
+    assert leave_out(reports) == (reports, {})
+
+
+@pytest.mark.parametrize("ended", [CRASHED, HUNG, ABORTED], ids=["crashed", "hung", "aborted"])
 def test_a_model_that_the_code_does_not_train_does_not_count(ended: tuple[Outcome, ...]) -> None:
     reports = [report("cnn"), absent(verdict="fail", outcomes=ended)]
     (kept,), out = leave_out(reports)

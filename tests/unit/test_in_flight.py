@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from distcheck.backends.simulated.calls import Call, calling_stack
+from distcheck.backends.simulated.calls import Call, calling_stack, is_shown_by_a_library
 from distcheck.backends.simulated.in_flight import InFlight
 
 Use = Callable[[torch.Tensor], object]
@@ -99,3 +99,21 @@ def test_calls_of_torchs_own_code_are_not_watched(seen: InFlight) -> None:
     seen.begin(call)
     assert not used(seen, torch.Tensor.zero_, tensor)
     assert seen.not_waited_for() == []
+
+
+def test_a_method_that_reads_memory_by_itself(seen: InFlight) -> None:
+    tensor, other = torch.ones(4), torch.ones(4)
+    seen.begin(a_call(sends=[], leaves=[tensor]))
+    seen.read(other, "tolist")
+    with pytest.raises(AccusedError, match=r"read a tensor of \[4\] by tolist at "):
+        seen.read(tensor, "tolist")
+
+
+@pytest.mark.parametrize(
+    ("file", "shown"), [("/x/site-packages/_pytest/saferepr.py", True), ("/x/train.py", False)]
+)
+def test_what_a_library_shows_is_not_what_the_code_reads(file: str, shown: bool) -> None:
+    found: list[bool] = []
+    names = {"found": found, "ask": is_shown_by_a_library}
+    exec(compile("found.append(ask())", file, "exec"), names)
+    assert found == [shown]

@@ -1,5 +1,6 @@
 """Where a run comes from: its date, its command line, and the state of the user's code."""
 
+import os
 import subprocess
 import sys
 from datetime import datetime
@@ -36,6 +37,68 @@ def test_a_commit_and_whether_anything_differs_from_it(
     made = datetime.fromisoformat(origin_here().date)
     assert made.tzinfo is not None
     assert abs((datetime.now().astimezone() - made).total_seconds()) < 60
+
+
+@pytest.mark.parametrize("scope", ["--local", "--worktree"])
+@pytest.mark.parametrize("kind", ["clean", "process"])
+def test_a_repository_from_elsewhere_runs_no_filter(
+    scope: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = repository(tmp_path, monkeypatch)
+    git("config", "extensions.worktreeConfig", "true")
+    git("config", scope, f"filter.a b=c.{kind}", f"touch {tmp_path}/ran; cat")
+    (here / ".git/info/attributes").write_text("* filter=a b=c\n")
+    os.utime("sync.py", (0, 0))  # so that git looks whether it has changed
+    found = origin_here()
+    assert (found.commit, found.clean) == (git("rev-parse", "HEAD"), None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_repository_from_elsewhere_runs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor, a hook, a submodule's filter, and a remote from which an object is missing."""
+    here = repository(tmp_path, monkeypatch)
+    sub = here / "sub"
+    sub.mkdir()
+    monkeypatch.chdir(sub)
+    commit()
+    git("config", "filter.evil.clean", f"touch {tmp_path}/ran; cat")
+    (sub / ".git/info/attributes").write_text("* filter=evil\n")
+    os.utime("sync.py", (0, 0))
+    monkeypatch.chdir(here)
+    git("add", "sub")
+    git("commit", "-qm", "sub")
+    git("config", "core.fsmonitor", f"touch {tmp_path}/ran")
+    hook = here / ".git/hooks/post-index-change"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    hook.chmod(0o755)
+    os.utime("sync.py", (0, 0))
+    assert origin_here().clean is True
+    (tree,) = (here / ".git/objects").glob(f"{(t := git('rev-parse', 'HEAD^{tree}'))[:2]}/{t[2:]}")
+    tree.unlink()
+    git("config", "extensions.partialClone", "origin")
+    git("config", "remote.origin.promisor", "true")
+    git("config", "remote.origin.url", f"ext::sh -c 'touch {tmp_path}/ran'")
+    git("config", "protocol.ext.allow", "always")
+    assert origin_here().clean is None
+    assert not (tmp_path / "ran").exists()
+
+
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    commit()
+    return here
+
+
+def commit() -> None:
+    git("init", "-q")
+    Path("sync.py").write_text("1\n")
+    git("add", "sync.py")
+    git("commit", "-qm", "one")
 
 
 def test_the_run_goes_on_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
     assert "not checked: smaller errors than that" in " ".join(ran.stdout.split())
     (case,) = (tmp_path / "kept" / "cases").glob("*.json")
     assert json.loads(case.read_text())["accept"] == "low-precision:fp16"
-    for again in (["replay", "--trust", str(case)], ["recheck", str(tmp_path / "kept")]):
+    for again in (["replay", "--trust", str(case)], ["recheck", "--trust", str(tmp_path / "kept")]):
         report = tmp_path / "again.json"
         ran = warm.run(*again, "--json", str(report), cwd=tmp_path)
         assert ran.returncode == 0

@@ -16,8 +16,9 @@ import distcheck
 from distcheck.errors import HelperError
 from distcheck.verification.early_ends import Interrupted
 from distcheck.verification.session import Session
-from distcheck.worlds import interrupts
+from distcheck.worlds import interrupts, world
 from distcheck.worlds.launch import run_until_over, start_job
+from distcheck.worlds.local import helper_watch
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from tests.world import warm
@@ -49,6 +50,12 @@ def stops_the_helper(model, step):
 
 def stops_itself(model, step):
     if _at(step):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    good(model)
+
+def is_stopped_for_a_while(model, step):
+    if _at(step):
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     good(model)
 
@@ -121,7 +128,11 @@ def verify(folder: Path, name: str, *more: str) -> subprocess.CompletedProcess[s
     ("name", "how"),
     [
         ("kills_the_helper", "ended unexpectedly"),
-        ("stops_the_helper", r"does not answer: it was stopped \(process \d+, state T\)"),
+        pytest.param(
+            "stops_the_helper",
+            r"does not answer: it was stopped \(process \d+, state T\)",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_a_lost_helper_leaves_a_report(tmp_path: Path, name: str, how: str) -> None:
@@ -158,7 +169,6 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
 @pytest.mark.parametrize(
     ("name", "outcome", "said"),
     [
-        ("stops_itself", "hung", "stopped (state T), as SIGSTOP does"),
         ("removes_the_folder", "raised", "this is the working directory of the run"),
         ("renames_the_folder", "raised", "remove and rename folders of your own only"),
         ("shortens_the_trace", "raised", "PermissionError: [Errno 1] Operation not permitted"),
@@ -172,9 +182,32 @@ def test_a_rank_that_harms_its_world_is_named(
     found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline-s", "200"))
     assert (found["rank"], found["outcome"]) == (1, outcome)
     assert said in found["detail"]
-    if name == "stops_itself":
-        assert found["cause"]["cause"] == "hang"
-        assert found["cause"]["evidence"].startswith("rank 1 was stopped; rank 0 in all_reduce of")
+
+
+def in_process(folder: Path, name: str, **more: Any) -> distcheck.Report:
+    (folder / "ends.py").write_text(ENDS)
+    return distcheck.verify(
+        f"{folder}/ends.py:{name}", world=2, workload="mlp:small", dtype="float32", separate=False,
+        **more,
+    )  # fmt: skip
+
+
+def test_a_rank_that_is_stopped_for_long_has_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_STOPPED_S", 1.0)
+    (case,) = in_process(tmp_path, "stops_itself", deadline_s=2).cases
+    first, (cause, *_) = case.outcomes[0], case.diagnosis
+    assert (first.rank, first.outcome) == (1, "hung")
+    assert "stopped (state T), as SIGSTOP does" in first.detail
+    assert cause.cause == "hang"
+    assert cause.evidence.startswith("rank 1 was stopped; rank 0 in all_reduce of")
+
+
+def test_a_rank_that_is_stopped_for_a_while_goes_on(tmp_path: Path) -> None:
+    """As with a lid that is closed, or a person who looks: also where the deadline is shorter."""
+    report = in_process(tmp_path, "is_stopped_for_a_while", deadline_s=1)
+    assert report.verdict == "pass", report
 
 
 def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
@@ -190,7 +223,11 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("os._exit(0)", r"left with exit code 0 at \S+/one.py:5; loading must end"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", r"was stopped \(state T\), as SIGSTOP does; load"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            r"was stopped \(state T\), as SIGSTOP does; load",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(
             "time.sleep(1000)",
             "hung: it did nothing for 30 s at .*/one.py:5",
@@ -223,7 +260,10 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 4
 
 
-def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed() -> None:
+def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(helper_watch, "_STOPPED_S", 1.0)
     pool = Pool(ForkedHelper())
     pool.wait_ready()
     job = start_job(pool, lone("sleeps_alone"), b"", deadline_s=9)
@@ -236,8 +276,9 @@ def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed() -> None:
     pool.close()
 
 
-def test_a_pause_of_everything_is_no_stopped_helper() -> None:
+def test_a_pause_of_everything_is_no_stopped_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended machine or job: the front did not look either."""
+    monkeypatch.setattr(helper_watch, "_STOPPED_S", 2.0)
     pool = Pool(ForkedHelper())
     pool.wait_ready()
     pool.pump(0)

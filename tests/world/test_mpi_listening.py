@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distcheck import backends
-from distcheck.worlds.mpi import keeper
+from distcheck.worlds import keeper
 from distcheck.worlds.mpi.started import MPIJob
 
 MISSING = backends.missing("mpi")

@@ -24,7 +24,7 @@ from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles.references import References
 from distcheck.machine import seeds
 from distcheck.records import CheckResult
-from distcheck.store import run_folder
+from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
 from distcheck.training.traces.reader import TraceReader
 from distcheck.verification.book import run_of
@@ -176,9 +176,9 @@ def saved(
         separate=False,
         save=folder,
     )
-    for case in run_folder.saved_cases(folder):
-        about, fds = run_folder.read_trace(pool, case)
-        yield run_of(about, fds)
+    for trace in saved_traces(folder):
+        fds = read_trace(pool, trace)
+        yield run_of(trace.saved, fds)
         for fd in fds:
             os.close(fd)
 

@@ -406,15 +406,16 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
     assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
 
 
+@pytest.mark.parametrize("used", ["group=group", ""], ids=["used", "never_called"])
 def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sync.py").write_text(
         "import torch.distributed as dist\n"
         "def sync(model):\n"
         "    group = dist.new_group([0, 1])\n"
         "    for parameter in model.parameters():\n"
-        "        dist.all_reduce(parameter.grad, group=group)\n"
+        f"        dist.all_reduce(parameter.grad, {used})\n"
         "        parameter.grad /= 2\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -427,6 +428,64 @@ def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
     (note,) = [note for note in case.notes if note.startswith("groups-not-destroyed: ")]
     assert "ranks 0, 1 made 4 groups of ranks 0, 1 at " in note
     assert f"{tmp_path / 'sync.py'}:3, one after the other, and never destroyed them" in note
+
+
+def test_unused_groups_of_setting_up_are_no_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "class Sync:\n"
+        "    def wrap(self, model):\n"
+        "        self.groups = []\n"
+        "        for parameter in model.parameters():\n"
+        "            dist.broadcast(parameter.data, 0)\n"
+        "            self.groups.append(dist.new_group([0, 1]))\n"
+        "        return model\n"
+        "    def sync(self, model, step):\n"
+        "        for parameter in model.parameters():\n"
+        "            dist.all_reduce(parameter.grad)\n"
+        "            parameter.grad /= 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = distcheck.verify(
+        "sync.py:Sync", world=2, backend="simulated", workload="mlp:small", dtype="float32",
+        steps=4, save=None,
+    )  # fmt: skip
+    (case,) = report.cases
+    assert case.verdict == "pass"
+    assert not [note for note in case.notes if note.startswith("groups-not-destroyed: ")]
+
+
+def test_unusual_calls_are_notes_and_the_numbers_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sync.py").write_text(
+        "import torch.distributed as dist\n"
+        "def flat_on_one(model, step):\n"
+        "    for parameter in model.parameters():\n"
+        "        grad = parameter.grad.view(-1) if step.rank else parameter.grad\n"
+        "        dist.all_reduce(grad)\n"
+        "        parameter.grad /= 2\n"
+        "def columns(model, step):\n"
+        "    for parameter in model.parameters():\n"
+        "        columns = parameter.grad.unbind(1) if parameter.dim() > 1 else [parameter.grad]\n"
+        "        for column in columns:\n"
+        "            dist.all_reduce(column)\n"
+        "        parameter.grad /= 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, verdict, said in (
+        ("flat_on_one", "pass", "other-shapes: "),
+        ("columns", "fail", "tensor-with-gaps: "),
+    ):
+        report = distcheck.verify(
+            f"sync.py:{name}", world=2, backend="simulated", workload="mlp:small",
+            dtype="float32", save=None,
+        )  # fmt: skip
+        (case,) = report.cases
+        assert case.verdict == verdict
+        assert [note for note in case.notes if note.startswith(said)], case.notes
 
 
 @pytest.mark.sweep  # the search is held by tests/unit/test_schedules.py

@@ -53,7 +53,7 @@ def test_over_processes(pool: Pool, name: str, backend: str) -> None:
 
 def test_the_set_has_every_class() -> None:
     kinds = Counter(program.kind for program in PROGRAMS.values())
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     assert min(kinds.values()) >= 5
     assert sum(kinds.values()) >= 75
     # No line is named of what no schedule controls.

@@ -2,11 +2,11 @@
 
 A program is a function of the rank and of whether it is to be `wrong`. Its lines that end in
 `# named` must be named by what judges it, in addition to the cause. The classes are those of MPI
-BugBench, with groups, groups that are never destroyed, and two more: results that depend on who is
-ready first, or on clocks. One module has those of one class:
+BugBench, with groups, groups that are never destroyed, unusual calls, and two more: results that
+depend on who is ready first, or on clocks. One module has those of one class:
 
 parameters.py  ordering.py  deadlocks.py  buffers.py  works.py  races.py  buffering.py  groups.py
-leaks.py  invalid.py  arrivals.py  clocks.py
+leaks.py  invalid.py  arrivals.py  clocks.py  odd.py
 
 `running.py` runs them, for the tests and for bench/errors.py.
 """
@@ -81,6 +81,6 @@ def late(rank: int, wrong: bool) -> None:
 
 
 from tests.wrong_programs import (  # noqa: E402, F401, I001  they add their programs
-    arrivals, buffering, buffers, clocks, deadlocks, groups, invalid, leaks, ordering, parameters,
-    races, works,
+    arrivals, buffering, buffers, clocks, deadlocks, groups, invalid, leaks, odd, ordering,
+    parameters, races, works,
 )  # fmt: skip

@@ -1,5 +1,9 @@
 """Tensors that are used while a call is in flight: local concurrency."""
 
+import copy
+import io
+import pickle
+
 import torch
 import torch.distributed as dist
 
@@ -179,3 +183,50 @@ def the_next_backward_adds_to_it(rank: int, wrong: bool) -> None:
         work.wait()
     layer(torch.ones(4, 3)).sum().backward()  # named
     work.wait()
+
+
+@wrong(_KIND, _CAUSE, on_gloo="")
+def lists_it_before_it_waits(rank: int, wrong: bool) -> None:
+    """Reads a result by `tolist`, which torch dispatches nothing for."""
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)  # named
+    if not wrong:
+        work.wait()
+    tensor.tolist()  # named
+    work.wait()
+
+
+@wrong(_KIND, _CAUSE, on_gloo="")
+def prints_it_before_it_waits(rank: int, wrong: bool) -> None:
+    """A line for debugging that shows what is not there yet."""
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)  # named
+    if not wrong:
+        work.wait()
+    print(f"the sum is {tensor}")  # named
+    work.wait()
+
+
+@wrong(_KIND, _CAUSE, on_gloo="")
+def pickles_it_before_it_waits(rank: int, wrong: bool) -> None:
+    """The right twin pickles what is only read, and has a second name for the other's memory."""
+    sent, received = torch.ones(3), torch.empty(3)
+    work = dist.irecv(received, (rank - 1) % WORLD)  # named
+    sending = dist.isend(sent, _AHEAD_OF[rank])
+    copy.copy(received)
+    pickle.dumps(received if wrong else sent)  # named
+    work.wait()
+    sending.wait()
+
+
+@wrong(_KIND, _CAUSE, on_gloo="")
+def saves_it_before_it_waits(rank: int, wrong: bool) -> None:
+    """A checkpoint of weights that are being averaged."""
+    model = torch.nn.Linear(3, 2)
+    works = [dist.all_reduce(p.data, async_op=True) for p in model.parameters()]  # named
+    if not wrong:
+        for work in works:
+            work.wait()
+    torch.save(model.state_dict(), io.BytesIO())  # named
+    for work in works:
+        work.wait()

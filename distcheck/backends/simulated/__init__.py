@@ -10,6 +10,7 @@ world.py        the ranks of this process, what each has called, and how their w
 calls.py        what a rank has called, and where
 matching.py     calls of one group, which must be alike; messages
 leaks.py        groups that are made again and again, and never destroyed
+odd_calls.py    calls that gloo takes, and that are rarely meant
 in_flight.py    tensors that a call still reads or writes
 collectives.py  what each collective leaves, from what every rank gave
 orders.py       the orders in which it may add

@@ -116,6 +116,17 @@ def place_of_caller() -> str:
     return ""
 
 
+def is_shown_by_a_library() -> bool:
+    """Whether an installed package asks for a text, as pytest does of a failed test's variables:
+    what comes of it is not the code's.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_theirs(frame.f_code.co_filename):
+        frame = frame.f_back
+    parts = () if frame is None else Path(frame.f_code.co_filename).parts
+    return bool({*_PACKAGES} & {*parts})
+
+
 def calling_stack() -> list[tuple[CodeType, int]]:
     """The frames of the caller, innermost first, up to that of the code under test: the code of
     each, and its place in it. What lines these are is found when a person is to see them.

@@ -2,9 +2,10 @@
 
 From the moment a call is posted until its rank has waited for it, the call may read what it sends
 and write what it leaves. Until then the rank may only read the first, and must not touch the
-second. Operations are seen by a dispatch mode, which is there only while a call is in flight; what
-does not go through torch (NumPy's view of a tensor) is not seen. Calls of torch's own code are not
-watched: DDP, FSDP and the pipeline schedules wait in ways of their own.
+second. Operations are seen by a dispatch mode, which is there only while a call is in flight, and
+methods that read memory by themselves (`tolist`, `repr`, pickle) where they begin. What does not
+go through torch (NumPy's view of a tensor) is not seen. Calls of torch's own code are not watched:
+DDP, FSDP and the pipeline schedules wait in ways of their own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class InFlight(TorchDispatchMode):
             return  # DDP gathers a tensor of every rank on each: of 1,024 a million
         written = [] if _only_gives(call) else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
-        own = [held for t, writes in uses if (held := _hold(call, t, writes)) is not None]
+        own = [held for t, writes in uses if (held := hold(call, t, writes)) is not None]
         if self._held:
             for held in own:
                 self._check(held)
@@ -82,6 +83,11 @@ class InFlight(TorchDispatchMode):
         """The calls that are in flight."""
         return list(self._calls)
 
+    def read(self, tensor: torch.Tensor, how: str) -> None:
+        """Checks what a method of a tensor reads, before it does."""
+        if self._held and (held := hold(None, tensor, False)) is not None:
+            self._check(held, how)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -89,14 +95,14 @@ class InFlight(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
             for tensor, writes in _touched(func, args, kwargs):
-                held = _hold(None, tensor, writes)
+                held = hold(None, tensor, writes)
                 if held is not None:
                     self._check(held, _name(func))
         return func(*args, **kwargs)
 
     def _check(self, use: Held, operation: str = "") -> None:
         for held in self._held.get(use.address, ()):
-            if held.call is not use.call and (use.writes or held.writes) and _overlap(use, held):
+            if held.call is not use.call and (use.writes or held.writes) and overlap(use, held):
                 self._accuse(self._in_words(held, use, operation))
 
     def _in_words(self, held: Held, use: Held, operation: str) -> str:
@@ -180,7 +186,7 @@ def _touched(
                 yield one, alias is not None
 
 
-def _hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
+def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
     """Where a tensor lies in memory; None where it has none that can be compared."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
@@ -198,7 +204,7 @@ def _hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
     return Held(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
 
 
-def _overlap(one: Held, other: Held) -> bool:
+def overlap(one: Held, other: Held) -> bool:
     """Whether two tensors of one storage share a byte."""
     begin, end = min(one.begin, other.begin), max(one.end, other.end)
     if one.begin >= other.end or other.begin >= one.end:

@@ -3,12 +3,14 @@ threads and connections, until the process ends.
 
 Several groups of the same ranks that are made at set-up are usual, and so is one for each layer. So
 a group counts only if its rank has called it, and calls it no more once the same line has made the
-next one of the same ranks: then a step has made it anew.
+next one of the same ranks: then a step has made it anew. One that its rank never calls counts if
+the next one was made in a later step.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from distcheck.records.odd_ranks import ranks_in_words
 
@@ -25,6 +27,7 @@ class MadeGroup:
     """
 
     alike: list["MadeGroup"]
+    step: int
     called: bool = False
     called_later: bool = False  # since the next one was made
     destroyed: bool = False
@@ -41,11 +44,12 @@ class GroupsKept:
     def __init__(self) -> None:
         self._made: defaultdict[tuple[int, str, tuple[int, ...]], list[MadeGroup]]
         self._made = defaultdict(list)
+        self.steps: defaultdict[int, int] = defaultdict(int)  # that each rank is in
 
     def made(self, rank: int, place: str, ranks: tuple[int, ...]) -> MadeGroup:
         """A rank makes a group."""
         alike = self._made[rank, place, ranks]
-        alike.append(MadeGroup(alike))
+        alike.append(MadeGroup(alike, self.steps[rank]))
         return alike[-1]
 
     def in_words(self) -> Iterator[str]:
@@ -53,7 +57,11 @@ class GroupsKept:
         leaks: defaultdict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
         for (rank, place, ranks), groups in self._made.items():
             kept = [group for group in groups if not group.destroyed]
-            left = [group for group in kept[:-1] if group.called and not group.called_later]
+            left = [
+                group
+                for group, following in pairwise(kept)
+                if (not group.called_later if group.called else following.step > group.step)
+            ]
             if len(left) + 1 >= _FEWEST:
                 leaks[place, ranks][rank] = len(kept)
         for (place, ranks), counts in leaks.items():

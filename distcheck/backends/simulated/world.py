@@ -22,6 +22,7 @@ from distcheck.backends.simulated.calls import (
 from distcheck.backends.simulated.in_flight import InFlight, unseen
 from distcheck.backends.simulated.leaks import GroupsKept, MadeGroup
 from distcheck.backends.simulated.matching import Channel, GroupsMade
+from distcheck.backends.simulated.odd_calls import OddCalls
 from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import NotSimulatedError
 from distcheck.records.odd_ranks import ranks_in_words
@@ -88,6 +89,7 @@ class SimulatedWorld:
         self._ended = ended
         self._groups = GroupsMade()
         self.kept = GroupsKept()
+        self.odd = OddCalls()
         self._in_flight = [InFlight(rank, self._accuse_of_buffer) for rank in range(size)]
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
@@ -110,7 +112,10 @@ class SimulatedWorld:
         self.latest[call.rank].append(call)
         self._in_flight[call.rank].begin(call)
         with unseen():
+            self.odd.posted(call)
             done = channel.post_message(call) if call.is_message else channel.post(call)
+            if done:
+                self.odd.met(done)
         for one in done:
             self._wake(one)
         if self._buffered and call.kind == "send" and not call.complete:
@@ -171,6 +176,10 @@ class SimulatedWorld:
         """Ends the world, because of what the rank that runs has done."""
         self._ended(how, what)
         self.baton.freeze()
+
+    def read(self, rank: int, tensor: Any, how: str) -> None:
+        """A method of a tensor reads its memory by itself."""
+        self._in_flight[rank].read(tensor, how)
 
     def _accuse_of_buffer(self, what: str) -> NoReturn:
         self.accuse("buffer-in-flight", what)

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import Command
+from distcheck.cli.options import trust_option
 from distcheck.reports.files import errors_annotated, output_options, taken_from
 from distcheck.worlds.launchers import is_elsewhere
 
@@ -14,9 +15,13 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.argument("now", metavar="[DIR]", required=False, type=click.Path())
 @click.option("--bits", is_flag=True, help="Fail on every changed bit, even within its bound.")
 @output_options
+@trust_option
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
-def command(then: str, now: str | None, bits: bool, quiet: bool, **asked: Any) -> int:
+def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **asked: Any) -> int:
     """Compare a recorded run with a later one, or with what its cases give here and now.
+
+    With one folder its cases are run. Code that is not of this checkout runs after a yes on a
+    terminal, or with --trust.
 
     \b
     distcheck record golden --strategy allreduce --world 4
@@ -30,4 +35,4 @@ def command(then: str, now: str | None, bits: bool, quiet: bool, **asked: Any) -
 
     files = taken_from(asked)
     with errors_annotated(files):
-        return compare_command(then, now, bits=bits, files=files, quiet=quiet)
+        return compare_command(then, now, bits=bits, files=files, trusted=trust, quiet=quiet)

@@ -6,6 +6,7 @@ import click
 
 from distcheck.cli import completion
 from distcheck.cli.group import Command
+from distcheck.cli.options import trust_option
 from distcheck.reports.files import output_options, taken_from
 from distcheck.worlds.launchers import is_elsewhere
 
@@ -14,11 +15,18 @@ from distcheck.worlds.launchers import is_elsewhere
 @click.argument("folder", metavar="DIR", type=click.Path(), **completion.RUNS)
 @output_options
 @click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
+@trust_option
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
-def command(folder: str, verbose: bool, quiet: bool, **asked: Any) -> int:
-    """Judge a saved run again; starts no rank."""  # fmt: skip
+def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) -> int:
+    """Judge a saved run again; starts no rank.
+
+    Judging runs the workload and looks at the strategy. Code that is not of this checkout runs
+    after a yes on a terminal, or with --trust.
+    """  # fmt: skip
     if is_elsewhere():
         return 0
     from distcheck.cli.show_and_keep import recheck_command
 
-    return recheck_command(folder, files=taken_from(asked), verbose=verbose, quiet=quiet)
+    return recheck_command(
+        folder, files=taken_from(asked), trusted=trust, verbose=verbose, quiet=quiet
+    )

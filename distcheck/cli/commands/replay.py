@@ -6,6 +6,7 @@ import click
 
 from distcheck.cli import completion
 from distcheck.cli.group import Command
+from distcheck.cli.options import trust_option
 from distcheck.reports.files import output_options, taken_from
 
 
@@ -15,7 +16,7 @@ from distcheck.reports.files import output_options, taken_from
 )
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(), help="Keep everything in a new folder.")
-@click.option("--trust", is_flag=True, help="Run code from outside this checkout without asking.")
+@trust_option
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked: Any) -> int:
     """Run a case again, exactly as it was written down, or all those of a saved run or a bundle.
@@ -26,15 +27,16 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
     digest. It runs after a yes on a terminal, or with --trust.
     """  # fmt: skip
     from distcheck.store.bundle import read_replay
-    from distcheck.store.trust import is_own_run, require_trust, unknown_code
+    from distcheck.store.trust import require_trust
     from distcheck.worlds.launchers import launch_of
 
     replay = read_replay(case_file)
     cases, made = replay.cases, replay.made
     launch, _ = launch_of({}, tuple(dict.fromkeys(case.world for case in cases)))
-    if not is_own_run(case_file):
-        code = unknown_code(cases, replay.unpacked)
-        require_trust(case_file, code, trusted=trust, may_ask=launch is None)
+    require_trust(
+        case_file, cases, doing="replaying", trusted=trust, may_ask=launch is None,
+        unpacked=replay.unpacked,
+    )  # fmt: skip
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 

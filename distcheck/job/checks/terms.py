@@ -60,6 +60,8 @@ def may_be_weight(job: Recording, rank: int, step: int, number: float) -> bool:
 
 def _unlike(passes: Sequence[Pass]) -> str:
     """Why the passes of a step have no terms in common."""
+    if not passes:
+        return "no loss of it is a number"
     for one in passes:
         if not one.terms:
             return f"it is not a sum of weighted losses ({one.unread or 'none was seen'})"

@@ -11,7 +11,6 @@ from distcheck.errors import ExitCode
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
 from distcheck.job.inside.recorder import Recorder
-from distcheck.worlds import linux
 
 
 def install(file: str) -> None:
@@ -40,8 +39,6 @@ def install(file: str) -> None:
     from distcheck.job.inside import alone
     from distcheck.job.inside.replayer import Replayer
 
-    if os.getppid() == settings.parent:
-        linux.die_with_parent(settings.parent)
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
     alone.install(forks=not settings.in_processes)

@@ -98,7 +98,7 @@ class Processes:
         copy, (role, mode) = self._copies[key], key
         place = copy.folder / "folder"
         shutil.copytree(self._folder / "clean", place, symlinks=True)
-        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode, parent=os.getpid())
+        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode)
         file = settings.write(asked, copy.folder)
         words = in_copy(sys.orig_argv, self._here, place)
         nothing = subprocess.DEVNULL

@@ -8,14 +8,13 @@ import msgspec
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import MISUSES, PROVEN, RankEnd, proven_in
+from distcheck.records.ends import MISUSES, PROVEN, STOPPED, RankEnd, proven_in
 from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
 
 _LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 _NO_ANSWER = "did not answer when it was asked"
-_STOPPED = "stopped (state T)"
 _NO_TURN = "waits for its turn, which rank"  # in a simulated world
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _PYTHONS = os.path.dirname(os.__file__)
@@ -177,7 +176,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     elsewhere = []
     silent = []
     without_turn = [outcome.rank for outcome in hung if _NO_TURN in outcome.detail]
-    stopped = [outcome.rank for outcome in hung if _STOPPED in outcome.detail]
+    stopped = [outcome.rank for outcome in hung if STOPPED in outcome.detail]
     for outcome in hung:
         match = _LAST_COLLECTIVE.search(outcome.detail)
         if outcome.rank in stopped or outcome.rank in without_turn:

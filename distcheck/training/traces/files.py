@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import safetensors
 import torch
 import xxhash
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.records import TensorSpec
+from distcheck.records.decoding import read_bounded
 from distcheck.training.jobs import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.training.traces import seal
 from distcheck.training.traces.layout import ENTRY, Kind, Source, State, TraceLayout
@@ -34,7 +36,7 @@ _IN_PAIRS = (torch.complex32, torch.complex128)
 # What files raise that are not as they were written, or whose about.json was edited.
 _DAMAGE = (
     OSError, safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError,
-    ArithmeticError, AttributeError, struct.error,
+    ArithmeticError, AttributeError, struct.error, msgspec.MsgspecError,
 )  # fmt: skip
 
 
@@ -92,8 +94,7 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
 
 
 def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: bool = True) -> None:
-    with open(folder / "index.bin", "rb") as file:
-        index = file.read(layout.index_bytes + 1)
+    index = read_bounded(folder / "index.bin", layout.index_bytes)
     if seal.digest(index) != digest:
         raise ValueError("index.bin does not have the checksum in checksums.json")
     if len(index) != layout.index_bytes:

@@ -106,11 +106,8 @@ class CleanHelper:
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
         """Returns at once, while it imports torch."""
-        here = os.getcwd()
-        # The current folder comes last, where its random.py shadows nothing.
-        path = [*(entry for entry in self.import_path() if entry != here), here]
         program = _PROGRAM.format(
-            path=path,
+            path=self.import_path(),
             package=os.path.dirname(distcheck.__file__),
             control=control.fileno(),
             front=os.getpid(),
@@ -118,7 +115,7 @@ class CleanHelper:
             imports=list(imports),
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-P", "-c", program],
             env={**_KEEP_FREED_MEMORY, **child_environment(), **self.variables()},
             pass_fds=[control.fileno()],
             stdin=subprocess.DEVNULL,
@@ -157,10 +154,11 @@ class CleanHelper:
         return said.splitlines()[-1] if said else ""
 
     def import_path(self) -> list[str]:
-        """`sys.path` made absolute; with the current folder, where a person's own modules are."""
-        path = [os.path.abspath(entry) for entry in sys.path]
-        here = os.getcwd()
-        return path if here in path else [*path, here]
+        """`sys.path` made absolute. The current folder comes last, where its random.py shadows
+        nothing, and only if it is there: `loading` adds it for a person's own code.
+        """
+        path, here = [os.path.abspath(entry) for entry in sys.path], os.getcwd()
+        return sorted(path, key=lambda entry: entry == here)
 
     def variables(self) -> dict[str, str]:
         """The seed of its hashes."""

@@ -11,7 +11,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import IO
 
 from distcheck.backends.mpi import INSTALL, library
 from distcheck.errors import CannotRunError
+from distcheck.worlds import keeping
 from distcheck.worlds.shares import RankStart
 
 _START_DEADLINE_S = 120.0
@@ -169,8 +169,7 @@ def _new_folder() -> str:
 def _start_keeper(
     launcher: library.Launcher, size: int, folder: str, control: socket.socket, said: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
-    python = [sys.executable, "-I", "-S"]
-    stand_in = [*python, str(_HERE / "stand_in.py"), os.path.join(folder, "s")]
+    stand_in = [*keeping.PYTHON, str(_HERE / "stand_in.py"), os.path.join(folder, "s")]
     command = [launcher.path, *_options(launcher), "-n", str(size), *stand_in]
     settings = dict(_SETTINGS)
     if launcher.library:
@@ -179,16 +178,7 @@ def _start_keeper(
         settings |= dict.fromkeys(_MEMORY_FOLDERS, folder)
     # What a person has set comes first.
     environment = {**settings, **library.clean_environment(), "TMPDIR": folder}
-    keeper = [*python, str(_HERE / "keeper.py"), str(os.getpid()), str(control.fileno())]
-    return subprocess.Popen(
-        [*keeper, folder, *command],
-        env=environment,
-        pass_fds=[control.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
-        start_new_session=True,  # Ctrl-C is the front's to handle
-    )
+    return keeping.start_kept(command, control, env=environment, output=said, folder=folder)
 
 
 def _options(launcher: library.Launcher) -> list[str]:

@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,10 +47,17 @@ def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
 
 
 class RankReporter(Reporter):
-    """One rank's line to the front: the process's, with the rank's number on what it says."""
+    """One rank's line to the front: the process's, with the rank's number on what it says. `begun`
+    is called with the rank and a step that it begins.
+    """
 
-    def __init__(self, reporter: Reporter, rank: int) -> None:
-        self._reporter, self._rank = reporter, rank
+    def __init__(self, reporter: Reporter, rank: int, begun: Callable[[int, int], None]) -> None:
+        self._reporter, self._rank, self._begun = reporter, rank, begun
+
+    def progress(self, step: int, phase: str) -> None:
+        """Says which phase of which step begins."""
+        self._begun(self._rank, step)
+        super().progress(step, phase)
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
         """Sends one event as this rank's."""
@@ -103,7 +110,7 @@ class Host:
         # Before anything is a rank's own: all ranks run the same job.
         self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.payloads))
-        self._reporters = [RankReporter(reporter, rank) for rank in ranks]
+        self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
         self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
             in_order({**os.environ, **own}, seed)
@@ -142,6 +149,9 @@ class Host:
         self._world.baton.run(self._live)
         self._isolation.end()
 
+    def _begins(self, rank: int, step: int) -> None:
+        self._world.kept.steps[rank] = step
+
     def _switch(self, before: int, after: int) -> None:
         self._isolation.switch(before, after)
         TURN.pack_into(self._turn, 0, after)
@@ -174,8 +184,9 @@ class Host:
         """Says what the world has seen, before the last of its ranks says that it is done."""
         self._done += 1
         if self._done == len(self._reporters):
-            for text in self._world.kept.in_words():
-                self._reporter.send(messages.Remarked(leaks.NAME, messages.printable(text)))
+            kept = [(leaks.NAME, text) for text in self._world.kept.in_words()]
+            for name, text in (*kept, *self._world.odd.in_words()):
+                self._reporter.send(messages.Remarked(name, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:
         """Sends what a rank has begun to print, also where code has put another stream there."""

@@ -22,6 +22,7 @@ from distcheck.backends.simulated import TORCH_NAME
 from distcheck.backends.simulated.calls import is_theirs
 from distcheck.backends.simulated.work import finish_before_torch_waits
 from distcheck.backends.simulated.world import here
+from distcheck.worlds.simulated import reads
 from distcheck.worlds.simulated.isolation import is_of_ranks
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
@@ -78,6 +79,7 @@ def install() -> None:
     os._exit = leave_rank
     multiprocessing.process.BaseProcess.start = refuse_start  # type: ignore[method-assign]
     finish_before_torch_waits()
+    reads.watch()
     _join_groups_of_gloo()
     _refuse_operators()
     _refuse_cuda()

@@ -1,12 +1,14 @@
-"""Run as a program, with the standard library alone: keeps an MPI launcher.
+"""Run as a program, with the standard library alone: keeps another one, which may be any code.
 
-Starts it, waits until the front lets go or dies, and then ends it, everything that it has started,
-and the files that it left. A launcher cannot be trusted with that: killed, it leaves its folder,
-and MPICH's ranks, killed, their shared memory.
+Starts it, waits until it ends, or the front lets go or dies, and then ends everything that it has
+started, detached or not: what loses its parent becomes a child of this process. Its own end is that
+of the program.
 
-Open MPI's prterun listens on all interfaces and has no option against it. The launcher therefore
-runs under a seccomp filter that stops it at every listen(2); this process ties the socket to the
-loopback device first and then lets the call go on (docs/decisions/mpi.md).
+Of an MPI launcher, it also removes the files that it left. A launcher cannot be trusted with that:
+killed, it leaves its folder, and MPICH's ranks, killed, their shared memory. Open MPI's prterun
+listens on all interfaces and has no option against it. The launcher therefore runs under a seccomp
+filter that stops it at every listen(2); this process ties the socket to the loopback device first
+and then lets the call go on (docs/decisions/mpi.md).
 """
 
 import contextlib
@@ -45,23 +47,43 @@ _LOOPBACK = b"lo"
 _CALLS = {"x86_64": (0xC000003E, 317, 50), "aarch64": (0xC00000B7, 277, 201)}
 
 
-def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> None:
-    """Runs `command` until `control_fd` ends or the process `front_pid` does."""
+def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> int:
+    """Runs `command` until it ends, or `control_fd` or the process `front_pid` does; returns how it
+    ended, as subprocess does. Of an MPI launcher, `folder` is that of its files.
+    """
     control = socket.socket(fileno=control_fd)
     begun = time.time()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        launcher, listens = _start(command)
-        with launcher:
-            _wait(front_pid, control, launcher, listens)
+            # What is ignored would be ignored by a script and by all that it starts, too.
+            signal.signal(number, signal.SIG_IGN if folder else _leave_it_to_the_front)
+        if folder:
+            kept, listens = _start(command)
+        else:
+            kept, listens = subprocess.Popen(command, restore_signals=True), None
+        with kept:
+            _wait(front_pid, control, kept, listens)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(_PATIENCE_S)
+                kept.wait(_PATIENCE_S)
             _end_children()
+        return kept.returncode
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        _remove_shared_files(begun)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_shared_files(begun)
+
+
+def _leave_it_to_the_front(number: int, frame: object) -> None:
+    """A signal that a terminal or a cluster sends to every process."""
+
+
+def _end_as(code: int) -> None:
+    """Ends this process as the one that it kept has ended."""
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _start(command: list[str]) -> "tuple[subprocess.Popen[bytes], int | None]":
@@ -203,4 +225,4 @@ def _mapped() -> str:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    _end_as(keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -1,0 +1,179 @@
+"""A saved run from elsewhere: what reads it runs nothing of it, or asks first, always by the same
+function.
+"""
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+import distcheck
+from distcheck import cli
+from distcheck.cli.commands import COMMANDS
+from distcheck.errors import UsageError
+from distcheck.store.saved_traces import saved_traces
+from tests.sealing import rewrite_about
+
+ROOT = Path(distcheck.__file__).parent
+# Commands that are given something to read, and what of that they run.
+ASK = ("replay", "recheck", "compare")
+RUN_NOTHING = ("bundle", "report", "open", "merge", "explain", "backends", "train")
+RUN_WHAT_THE_PERSON_NAMED = ("verify", "plan", "explore")  # in a configuration of their own
+WRITE = ("job", "record", "scale", "selftest")
+# Modules that read a case from a file: a new one asks, or says here why it need not.
+READERS = {
+    "cli/commands/replay.py": "asks",
+    "cli/show_and_keep.py": "asks",
+    "compare/command.py": "asks",
+    "explore/found.py": "reads what .distcheck keeps of this folder's own runs",
+    "store/bundle.py": "packs, and hands cases to replay",
+    "verification/run.py": "judges what its caller asked for",
+}
+READ = ("read_case", "read_replay", "open_bundle", "saved_traces", "saved_run")
+THING = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+from distcheck.workloads.mlp import MLP
+Thing = sync = MLP
+"""
+
+
+def test_every_command_that_reads_says_what_it_runs() -> None:
+    context = click.Context(cli._group)
+    found = set()
+    for name in COMMANDS:
+        command = cli._group.get_command(context, name)
+        assert command is not None
+        if any(isinstance(one.type, click.Path) for one in command.params):
+            found.add(name)
+        trusts = any(one.name == "trust" for one in command.params)
+        assert trusts == (name in ASK), name
+    assert found == {*ASK, *RUN_NOTHING, *RUN_WHAT_THE_PERSON_NAMED, *WRITE}
+
+
+def test_every_module_that_reads_cases_asks_by_one_function() -> None:
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(file.read_bytes())
+        called = {
+            ast.unparse(node.func).rpartition(".")[2]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+        }
+        if called & {*READ}:
+            found[file.relative_to(ROOT).as_posix()] = "require_trust" in called
+    assert found == {name: why == "asks" for name, why in READERS.items()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "run"
+    distcheck.verify(
+        "allreduce", world=2, workload="mlp:small", dtype="float32", batch=8, steps=1,
+        separate=False, save=folder,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(params=["workload", "strategy"])
+def gift(
+    request: pytest.FixtureRequest, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The run in a folder of somebody else's, with code in it; we are in a checkout beside it."""
+    gift, here = tmp_path / "gift", tmp_path / "checkout"
+    shutil.copytree(made, gift)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (gift / "w.py").write_text(THING.format(mark=str(tmp_path / "ran")))
+    (name,) = [file.stem for file in (gift / "cases").iterdir()]
+    was, is_now = {
+        "workload": ('"mlp:small"', '"../gift/w.py:Thing"'),
+        "strategy": ('"allreduce"', '"../gift/w.py:sync"'),
+    }[request.param]
+
+    def change(text: str) -> str:
+        assert was in text
+        return text.replace(was, is_now)
+
+    for file in (gift / "cases" / f"{name}.json", gift / "report.json"):
+        file.write_text(change(file.read_text()))
+    report = json.loads((gift / "report.json").read_text())
+    (gift / "report.json").write_text(json.dumps({**report, "made": None}))
+    rewrite_about(gift / "traces" / name, change)
+    return gift
+
+
+def run(*words: object) -> int:
+    return int(cli._group.main([str(word) for word in words], standalone_mode=False) or 0)
+
+
+Words = Callable[[Path], list[object]]
+
+
+@pytest.mark.parametrize("command", ["replay", "recheck", "compare"])
+def test_code_of_a_saved_run_is_asked_about(command: str, gift: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(command, gift, "-q")
+    assert "runs code from outside this checkout" in str(caught.value)
+    assert "../gift/w.py" in str(caught.value)
+    assert str(caught.value).endswith("read it, then add --trust to run it")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "GIFT", "GIFT", "-q"],
+        ["report", "GIFT", "--html", "r.html"],
+        ["merge", "GIFT/report.json"],
+        ["bundle", "GIFT", "-o", "b.zip"],
+        ["open", "GIFT"],
+        ["runs"],
+    ],
+    ids=lambda words: " ".join(words[:1]),
+)
+def test_nothing_of_a_saved_run_is_run_by_the_others(
+    words: list[str], gift: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BROWSER", "true")
+    shutil.copytree(gift, ".distcheck/runs/20260131-120000-1")
+    given = [word.replace("GIFT", str(gift)) for word in words]
+    if words[0] == "merge":
+        with pytest.raises(UsageError, match="has neither a plan"):
+            run(*given)
+    else:
+        assert run(*given) == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_with_trust_it_is_judged(gift: Path, tmp_path: Path) -> None:
+    """The code runs, whatever comes of it: as a strategy, it is none."""
+    try:
+        run("recheck", gift, "-q", "--trust")
+    except UsageError as error:
+        assert "outside this checkout" not in str(error)  # noqa: PT017
+    assert (tmp_path / "ran").exists()
+
+
+def test_what_is_judged_is_what_was_asked_about(
+    gift: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Path
+) -> None:
+    """A folder of another user's may be another one after the question."""
+    (trace,) = saved_traces(made)
+    (theirs,) = (gift / "traces").iterdir()
+    hostile = (theirs / "about.json").read_bytes(), (theirs / "checksums.json").read_bytes()
+    shutil.rmtree(theirs)
+    shutil.copytree(trace.folder, theirs)
+    from distcheck.cli import show_and_keep
+
+    def asked(*given: object, **more: object) -> None:
+        for name, data in zip(("about.json", "checksums.json"), hostile, strict=True):
+            (theirs / name).write_bytes(data)
+
+    monkeypatch.setattr(show_and_keep, "require_trust", asked)
+    assert run("recheck", gift, "-q") == 0
+    assert not (tmp_path / "ran").exists()
