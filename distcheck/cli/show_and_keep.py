@@ -22,7 +22,8 @@ from distcheck.store.run_folder import Store
 from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.early_ends import GivenUpError, Interrupted
-from distcheck.verification.run import recheck, run_cases
+from distcheck.verification.rechecking import recheck
+from distcheck.verification.run import run_cases
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 

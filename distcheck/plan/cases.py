@@ -30,6 +30,7 @@ from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, dat
 from distcheck.workloads.cells import CELLS
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
@@ -390,7 +391,7 @@ def _fallback_note(
         return f"not judged bit for bit: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:
-        notes.append(f"X falls back to R: {calibration_failure}")
+        notes.append(f"{FALLS_BACK}{calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
             "the forward pass draws random numbers (dropout?), different ones on every rank: R "

@@ -9,10 +9,8 @@
 """
 
 import atexit
-import shlex
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -36,18 +34,13 @@ from distcheck.records import (
     RunPlan,
     show_failures_as,
 )
-from distcheck.records.case_ids import is_file_name
 from distcheck.records.searches import Explored
-from distcheck.reports.documents import read_report
 from distcheck.reports.terminal import render_failure
-from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
-from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import followups, limits, preparation, schedules, verdicts
-from distcheck.verification.book import Book, given_up_on, run_of
+from distcheck.verification.book import Book, given_up_on
 from distcheck.verification.case_runs import JudgedRun, is_separate
-from distcheck.verification.contents import not_shown
 from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.progress import Listener, Silent
@@ -299,60 +292,6 @@ def _follow_up(
         listener.progress(each.case, "once more, after a failure")
         session.run([run], on_finished=enter)
     book.take_in(done)
-
-
-def recheck(
-    folder: Path, traces: Sequence[SavedTrace], *, pool: Pool, listener: Listener | None = None
-) -> Report:
-    """Judges the traces of a saved run again; no rank is started. Raises UsageError for a damaged
-    folder, or a report in it that contradicts itself, as one does that cases were taken out of.
-
-    On another machine, or with another torch, recorded bits are not the bits that are computed
-    now: what fails there only against those becomes unknown.
-    """
-    listener, origin = listener or Silent(), origin_here()
-    lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
-    for trace in traces:
-        require_tensors(trace)
-    pool.wait_ready()
-    case = traces[0].saved.case
-    with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
-        here = preparation.inspect(pool, [case], data).environment
-        reports: list[CaseReport] = []
-        session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        listener.planned([trace.saved.case for trace in traces])
-        for trace in traces:
-            saved, fds = trace.saved, read_trace(pool, trace)
-            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
-
-            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:
-                replay = f"distcheck recheck {shlex.quote(str(folder))}"
-                reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
-                return reports[-1].verdict
-
-            session.rejudge(run_of(saved, fds), on_finished=enter)
-    why = "not judged: it failed when it ran, and its trace is not in this folder"
-    reports += nothing_judged(lost, why, None, origin).cases
-    shown = not_shown([report.contents for report in reports if report.contents])
-    return Report(
-        environment=here,
-        cases=tuple(reports),
-        made=origin,
-        not_shown=shown,
-        saved_to=str(folder),
-    )
-
-
-def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
-    """The planned cases that failed by the report in a run's folder, and whose traces are not
-    `there`: too large to keep, or taken out. Raises UsageError for a damaged report or case.
-    """
-    written = folder / "report.json"
-    said = read_report(written) if written.exists() else {"cases": []}
-    planned = {cell["id"] for cell in (said.get("plan") or {"cases": []})["cases"]}
-    failed = [case["id"] for case in said["cases"] if case["verdict"] == "fail"]
-    lost = [name for name in failed if name in planned - set(there) and is_file_name(name)]
-    return [store.read_case(folder / "cases" / f"{name}.json") for name in lost]
 
 
 def _hash_seeds(cases: Sequence[Case]) -> list[int]:

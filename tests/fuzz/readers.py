@@ -45,7 +45,7 @@ from distcheck.store.last_pass import since_last_green
 from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.traces import files
 from distcheck.training.traces.reader import TraceReader
-from distcheck.verification import run as verification
+from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool
 from tests.fuzz.mutations import mutated
@@ -361,16 +361,19 @@ def beside(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 
 def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> Answer:
-    """`distcheck recheck` with its judges, of an edited about.json."""
-    place = _copied_traces(originals, folder)
+    """`distcheck recheck` with its judges, of an edited about.json of a case that failed."""
+    place = _copied_traces(originals, folder, number=1)
     _damaged_in_place(place / "about.json", draw, "json")
     seal_again(place)
 
     def judge() -> int:
         traces = saved_traces(folder)
-        return int(verification.recheck(folder, traces, pool=pool).exit_code)
+        return int(rechecking.recheck(folder, traces, pool=pool).exit_code)
 
-    return answer_of(judge)
+    answer = answer_of(judge)
+    if answer.code == 0:
+        raise BrokenError("a pass, of a case that failed")
+    return answer
 
 
 READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
@@ -430,8 +433,8 @@ def load_here(pool: object, job: Job[Any, None], request: Any, fds: Descriptors)
 _NO_POOL: Any = None
 
 
-def _copied_traces(originals: Originals, folder: Path) -> Path:
-    found = sorted((originals.run / "traces").iterdir())[0]
+def _copied_traces(originals: Originals, folder: Path, number: int = 0) -> Path:
+    found = sorted((originals.run / "traces").iterdir())[number]
     return Path(shutil.copytree(found, folder / "traces" / found.name))
 
 

@@ -31,7 +31,7 @@ from distcheck.store.run_folder import read_case
 from distcheck.store.saved_traces import saved_traces
 from distcheck.training.traces import seal
 from distcheck.verification.merging import merge_command
-from distcheck.verification.run import failed_without_trace
+from distcheck.verification.rechecking import failed_without_trace
 from tests.job.recordings import make
 from tests.security import zips
 

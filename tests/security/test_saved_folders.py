@@ -3,19 +3,23 @@ function.
 """
 
 import ast
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
 import distcheck
 from distcheck import cli
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import UsageError
+from distcheck.records import Compared
 from distcheck.store.saved_traces import saved_traces
+from distcheck.verification import rechecking
 from tests.sealing import rewrite_about
 
 ROOT = Path(distcheck.__file__).parent
@@ -31,7 +35,7 @@ READERS = {
     "compare/command.py": "asks",
     "explore/found.py": "reads what .distcheck keeps of this folder's own runs",
     "store/bundle.py": "packs, and hands cases to replay",
-    "verification/run.py": "judges what its caller asked for",
+    "verification/rechecking.py": "judges what its caller asked for",
 }
 READ = ("read_case", "read_replay", "open_bundle", "saved_traces", "saved_run")
 THING = """
@@ -177,3 +181,27 @@ def test_what_is_judged_is_what_was_asked_about(
     monkeypatch.setattr(show_and_keep, "require_trust", asked)
     assert run("recheck", gift, "-q") == 0
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", ["a check", "all but the ends", "how much", "nothing"])
+def test_a_run_that_is_to_be_judged_by_less_is_refused(what: str, made: Path) -> None:
+    """Without the checks that would fail, a wrong run was a pass."""
+    (trace,) = saved_traces(made)
+    planned = trace.saved.planned
+    gradients = next(p for p in planned if p.check == "gradients")
+    less = {
+        "a check": tuple(p for p in planned if p.check != "gradients"),
+        "all but the ends": planned[:1],
+        "how much": tuple(
+            msgspec.structs.replace(p, required=Compared()) if p is gradients else p
+            for p in planned
+        ),
+        "nothing": planned,
+    }[what]
+    edited = msgspec.structs.replace(trace.saved, planned=less)
+    trace = dataclasses.replace(trace, saved=edited)
+    if what == "nothing":
+        rechecking._check_planned(trace)
+    else:
+        with pytest.raises(UsageError, match="lacks what its case needs of the check"):
+            rechecking._check_planned(trace)

@@ -8,7 +8,7 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.plan.cases import Request, plan_cases
-from distcheck.verification.run import failed_without_trace
+from distcheck.verification.rechecking import failed_without_trace
 from tests.unit.gate_documents import FAILED, PASSED, document_of
 
 

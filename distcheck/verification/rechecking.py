@@ -1,0 +1,98 @@
+"""`distcheck recheck`: the traces of a saved run, judged again; no rank is started."""
+
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from distcheck.errors import UsageError
+from distcheck.plan.cases import FALLS_BACK, plan_checks
+from distcheck.records import Case, CaseReport, Report
+from distcheck.records.case_ids import is_file_name
+from distcheck.reports.documents import read_report
+from distcheck.store import run_folder as store
+from distcheck.store.origin import origin_here
+from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
+from distcheck.verification import preparation, verdicts
+from distcheck.verification.book import run_of
+from distcheck.verification.case_runs import JudgedRun
+from distcheck.verification.contents import not_shown
+from distcheck.verification.early_ends import nothing_judged
+from distcheck.verification.progress import Listener, Silent
+from distcheck.verification.session import Session
+from distcheck.worlds.pool import Pool
+
+
+def recheck(
+    folder: Path, traces: Sequence[SavedTrace], *, pool: Pool, listener: Listener | None = None
+) -> Report:
+    """Judges the traces of a saved run again; no rank is started. Raises UsageError for a damaged
+    folder, or a report in it that contradicts itself, as one does that cases were taken out of.
+
+    On another machine, or with another torch, recorded bits are not the bits that are computed
+    now: what fails there only against those becomes unknown.
+    """
+    listener, origin = listener or Silent(), origin_here()
+    lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
+    for trace in traces:
+        require_tensors(trace)
+        _check_planned(trace)
+    pool.wait_ready()
+    case = traces[0].saved.case
+    with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
+        here = preparation.inspect(pool, [case], data).environment
+        reports: list[CaseReport] = []
+        session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        listener.planned([trace.saved.case for trace in traces])
+        for trace in traces:
+            saved, fds = trace.saved, read_trace(pool, trace)
+            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
+
+            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:
+                replay = f"distcheck recheck {shlex.quote(str(folder))}"
+                reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
+                return reports[-1].verdict
+
+            session.rejudge(run_of(saved, fds), on_finished=enter)
+    why = "not judged: it failed when it ran, and its trace is not in this folder"
+    reports += nothing_judged(lost, why, None, origin).cases
+    shown = not_shown([report.contents for report in reports if report.contents])
+    return Report(
+        environment=here,
+        cases=tuple(reports),
+        made=origin,
+        not_shown=shown,
+        saved_to=str(folder),
+    )
+
+
+def _check_planned(trace: SavedTrace) -> None:
+    """Raises UsageError for a saved case that is to be judged by less than it needs: checks were
+    taken out, or what they must compare.
+    """
+    saved = trace.saved
+    there = {(p.check, p.layer, p.scope, p.required) for p in saved.planned}
+    fallen = "; ".join(p.note for p in saved.planned if FALLS_BACK in p.note)  # which is shown
+    try:
+        sizes = preparation.sizes_in(saved.case, saved.facts)
+        needed = plan_checks(saved.case, saved.facts, sizes=sizes, calibration_failure=fallen)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"the trace in {trace.folder} is damaged: {error}") from error
+    for planned in needed:
+        if (planned.check, planned.layer, planned.scope, planned.required) not in there:
+            raise UsageError(
+                f"the trace in {trace.folder} lacks what its case needs of the check "
+                f"{planned.check!r}: it was edited, or another version saved it; record the run "
+                "again"
+            )
+
+
+def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
+    """The planned cases that failed by the report in a run's folder, and whose traces are not
+    `there`: too large to keep, or taken out. Raises UsageError for a damaged report or case.
+    """
+    written = folder / "report.json"
+    said = read_report(written) if written.exists() else {"cases": []}
+    planned = {cell["id"] for cell in (said.get("plan") or {"cases": []})["cases"]}
+    failed = [case["id"] for case in said["cases"] if case["verdict"] == "fail"]
+    lost = [name for name in failed if name in planned - set(there) and is_file_name(name)]
+    return [store.read_case(folder / "cases" / f"{name}.json") for name in lost]
