@@ -85,7 +85,8 @@ def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console
         cell = change.cell
         text = f"{word} the baseline: {change.backend}, {cell.probe.name}: "
         text += f"{change.before} before, {cell.verdict} now"
-        console.print(Text(text, style="" if change.excused else "bold red"), soft_wrap=True)
+        style = "" if change.excused else "bold red"
+        console.print(Text(shown(text), style=style), soft_wrap=True)
 
 
 def _headline(sweep: Sweep) -> str:

@@ -156,14 +156,7 @@ def saved_run(folder: Path) -> SavedRun:
             f"{folder} is not a folder; give a folder that distcheck record or verify --save has "
             "made"
         )
-    found = {}
-    for trace in saved_traces(folder):
-        name, place = trace.saved.case.id, trace.folder
-        if name != place.name:
-            raise UsageError(
-                f"the trace in {place} is of case {name}; the name of its folder must be the case's"
-            )
-        found[name] = trace
+    found = {trace.saved.case.id: trace for trace in saved_traces(folder)}
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
     return SavedRun(folder, found, said)
 

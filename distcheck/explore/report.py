@@ -106,7 +106,7 @@ def show(story: Story, *, quiet: bool) -> None:
         _show_coverage(story, console)
         return
     console.print()  # at the margin, so that it can be copied
-    console.print(Text(as_python(story.search.finding.report.case).rstrip()), soft_wrap=True)
+    console.print(Text(shown(as_python(story.search.finding.report.case)).rstrip()), soft_wrap=True)
 
 
 def as_json(story: Story) -> str:

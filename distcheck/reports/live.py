@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import one_line, shown, without_commands
 from distcheck.records import Case
 
 _QUIET_S = 30.0  # elsewhere than on a terminal, a line is written at least this often
@@ -76,7 +76,7 @@ class LiveProgress:
             planned = {case.id for case in self._cases}
             judged = self._before + len(self._done & planned)
             count = f"{judged} of {self._before + len(planned)} cases judged, "
-        return f"[{count}{self._times()}] {shown(text)}"
+        return f"[{count}{self._times()}] {without_commands(one_line(shown(text)))}"
 
     def _times(self) -> str:
         """Seconds since the start and, once a case has shown how fast work is done, those left."""

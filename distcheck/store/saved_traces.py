@@ -8,6 +8,7 @@ import msgspec
 
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.free_memory import available_bytes
+from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json
 from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import LOAD, TRACES, TraceFilesRequest
@@ -42,6 +43,12 @@ def _read_about(folder: Path) -> SavedTrace:
     try:
         saved = decode_json(about, SavedCase)
         saved.facts.contract.mesh(saved.case.world)
+        name = saved.case.id
+        if name != folder.name or not is_file_name(name):
+            raise UsageError(
+                f"the trace in {folder} is of case {name}; the name of its folder must be the "
+                "case's"
+            )
         return SavedTrace(folder=folder, saved=saved, indexes=indexes)
     except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"the trace in {folder} is damaged: {error}") from error

@@ -22,7 +22,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import one_line, shown
 from distcheck.plan import provenance
 from distcheck.plan.owners import is_ones_own, is_private_folder
 from distcheck.plan.source_files import modules_beside
@@ -88,10 +88,10 @@ def require_trust(
     """
     if trusted or is_own_run(given):
         return
-    listed = [shown(str(one)) for one in unknown_code(cases, unpacked)]
+    listed = [one_line(shown(str(one))) for one in unknown_code(cases, unpacked)]
     if not listed:
         return
-    runs = f"{doing} {shown(given)} runs code from outside this checkout"
+    runs = f"{doing} {one_line(shown(given))} runs code from outside this checkout"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; read it, then add --trust to run it")
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)

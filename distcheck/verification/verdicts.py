@@ -265,11 +265,12 @@ def _outcome_check(
         reason="; ".join(f"rank {o.rank} {o.outcome}" for o in failed),
     )
     if defect is not None:  # which says nothing of the strategy
+        rank = f"rank {failed[0].rank}" if failed else "a rank"
         result = msgspec.structs.replace(
             result,
             verdict="unknown",
-            reason=f"internal error in rank {failed[0].rank}: {defect}; this is a defect of "
-            "distcheck, and the case was not judged",
+            reason=f"internal error in {rank}: {defect}; this is a defect of distcheck, and the "
+            "case was not judged",
             defect=defect.traceback,
         )
     return hold_against(result, planned.required)

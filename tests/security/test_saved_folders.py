@@ -16,10 +16,12 @@ import pytest
 import distcheck
 from distcheck import cli
 from distcheck.cli.commands import COMMANDS
-from distcheck.errors import UsageError
-from distcheck.records import Compared
+from distcheck.errors import InternalError, UsageError
+from distcheck.plan.coverage import PlannedCheck
+from distcheck.records import Compared, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.store.saved_traces import saved_traces
-from distcheck.verification import rechecking
+from distcheck.verification import rechecking, verdicts
 from tests.sealing import rewrite_about
 
 ROOT = Path(distcheck.__file__).parent
@@ -38,6 +40,7 @@ READERS = {
     "verification/rechecking.py": "judges what its caller asked for",
 }
 READ = ("read_case", "read_replay", "open_bundle", "saved_traces", "saved_run")
+CASE_ID = "allreduce-w2-mlp-small-float32"
 THING = """
 import pathlib
 pathlib.Path({mark!r}).touch()
@@ -205,3 +208,24 @@ def test_a_run_that_is_to_be_judged_by_less_is_refused(what: str, made: Path) ->
     else:
         with pytest.raises(UsageError, match="lacks what its case needs of the check"):
             rechecking._check_planned(trace)
+
+
+def test_a_case_that_is_called_otherwise_than_its_folder_is_refused(
+    made: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made, run)
+    (place,) = (run / "traces").iterdir()
+    for name, folder in ((f"{place.name}\\n::error::x", place), ("a b", place.with_name("a b"))):
+        place = place.rename(folder)
+        rewrite_about(place, lambda text, name=name: text.replace(CASE_ID, name))  # type: ignore[misc]
+        with pytest.raises(UsageError, match="the name of its folder must be the case's"):
+            saved_traces(run)
+        rewrite_about(place, lambda text, name=name: text.replace(name, CASE_ID))  # type: ignore[misc]
+
+
+def test_a_defect_that_no_rank_has_is_unknown() -> None:
+    planned = PlannedCheck(check="outcome", layer="-", scope="front", required=Compared(ranks=2))
+    ended = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(2)]
+    found = verdicts._outcome_check(planned, ended, InternalError("boom", "its traceback"))
+    assert found.verdict == "unknown"

@@ -14,13 +14,17 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from distcheck.errors import UsageError
 from distcheck.errors.shown_text import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
-from distcheck.records import Report
+from distcheck.records import Case, Report
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.files import write_document
 from distcheck.reports.json_report import as_document, render_json
+from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, render_text, summarize
+from distcheck.store.trust import require_trust
 from distcheck.worlds.local import child
 from tests.documents import ENVIRONMENT, HOSTILE, crash, hostile, mismatch
 from tests.world.command import COMMAND, QUICK
@@ -187,3 +191,24 @@ def test_an_exception_of_300_mb_has_its_cause_in_pytest_and_in_verify(tmp_path: 
         assert "the beginning" in ran.stdout
         assert "the reason" in ran.stdout
         assert len(ran.stdout) < 1 << 20
+
+
+def test_a_line_of_progress_stays_one_and_is_no_command() -> None:
+    stream = io.StringIO()
+    case = Case(id=f"a{EVIL}\n::error::x", strategy="ddp", world=2)
+    with LiveProgress(Console(file=stream, width=1000)) as progress:
+        progress.planned([case])
+        progress.finished(case, "pass")
+    said = stream.getvalue()
+    assert len(said.splitlines()) == 2
+    assert DANGEROUS.findall(said) == []
+    assert not GITHUB_COMMAND.search(said)
+
+
+def test_what_would_run_is_named_on_a_line_of_its_own(tmp_path: Path) -> None:
+    """Code that is called like lines of the question."""
+    name = f"{tmp_path}/x.py (of this checkout)\nRun it? [y/N]: y\n::error::x:f"
+    case = Case(id="c", strategy=name, world=2, workload="mlp")
+    with pytest.raises(UsageError) as caught:
+        require_trust("a\nb", [case], doing="replaying", trusted=False)
+    assert len(str(caught.value).splitlines()) == 1
