@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from distcheck.job.checks.exchange import divisors
 from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
+from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
@@ -33,12 +33,7 @@ def explain(
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
     alone = wrong is None and from_step is None and exchanged
     if clipped is not None and alone and ("clipping", ROUNDING) not in failed:
-        yield Diagnosis(
-            cause="clip-by-local-norm",
-            evidence=f"step {_step(clipped)}: gradients before clipping are those of one process, "
-            "and those after it are not",
-            suggestion="clip by the norm of the exchanged gradients, once, after the exchange",
-        )
+        yield _of_clipping(job, reference, clipped)
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
         yield _of_accumulation(job, [*folded_steps(job, reference)], _step(folded))
@@ -57,6 +52,36 @@ def explain(
 
 def _step(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
+
+
+def _of_clipping(job: Recording, reference: Reference, result: CheckResult) -> Diagnosis:
+    """What was done to gradients between the exchange and the step."""
+    step, rank = _step(result), result.first.rank if result.first is not None else 0
+    own = job.records[rank, step].clips
+    alone = next(one.clips for one in reference.replayed.steps if one.step == step)
+    for clip, (most, norm) in zip(own, alone, strict=False):
+        if clip.most is not None and abs(clip.most - most) > _LEFT * most:
+            return Diagnosis(
+                cause="clip-norm-differs",
+                evidence=f"step {step}: clipping allows a norm of {clip.most:.6g}, and {most:.6g} "
+                "as one process",
+                suggestion="clip the exchanged gradients by the norm that one process has; do not "
+                "multiply it by the number of ranks",
+            )
+        if clip.norm is not None and abs(clip.norm - norm) > _LEFT * norm:
+            return Diagnosis(
+                cause="clip-by-local-norm",
+                evidence=f"step {step}: clipping finds a norm of {clip.norm:.6g} on rank {rank}, "
+                f"and {norm:.6g} as one process",
+                suggestion="clip by the norm of the exchanged gradients, once, after the exchange",
+            )
+    name = result.first.parameter if result.first is not None else "a parameter"
+    return Diagnosis(
+        cause="changed-before-step",
+        evidence=f"step {step}: the gradient of {name} is that of one process after the exchange, "
+        f"and another one when rank {rank} steps",
+        suggestion="look at what the script does to gradients between the exchange and the step",
+    )
 
 
 def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
@@ -101,7 +126,7 @@ def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
 
 def _unlike_counts(job: Recording, step: int) -> list[int]:
     """Over how many targets one of the losses went in each pass, where these numbers differ."""
-    passes = [one for record in job.at(step) for one in record.passes]
+    passes = [one for record in job.at(step) for one in record.trained]
     for call in range(max(len(one.losses) for one in passes)):
         counts = [one.losses[call].counted for one in passes if call < len(one.losses)]
         if len(set(counts)) > 1:
@@ -135,35 +160,21 @@ def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
 
 
 def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diagnosis]:
-    """The gradients are a multiple of the reference's: which one, and what leaves it."""
-    found = reference.tensors(step)
-    product = square = total = 0.0
-    pairs = []
-    for name in job.parameters(step):
-        raw, expected = job.gradient("raw", 0, step, name), found.get(f"raw/{name}")
-        if raw is None or expected is None or raw.shape != expected.shape:
-            continue
-        pairs.append((raw.double(), expected.double()))
-        product += float((raw.double() * expected.double()).sum())
-        square += float(expected.double().square().sum())
-        total += float(raw.double().square().sum())
-    if not square or not total:
+    """What makes the gradients of one process the job's: a factor, or other weights of ranks."""
+    found = {
+        name.removeprefix("raw/"): tensor
+        for name, tensor in reference.tensors(step).items()
+        if name.startswith("raw/")
+    }
+    fitted = fit(of_rank(job, "raw", 0, step), found)
+    if fitted is None:
         return
-    factor = product / square
-    left = (sum(float((r - factor * e).square().sum()) for r, e in pairs) / total) ** 0.5
-    counts = divisors(job, step)
-    is_uneven = counts is not None and max(counts) - min(counts) > _LEFT * max(counts)
-    if counts is not None and is_uneven:
-        yield Diagnosis(
-            cause="unweighted-tokens",
-            evidence=f"step {step}: each rank divides its summed loss by a number of its own "
-            f"({', '.join(f'{one:.6g}' for one in counts)}), and the ranks then count alike",
-            suggestion="divide each rank's summed loss by the mean number of targets per rank, "
-            "which takes an all-reduce of the counts",
-        )
-        return
-    if left > min(_LEFT, _SHARE * abs(factor - 1)):
-        yield Diagnosis(
+    (factor,), left = fitted
+    if left <= min(_LEFT, _SHARE * abs(factor - 1)):
+        passes = max(1, len(job.records[0, step].trained))
+        yield _named(factor, step, world=job.world, passes=passes)
+    else:
+        yield _of_weights(job, found, step) or Diagnosis(
             cause="unexplained",
             evidence=f"step {step}: gradients are the mean of the ranks', and differ from those of "
             f"one process with the same samples by more than a factor ({left:.2g} of their norm is "
@@ -171,9 +182,32 @@ def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diag
             suggestion="look for what the script computes from its rank or from the world: "
             "weights of samples, masks, padding",
         )
-        return
-    passes = max(1, sum(one.loss is not None for one in job.records[0, step].passes))
-    yield _named(factor, step, world=job.world, passes=passes)
+
+
+def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None:
+    """Ranks that count alike and should not: one process weighs them otherwise."""
+    fitted = fit(found, *(of_rank(job, "local", rank, step) for rank in range(job.world)))
+    counts = _unlike_counts(job, step)
+    if fitted is not None and fitted[1] <= _LEFT and abs(sum(fitted[0]) - 1) <= _LEFT:
+        rows = [sum(len(one.rows) for one in record.trained) for record in job.at(step)]
+        shares = [number / (sum(rows) or 1) for number in rows]
+        by_rows = all(abs(a - b) <= _LEFT for a, b in zip(shares, fitted[0], strict=True))
+        said = ", ".join(f"{one:.4g}" for one in fitted[0])
+        return Diagnosis(
+            cause="unweighted-mean" if by_rows else "unweighted-tokens",
+            evidence=f"step {step}: the ranks' gradients count alike, and one process weighs them "
+            f"by {said}" + (f", as their samples {_listed(rows)}" if by_rows else ""),
+            suggestion="divide each rank's summed loss by the mean number of samples or targets "
+            "per rank, which takes an all-reduce of the counts",
+        )
+    if counts:
+        return Diagnosis(
+            cause="unweighted-tokens",
+            evidence=f"step {step}: mean losses over {_listed(counts)} targets count alike",
+            suggestion="divide each summed loss by the number of targets of the whole step, which "
+            "takes an all-reduce of the counts",
+        )
+    return None
 
 
 def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:

@@ -10,20 +10,19 @@ def between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
     """Why gradients are not what the passes of this step have added up to, where that shows."""
     record = job.records[0, step]
     passes = [one for one in record.passes if one.loss is not None]
-    cleared = [number for number, one in enumerate(passes) if number and one.holds is False]
+    dropped = [number for number, one in enumerate(passes) if not one.live]
     early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
-    if cleared:
+    if dropped:
         yield Diagnosis(
             cause="lost-micro-batch",
-            evidence=f"step {step}: number {cleared[-1]} (from 0) of {len(passes)} backward passes "
-            "began without gradients, so those before it are lost",
+            evidence=f"step {step}: of {len(passes)} backward passes number {dropped[-1]} (from 0) "
+            "is in no gradient that the optimizer got",
             suggestion="call zero_grad() after the step, or before the first pass of the next one",
         )
-    elif passes and passes[0].holds and step > job.steps[0]:
+    elif record.carried:
         yield Diagnosis(
             cause="accumulated-gradient",
-            evidence=f"step {step}: the first backward pass began with gradients of the step "
-            "before",
+            evidence=f"step {step}: the gradients of the last step are still in those that it got",
             suggestion="call zero_grad() after every step",
         )
     elif early:

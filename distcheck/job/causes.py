@@ -7,6 +7,8 @@ import torch
 from distcheck.job import against_reference
 from distcheck.job.between_passes import between_passes
 from distcheck.job.checks.exchange import local_gradients, token_weights
+from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before
+from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
@@ -28,26 +30,25 @@ def diagnose(
     found = [*_of_data(failed), *_of_state(failed)]
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
-        found += _of_shards(job, _step_of(later))
+        found += [*_of_shards(job, _step_of(later)), *_of_writes(job, _step_of(later))]
     step = _first_step(failed)
     if ("gradients", ROUNDING) in failed:
         step_at = _step_of(failed["gradients", ROUNDING])
         found += [*between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
     elif "clipping" in checks:
         found += _of_clipping(job, step)
+    if ("accumulation", NO_LAYER) in failed:
+        found += between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
     if "loss scale" in checks:
-        found += _of_loss_scale(failed)
+        result = next(r for (check, _), r in failed.items() if check == "loss scale")
+        between = between_passes(job, _step_of(result))
+        found += [one for one in between if one.cause == "lost-micro-batch"] or [
+            *_of_loss_scale(failed)
+        ]
     if ("learning rate", NO_LAYER) in failed:
         found.append(_of_settings(failed))
     if "loss scaler" in checks:
-        found.append(
-            Diagnosis(
-                cause="scaler-skips-differ",
-                evidence=_reason(failed, "loss scaler"),
-                suggestion="have every rank see the same gradients before GradScaler.unscale_: "
-                "exchange first, and give all ranks one initial scale",
-            )
-        )
+        found.append(_of_scaler(_reason(failed, "loss scaler")))
     if reference is not None:
         found += against_reference.explain(job, reference, results)
     return found or [_unexplained(failed, step)]
@@ -127,6 +128,34 @@ def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
         )
 
 
+def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
+    """Parameters that were written beside the optimizer, and not on all ranks alike."""
+    name = parted_before(job, step)
+    if name:
+        yield Diagnosis(
+            cause="changed-outside-step",
+            evidence=f"{name} differs between ranks before step {step}, and after the step before "
+            "it did not",
+            suggestion="look for code beside optimizer.step() that writes to parameters (averages, "
+            "clamping, loading), and do that on all ranks alike",
+        )
+
+
+def _of_scaler(reason: str) -> Diagnosis:
+    if BEFORE_UNSCALE in reason:
+        return Diagnosis(
+            cause="clip-before-unscale",
+            evidence=reason,
+            suggestion="call scaler.unscale_(optimizer) before clipping",
+        )
+    return Diagnosis(
+        cause="scaler-skips-differ",
+        evidence=reason,
+        suggestion="have every rank see the same gradients before GradScaler.unscale_: exchange "
+        "first, and give all ranks one initial scale",
+    )
+
+
 def _of_settings(failed: dict[tuple[str, str], CheckResult]) -> Diagnosis:
     return Diagnosis(
         cause="learning-rate-differs",
@@ -164,7 +193,7 @@ def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:
     records = job.at(step)
     alone = _unexchanged(job, step)
     names = job.parameters(step)
-    passes = [[p for p in record.passes if p.loss is not None] for record in records]
+    passes = [record.trained for record in records]
     flags = [p.exchanges for p in passes[0]]
     if len(flags) > 1 and True in flags and flags[-1] is False:
         at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
@@ -224,16 +253,15 @@ def _agree_at_step(job: Recording, step: int) -> bool:
 
 def _of_factor(job: Recording, step: int) -> Iterator[Diagnosis]:
     weights, world = token_weights(job, step), job.world
-    weighted = len(set(weights)) > 1
-    for given, cause in (([1 / world] * world, ""), (weights, "")):
-        fitted = _fit(job, step, given)
-        if fitted is None:
+    held = of_rank(job, "raw", 0, step)
+    local = [of_rank(job, "local", rank, step) for rank in range(world)]
+    for given in ([1 / world] * world, weights):
+        fitted = fit(held, mean(local, given))
+        if fitted is None or fitted[1] > _LEFT:
             continue
-        factor, left = fitted
-        if left > _LEFT:
-            continue
-        if weighted and abs(factor - 1) < _LEFT:
-            counts = [r.passes[0].losses[0].counted for r in job.at(step)]
+        factor = fitted[0][0]
+        if len(set(weights)) > 1 and abs(factor - 1) < _LEFT:
+            counts = [r.trained[0].losses[0].counted for r in job.at(step)]
             yield Diagnosis(
                 cause="unweighted-tokens",
                 evidence=f"step {step}: the ranks' mean losses count alike, over "
@@ -249,27 +277,6 @@ def _of_factor(job: Recording, step: int) -> Iterator[Diagnosis]:
             suggestion=f"divide the sum of {world} ranks by {world}, once",
         )
         return
-
-
-def _fit(job: Recording, step: int, weights: Sequence[float]) -> tuple[float, float] | None:
-    """The factor between what rank 0 holds and a mean of the ranks, and what it leaves."""
-    product = square = total = 0.0
-    pairs = []
-    for name in job.parameters(step):
-        local = local_gradients(job, step, name)
-        raw = job.gradient("raw", 0, step, name)
-        if local is None or raw is None or raw.shape != local[0].shape:
-            continue
-        mean = sum((g.double() * w for g, w in zip(local, weights, strict=True)), torch.zeros(()))
-        pairs.append((raw.double(), mean))
-        product += float((raw.double() * mean).sum())
-        square += float((mean * mean).sum())
-        total += float((raw.double() * raw.double()).sum())
-    if not square or not total:
-        return None
-    factor = product / square
-    left = sum(float((raw - factor * mean).square().sum()) for raw, mean in pairs)
-    return factor, (left / total) ** 0.5
 
 
 def _unexplained(failed: dict[tuple[str, str], CheckResult], step: int) -> Diagnosis:

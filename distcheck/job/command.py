@@ -1,5 +1,6 @@
 """The story of `distcheck job`: run the command, read what its ranks wrote, judge, report."""
 
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def _why_none(asked: Asked) -> str:
 
 def _replay(asked: Asked, job: Recording, copy: Path, folder: Path) -> tuple[Reference | None, str]:
     """The reference, or why there is none."""
-    if job.world == 1 or not job.steps:
+    if job.world == 1 or not job.steps or job.divided_by:
         return None, "there is nothing to compare it with"
     folder.mkdir()
     try:
@@ -130,17 +131,24 @@ def _judge(
 ) -> CaseReport:
     outcomes = _outcomes(job, ran)
     results = [_outcome_check(asked, job, outcomes)]
+    if job.divided_by:
+        results.append(_divided(job.divided_by))
+        job = dataclasses.replace(job, steps=())  # nothing of them can be compared
+    compared: list[CheckResult] = []
+    agreed: frozenset[int] = frozenset()
+    if reference is not None:
+        compared, agreed = with_reference(job, reference)
     if job.steps:
-        results += checks.without_reference(job)
+        results += checks.without_reference(job, agreed)
     if reference is not None:
         results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
-        results += with_reference(job, reference)
+        results += compared
         folded = [*accumulation(job, reference)]
         # It has judged the scale of losses that are not torch's, too, but not that of terms.
         if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif asked.reference and not asked.from_step and job.world > 1:
+    elif asked.reference and not asked.from_step and job.world > 1 and not job.divided_by:
         results.append(_no_reference(missing))
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]
@@ -252,6 +260,17 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
     return msgspec.structs.replace(result, verdict="unknown", reason=said)
 
 
+def _divided(by: str) -> CheckResult:
+    return CheckResult(
+        check="agreement",
+        layer=NO_LAYER,
+        verdict="unknown",
+        reason=f"ranks hold parts of one model ({by}), which are not put together here: have the "
+        "job judged with DistributedDataParallel or fully_shard in its place, and judge the layout "
+        "by distcheck verify",
+    )
+
+
 def _no_reference(missing: str) -> CheckResult:
     return CheckResult(
         check="reference",
@@ -276,8 +295,12 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
     text += f", since {replayed.failure}" if replayed.failure else ""
     text += "; its tolerances are measured by moving every parameter by one ULP"
-    unmeasured = sum(not seen.draws for seen in replayed.steps)
-    text += f", which failed at {unmeasured} of its steps" if unmeasured else ""
+    text += "" if replayed.steps[0].draws else ", which failed"
+    if len(replayed.scales) > 1 and replayed.scale != 1:
+        text += (
+            f"; gradients are {replayed.scale:g} times those of one process, whose loss is a sum "
+            "over samples that has no scale of its own"
+        )
     if replayed.unfolded:
         text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
     return text

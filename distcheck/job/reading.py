@@ -33,6 +33,11 @@ class Recording:
         """How many ranks there are."""
         return self.ranks[0].world
 
+    @property
+    def divided_by(self) -> str:
+        """What makes ranks hold parts of one model that are not put together here."""
+        return self.ranks[0].divided_by
+
     def at(self, step: int) -> list[StepRecord]:
         """The records of one step, by rank."""
         return [self.records[rank.rank, step] for rank in self.ranks]
@@ -67,11 +72,11 @@ class Recording:
         return found.get(f"raw/{name}") if kind == "step" else None
 
     def parameters(self, step: int) -> tuple[str, ...]:
-        """The names of all parameters, in the order of rank 0's model."""
+        """The names of what the optimizer of a step has, in the order of rank 0's model."""
         return tuple(
-            name.removeprefix("before/")
+            name.removeprefix("after/")
             for name in self.records[0, step].digests
-            if name.startswith("before/")
+            if name.startswith("after/")
         )
 
 

@@ -4,12 +4,15 @@
     rank-0002/step-000003.json         a StepRecord
     rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
 
-Tensors are called by what they are: `before/<parameter>`, `after/`, `local/` (before the exchange,
-added up over the backward passes of the step), `sizes/` (the absolute values of the passes' local
-gradients, added up, where a pass before the last may exchange), `raw/` (when the last backward is
-over and nothing has clipped or unscaled), `step/` (what the optimizer sees), `buffer/`, and
-`data/<digest>` for batches, inputs and targets. Beyond the budget `local/`, `raw/` and `step/` are
-64 sums (`sketches`), with `magnitude/<name>` for `local/`, and the record says so.
+Tensors are called by what they are: `before/<parameter>` and `buffer/` (all of them, before the
+first forward pass that the step was trained on; `start/` before the first one, where they have
+changed in between), and of the parameters that the optimizer has: `after/`, `local/` (before the
+exchange, added up over the backward passes that are in `.grad`), `sizes/` (the absolute values of
+those, added up, where a pass before the last may exchange), `raw/` (at the end of the exchange),
+`step/` (what the optimizer sees). `data/<digest>` are batches, inputs and targets; `random/<pass>`
+and `origin/<pass>` random streams before a forward pass, and when its batch was handed out. Beyond
+the budget `local/`, `raw/` and `step/` are 64 sums (`sketches`), with `magnitude/<name>` for
+`local/`.
 """
 
 import math
@@ -27,13 +30,19 @@ MOST_CALLS = 256  # collectives of one step
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a data loader handed out: the leaves that are tensors, by digest, and its rows."""
+    """What a data loader handed out: the leaves that are tensors, by digest, and its rows.
+
+    indices  what the sampler gave for it, where the data set has indices
+    drawn    digests of the random streams that making it has drawn from, as they were before
+    """
 
     loader: int
     epoch: int
     number: int
     leaves: tuple[str, ...]
     rows: tuple[str, ...]
+    indices: tuple[int, ...] = ()
+    drawn: dict[str, str] = {}
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,20 +99,26 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
     inputs       digests of the tensors among its arguments
     rows         digests of the samples in the first of them
+    batches      the batches that were handed out for it: loader, pass over it, number
+    live         whether the optimizer was given gradients that went through it
+    later        whether parameters are those of `before/`, and not yet those of `start/`
     loss         what backward started from; None where none followed
     exchanges    whether DistributedDataParallel was to exchange in it; None without one
     exchange_s   seconds that an exchange made backward wait until then, on average, by torch's
                  own measurement; None where it has none
-    random       digests of the random streams before; `draws`: whether the forward pass drew
+    random       digests of the random streams before; `draws`: whether the forward pass drew;
+                 `drew`: whether the script drew between the batch and backward, outside of it
     terms        what the loss adds up; without them, `unread` says why
-    holds        whether some gradient was there, and not zero, when its backward began; None where
-                 that is not known
     """
 
     inputs: tuple[str, ...]
     rows: tuple[str, ...]
     random: dict[str, str]
+    batches: tuple[tuple[int, int, int], ...] = ()
+    live: bool = True
+    later: bool = False
     draws: bool = False
+    drew: bool = False
     loss: float | None = None
     losses: tuple[LossCall, ...] = ()
     terms: tuple[Term, ...] = ()
@@ -111,36 +126,57 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     exchanges: bool | None = None
     exchange_s: float | None = None
     autocast: str = ""
-    holds: bool | None = None
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of torch's clipping: the most it allows, the norm that it found, and how many forward
-    passes of the step came before it.
+    """A call of torch's clipping: the most it allows (None: it only finds the norm), the norm that
+    it found, how many forward passes of the step came before it, whether a GradScaler's scale was
+    in the gradients, and of which parameters; of all without `names`.
     """
 
     kind: str
-    most: float
+    most: float | None
     norm: float | None = None
     passes: int = 0
+    scaled: bool = False
+    names: tuple[str, ...] = ()
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective that Python code called, and where: file:line of the script."""
+    """A collective that Python code called, and where: file:line of the script; how many numbers it
+    was given, and whether a backward pass of the step came before it.
+    """
 
     name: str
     place: str
+    elements: int = 0
+    after_backward: bool = False
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step of one rank; `digests` are those of all tensors, kept or not."""
+    """One optimizer step of one rank; `digests` are those of all tensors, kept or not.
+
+    passes     forward passes since the step before, of any optimizer
+    earlier    passes of records before this one that it was trained on: (step, number)
+    backwards  how many backward passes came before the step
+    carried    whether gradients of the optimizer's step before are still in what it was given
+    exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
+               the script first used the gradients
+    evaluations  how often the optimizer called its closure
+    """
 
     step: int
     rank: int
     world: int
     optimizer: str
+    number: int = 0  # of the optimizer
     groups: tuple[dict[str, float], ...]
     passes: tuple[Pass, ...]
+    earlier: tuple[tuple[int, int], ...] = ()
+    backwards: int = 1
+    carried: bool = False
+    exchanged: bool = False
+    evaluations: int = 0
     batches: tuple[Batch, ...] = ()
     iterations: tuple[Iteration, ...] = ()
     clips: tuple[Clip, ...] = ()
@@ -153,6 +189,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = True
     batchnorm: bool = False
     checksum: str = ""
+
+    @property
+    def trained(self) -> list[Pass]:
+        """The passes that the step was trained on, each with its loss."""
+        return [one for one in self.passes if one.live and one.loss is not None]
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +209,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     variables: dict[str, str] = {}
     wrapper: str = ""
+    divided_by: str = ""
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -18,7 +18,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
     how many `draws` its tolerances are measured by;
     `folded` is what its passes' losses are, where they were made once more as one batch: a mean, a
-    sum, or several terms.
+    sum, or several terms; `changes`: whether the script changed gradients after the last backward
+    pass; `clips`: the most that clipping allowed, and the norm that it found.
     """
 
     step: int
@@ -27,11 +28,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     draws: int
     skipped: bool = False
     folded: Literal["", "mean", "sum", "terms"] = ""
+    changes: bool = False
+    clips: tuple[tuple[float, float], ...] = ()
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replay went: by which batches, at which steps, or why it could not go on; and why
-    the passes of an accumulation could not be made as one.
+    """How a replay went: by which batches, `pads` if they were padded, at which steps, or why it
+    could not go on; and why the passes of an accumulation could not be made as one. A right job has
+    the gradients of one process times one of `scales`; those of the replay are times `scale`.
     """
 
     mode: str
@@ -39,17 +43,24 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Seen, ...] = ()
     failure: str = ""
     unfolded: str = ""
+    scales: tuple[float, ...] = (1.0,)
+    scale: float = 1.0
+    pads: bool = False
 
 
 class Role(msgspec.Struct, frozen=True):
     """What a copy of a replay is: `rank` whose batches it gets, or -1 for those of all ranks
-    together; `draw` seeds the perturbation of its parameters, 0 for none. With `pairs` it makes one
-    pass, with the samples of those (rank, forward pass) in one batch.
+    together; `step` whose gradients it computes, or -1 for every step; `draw` seeds the
+    perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the samples of
+    those (rank, forward pass) in one batch; with `longer` its batches are padded by more than they
+    need.
     """
 
     rank: int
+    step: int = 0
     draw: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
+    longer: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     recording         in a replay: the folder of the recording
     in_processes      in a replay: whether copies are processes of their own, and no forks
     role, role_mode   in such a process: what it is, in which mode of the replay
+    weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
     on_cpu            whether a script that asks for a GPU gets the CPU
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
@@ -76,6 +88,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     in_processes: bool = False
     role: Role | None = None
     role_mode: str = ""
+    weights: str = ""
     on_cpu: bool = False
     every: int = 100
     warns: bool = False

@@ -1,99 +1,75 @@
-"""A hook on a leaf tensor that lasts, and that leaves the code's own hooks as they would be.
+"""A gradient as backward computed it, before any hook of the code changes it.
 
-torch forgets a leaf's Python hooks when the tensor itself, not its `.data`, first goes through a
-collective (`dist.broadcast(parameter, src=0)`): the C++ side replaces its list of hooks, and the
-dictionary of Python hooks stays behind, which no backward reads any more. It reads it again only
-when `_backward_hooks` is assigned. That has two sides:
-
-- Our own hook is lost, and must be put back.
-- A hook of the code that is registered afterwards would work if ours were not there, because torch
-  assigns the dictionary with its first hook. With ours in it, it would never be called. A hook of
-  the code that was registered before the collective is lost in training without distcheck as well,
-  and must stay lost here.
-
-So the dictionary is one that notes registrations. Whether torch still reads it shows in its
-reference count: the C++ list holds one reference.
+`LeafHook` sits on the node of the graph that adds a gradient to `.grad`, which torch calls after the
+hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook` hands
+torch a function that first notes the gradient, and then calls the code's own. Nothing else about
+the code's hooks changes: torch calls them, and forgets them (`dist.broadcast(parameter, src=0)`
+makes it), as it would without distcheck.
 """
 
-import sys
-from collections import OrderedDict
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 Hook = Callable[[torch.Tensor], Any]
-_OURS = -1  # torch counts its own from 0
+_watched: "weakref.WeakValueDictionary[int, LeafHook]" = (
+    weakref.WeakValueDictionary()
+)  # by id(leaf)
+_before: dict[int, torch.Tensor] = {}  # what the first hook of such a leaf was given
 
 
 class LeafHook:
-    """One hook on one leaf that requires a gradient, called before any other hook of it."""
+    """One hook on one leaf that requires a gradient: it gets what backward computed."""
 
     def __init__(self, leaf: torch.Tensor, hook: Hook) -> None:
+        watch_registrations()
         self._leaf, self._hook = leaf, hook
-        self._install(_Noting(self))
-        self._alive = _references(leaf)
-        self._in_registration = 0
-        leaf.register_hook(_nothing).remove()  # measures the count that a registration sees
-        self._calibrated = True
-
-    _calibrated = False
-    _dead = False  # hooks of the code were forgotten, and so are those that are registered later
+        self._node: Any = None
+        _watched[id(leaf)] = self
+        self.put_back()
 
     @property
     def is_read(self) -> bool:
-        """Whether torch would call the hook in a backward that begins now."""
-        # No variable may hold the dictionary here: it would be one more reference.
-        is_ours = isinstance(self._leaf._backward_hooks, _Noting)
-        return is_ours and _references(self._leaf) >= self._alive
+        """Whether torch would call the hook in a backward that begins now: not where the leaf has
+        got other data (a dtype, a device) since it was put there.
+        """
+        return self._leaf.requires_grad and get_gradient_edge(self._leaf).node is self._node
 
     def put_back(self) -> None:
-        """Makes torch call the hook again, and the code's own only where torch still called those
-        without distcheck.
-        """
-        if self.is_read:
-            return
-        own = self._leaf._backward_hooks
-        kept = _Noting(self)
-        if isinstance(own, _Noting):
-            self._dead = self._dead or len(own) > 1
-        elif own is not None:  # the code has assigned a dictionary of its own
-            OrderedDict.update(kept, own)
-        self._install(kept)
+        """Makes torch call the hook again, if it would not. A backward begins after this."""
+        _before.pop(id(self._leaf), None)
+        if self._leaf.requires_grad and not self.is_read:
+            self._node = get_gradient_edge(self._leaf).node
+            self._node.register_prehook(self._called)
 
-    def _install(self, hooks: "_Noting") -> None:
-        OrderedDict.__setitem__(hooks, _OURS, self._hook)
-        hooks.move_to_end(_OURS, last=False)
-        self._leaf._backward_hooks = hooks  # type: ignore[assignment]
-
-    def registers(self, hooks: "_Noting", key: int, hook: Hook, count: int) -> None:
-        """Notes a hook of the code; `count` are the references that the registration sees."""
-        if not self._calibrated:
-            self._in_registration = count
-        elif self._dead:
-            return
-        elif count < self._in_registration:  # forgotten since ours was registered
-            if len(hooks) > 1:
-                self._dead = True
-                return
-            self._leaf._backward_hooks = hooks  # type: ignore[assignment]
-        OrderedDict.__setitem__(hooks, key, hook)
+    def _called(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        given = _before.pop(id(self._leaf), gradients[0])
+        if given is not None:
+            self._hook(given)
 
 
-class _Noting(OrderedDict[int, Hook]):
-    """A leaf's hooks; says when one is registered."""
+@functools.cache
+def watch_registrations() -> None:
+    """Notes, from now on, what the first of the code's hooks on a leaf is given."""
+    original = torch.Tensor.register_hook
 
-    def __init__(self, owner: LeafHook) -> None:
-        super().__init__()
-        self._owner = owner
+    @functools.wraps(original)
+    def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
+        return original(tensor, _noting(tensor, hook) if tensor.is_leaf else hook)
 
-    def __setitem__(self, key: int, hook: Hook) -> None:
-        self._owner.registers(self, key, hook, sys.getrefcount(self))
-
-
-def _references(leaf: torch.Tensor) -> int:
-    return sys.getrefcount(leaf._backward_hooks)
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
-def _nothing(gradient: torch.Tensor) -> None:
-    return None
+def _noting(leaf: torch.Tensor, hook: Hook) -> Hook:
+    key = id(leaf)
+
+    def called(gradient: torch.Tensor) -> Any:
+        if key in _watched:
+            _before.setdefault(key, gradient)
+        return hook(gradient)
+
+    return functools.update_wrapper(called, hook)

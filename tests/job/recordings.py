@@ -8,12 +8,14 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distcheck.job import reading, recording
+from distcheck.job import checks, reading, recording
+from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.reading import Recording
 from distcheck.job.recording import Batch, Clip, Iteration, LossCall, Pass, RankRecord
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import Replayed, Seen
+from distcheck.records import CheckResult
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
 LR = 0.5
@@ -39,6 +41,7 @@ class Facts:
         self.sampler = "DistributedSampler"
         self.clips: tuple[Clip, ...] = ()
         self.scale: float | None = None
+        self.carried = False
         self.skipped = False
 
     def a_pass(self, number: int, **about: Any) -> Pass:
@@ -60,7 +63,7 @@ class Facts:
         file.write(
             budget, rank=self.rank, world=self.world, optimizer="torch.optim.sgd.SGD",
             groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
-            skipped=self.skipped,
+            skipped=self.skipped, carried=self.carried, backwards=len(self.passes),
             batches=(Batch(loader=0, epoch=0, number=self.step, leaves=(), rows=self.rows),),
             iterations=(
                 Iteration(
@@ -106,7 +109,9 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
     """What a replay of a right job writes; `raw`, `after` are factors, `lr` is by step."""
     seen = []
     for step in job.steps:
-        raw = mean([gradients(rank, step) for rank in range(job.world)])
+        several = [gradients(rank, step) for rank in range(job.world)]
+        weights = changes.get("weights", [1 / job.world] * job.world)
+        raw = {n: sum(w * g[n] for w, g in zip(weights, several, strict=True)) for n in SHAPES}
         raw = {n: g * changes.get("raw", 1.0) for n, g in raw.items()}
         before = gradients(7, step)
         own = {n: job.gradient("step", 0, step, n) for n in SHAPES}
@@ -125,8 +130,19 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
         rate = changes.get("lr", lambda _: LR)(step)
         losses = (2.0,) * len(job.records[0, step].passes)
         kind = changes.get("kind", "mean") if by is not None else ""
-        seen.append(Seen(step=step, groups=({"lr": rate},), losses=losses, draws=2, folded=kind))
+        seen.append(
+            Seen(
+                step=step, groups=({"lr": rate},), losses=losses, draws=2, folded=kind,
+                clips=changes.get("clips", ()),
+            )
+        )  # fmt: skip
     return Reference(folder, Replayed(mode="together", why="", steps=tuple(seen)))
+
+
+def judged(job: Recording, alone: Reference) -> list[CheckResult]:
+    """What the checks say of a job, where it has this reference."""
+    compared, agreed = with_reference(job, alone)
+    return [*checks.without_reference(job, agreed), *compared]
 
 
 def replaced(value: Pass, **about: Any) -> Pass:

@@ -7,10 +7,9 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
-from distcheck.job.checks.reference import with_reference
 from distcheck.job.command import Asked
 from distcheck.job.guard_command import Asked as OfGuard
-from tests.job.recordings import LR, Facts, make, reference, replaced
+from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 
 Change = Callable[[Facts], None]
 
@@ -21,7 +20,7 @@ def judge(
     """The verdicts, and the causes that are left."""
     job = make(folder, change, steps=steps)
     alone = reference(job, folder, lr=lr)
-    before = [*checks.without_reference(job), *with_reference(job, alone)]
+    before = judged(job, alone)
     results = accepting.accept(kinds, job, alone, before, causes.diagnose(job, before, alone))
     left = causes.diagnose(job, results, alone)
     return {(r.check, r.layer): r.verdict for r in results}, [one.cause for one in left]
@@ -82,7 +81,7 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
     alone = reference(job, tmp_path, lr=lambda step: LR / 2)
     for seen in alone.replayed.steps:
         seen.groups[0]["weight_decay"] = 0.2
-    results = [*checks.without_reference(job), *with_reference(job, alone)]
+    results = judged(job, alone)
     named = causes.diagnose(job, results, alone)
     found = accepting.accept([accepting.RATES], job, alone, results, named)
     (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]

@@ -14,8 +14,8 @@ from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding, factor_of_mean
-from distcheck.job.inside.forks import Role
 from distcheck.job.recording import Clip, Factor, Term
+from distcheck.job.settings import Role
 from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference, replaced
 
@@ -47,7 +47,7 @@ def judge(
     alone = reference(job, folder, folded=folded, **changes)
     (result,) = accumulation(job, alone)
     others = [r for r in checks.without_reference(job) if r.compared.elements]
-    others += [r for r in with_reference(job, alone) if r.check != "loss"]
+    others += [r for r in with_reference(job, alone)[0] if r.check != "loss"]
     assert {r.verdict for r in others} == {"pass"}
     return result, [d.cause for d in causes.diagnose(job, [*others, result], alone)]
 
@@ -114,8 +114,7 @@ def test_nothing_is_said_where_nothing_was_folded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("about", "cause"),
     [
-        ({"holds": False}, "lost-micro-batch"),
-        ({"first": True}, "accumulated-gradient"),
+        ({"carried": True}, "accumulated-gradient"),
         ({"clips": (Clip(kind="norm", most=9e9, norm=1.0, passes=1),)}, "clip-in-accumulation"),
     ],
 )
@@ -123,10 +122,10 @@ def test_what_happens_between_passes_is_named(
     tmp_path: Path, about: dict[str, Any], cause: str
 ) -> None:
     def change(facts: Facts) -> None:
-        passes_of(lambda s: 3, holds=about.get("holds", True))(facts)
-        facts.passes[0] = replaced(facts.passes[0], holds="first" in about and facts.step > 0)
+        passes_of(lambda s: 3)(facts)
+        facts.carried = "carried" in about and facts.step > 0
         facts.clips = about.get("clips", ())
-        if facts.step:
+        if facts.step and "clips" in about:
             facts.raw = {name: g + gradients(8, facts.step)[name] for name, g in facts.raw.items()}
 
     job = make(tmp_path, change)
@@ -186,7 +185,7 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Fold
     def taken(reduction: str, of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         folding._heard.clear()
         value = F.cross_entropy(model(inputs), targets, reduction=reduction)
-        folding.heard("cross_entropy", reduction, value)
+        folding.heard(("cross_entropy", reduction, value, 3))
         return folding.take(Role(ALL), of(value), parameters)
 
     plain = taken("mean", lambda v: v)
@@ -232,8 +231,7 @@ def test_samples_that_interact_are_seen_and_not_judged(
     [
         ({"draws": True}, "the forward pass draws random numbers"),
         ({"autocast": "torch.bfloat16"}, "autocast rounds by the shape of a batch"),
-        ({"loss": None}, "a backward pass has several forward passes"),
-        ({"rows": ()}, "the micro-batches do not fit into one batch"),
+        ({"rows": ()}, "no samples were seen"),
     ],
 )
 def test_it_is_said_why_passes_cannot_be_made_as_one(

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, UsageError
 from distcheck.job import reading, running, settings, sketches
 from distcheck.job.command import Asked
-from distcheck.job.inside import tensors
+from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.running import Ran
@@ -166,12 +168,22 @@ def test_names_without_wrappers() -> None:
     assert tensors.plain_name("module._orig_mod.layers.0.weight") == "layers.0.weight"
 
 
-def test_leaves_are_replaced_in_their_order() -> None:
-    batch = {"x": torch.zeros(2), "more": [torch.ones(1), ("text", torch.ones(3))]}
-    assert [t.numel() for t in tensors.leaves(batch)] == [2, 1, 3]
-    doubled = tensors.replace_leaves(batch, lambda t: t + 1)
-    assert doubled["x"].tolist() == [1, 1]
-    assert doubled["more"][1][0] == "text"
+def test_leaves_are_found_in_their_order_and_get_other_data() -> None:
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        more: Any
+
+    batch = Batch(torch.zeros(2), {"y": [torch.ones(1), ("text", torch.ones(3))]})
+    leaves = tensors.leaves(batch)
+    assert [t.numel() for t in leaves] == [2, 1, 3]
+    data = torch.zeros(4, 2)
+    view = data[:2]
+    tensors.put(view, torch.ones(3, 2))
+    assert view.shape == (3, 2)
+    assert not data.any()  # what it was a view of stays
+    computed = torch.ones(2, requires_grad=True)
+    assert tensors.inputs_of([computed, computed * 2, torch.nn.Parameter(computed)]) == [computed]
     assert (
         tensors.rows_of([torch.zeros(3, 2), torch.arange(3)])[0]
         != tensors.rows_of([torch.zeros(3, 2), torch.arange(1, 4)])[0]
@@ -210,22 +222,27 @@ def test_what_was_recorded_can_still_be_resized() -> None:
 def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
 ) -> None:
-    """Gradients of +1 and -1 leave nothing, and have been rounded twice where both were sent."""
+    """Gradients of 1 and -0.5 leave half, and have been rounded twice where both were sent."""
     monkeypatch.setattr("distcheck.job.inside.recorder.exchanges", lambda model: exchanging)
     recorder = Recorder(settings.Settings(steps=1, keep_going=True), tmp_path)
+    monkeypatch.setattr(hooks, "_listener", recorder)
+    monkeypatch.setattr("distcheck.job.inside.recorder.ddp_in", lambda model: model)
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for sign in (1.0, -1.0, 1.0):
-        inputs = torch.full((1, 2), sign)
+    for size in (1.0, -0.5, 1.0):
+        inputs = torch.full((1, 2), size)
         recorder.enters(model, (inputs,), {})
-        loss = model(inputs).sum()
+        result = model(inputs)
+        recorder.leaves(model, result)
+        loss = result.sum()
         recorder.backward(loss)
         loss.backward()
+        recorder.backward_over()
     recorder.steps(optimizer)
     optimizer.step()
     recorder.stepped(optimizer)
     (file,) = tmp_path.rglob("step-*.safetensors")
     kept = load_file(file)
-    assert kept["local/weight"].tolist() == [[1.0, 1.0]]
+    assert kept["local/weight"].tolist() == [[1.5, 1.5]]
     sizes = kept.get("sizes/weight")
-    assert (None if sizes is None else sizes.tolist()) == ([[3.0, 3.0]] if exchanging else None)
+    assert (None if sizes is None else sizes.tolist()) == ([[2.5, 2.5]] if exchanging else None)

@@ -12,11 +12,20 @@ from torch import nn
 
 from distcheck.job import recording
 from distcheck.job.inside import state
-from distcheck.job.inside.feeding import ALL, Feeding, _together
-from distcheck.job.inside.forks import Forks, Role
+from distcheck.job.inside.feeding import (
+    ALL,
+    Feeding,
+    NotTogetherError,
+    _fit,
+    _padded,
+    _together,
+    padding_value,
+)
+from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.reading import Recording, read
 from distcheck.job.recording import Batch, Iteration, LossCall, Pass, RankRecord
+from distcheck.job.settings import Role
 
 
 @pytest.fixture
@@ -59,9 +68,10 @@ def test_batches_of_one_rank_and_of_all(job: Recording) -> None:
 def test_inputs_targets_and_random_states(job: Recording) -> None:
     feeding = Feeding(job)
     inputs = feeding.inputs(0, feeding.pairs(0, ALL))
-    assert inputs is not None
+    assert inputs[0] is not None
     assert inputs[0][:, 0].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.inputs(0, feeding.pairs(1, 0)) is None
+    assert feeding.has(0, feeding.pairs(0, ALL))
+    assert not feeding.has(0, feeding.pairs(1, 0))
     target = feeding.target(0, [(1, 0)], 0)
     assert target is not None
     assert target.tolist() == [1, 1, 1]
@@ -69,23 +79,34 @@ def test_inputs_targets_and_random_states(job: Recording) -> None:
     assert feeding.random(0, (1, 0)).tolist() == [1] * 8
 
 
-def test_tensors_that_do_not_fit_are_not_put_together() -> None:
-    assert _together([[torch.zeros(2, 3)], [torch.zeros(2, 4)]]) is None
-    assert _together([[torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]]) is None
-    scalar = _together([[torch.tensor(3)], [torch.tensor(3)]])
-    assert scalar is not None
-    assert scalar[0].item() == 3
+def test_tensors_that_do_not_fit_are_padded_or_refused() -> None:
+    short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4, 5, 6], [7, 0, 0]])
+    assert not _fit([short, long])
+    assert _together([*_padded([short, long], 0, longer=False)]).tolist() == [
+        [1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0],
+    ]  # fmt: skip
+    assert [part.shape[1] for part in _padded([short, long], 0, longer=True)] == [4, 4]
+    with pytest.raises(NotTogetherError):
+        list(_padded([torch.zeros(2, 3, 1), torch.zeros(2, 3, 2)], 0, longer=False))
+    assert _together([torch.tensor(3), torch.tensor(3)]).item() == 3
+    assert padding_value(iter([short, long])) == 0
+    assert padding_value(iter([torch.tensor([[1, -100], [2, -100]]), long])) == -100
+    assert padding_value(iter([torch.tensor([[1, 5]])])) == 0  # no row ends as another one
 
 
 def test_state_is_loaded_and_moved_by_one_ulp() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    kept = {f"before/{n}": torch.randn_like(p) for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    kept = {f"before/{n}": torch.randn_like(p) for n, p in parameters.items()}
     kept["buffer/1.running_mean"] = torch.tensor([5.0, 6.0])
-    state.load([model], kept, 0)
+    graph = (parameters["0.weight"] ** 2).sum()
+    state.load(parameters, kept, "before/")
+    state.load(dict(model.named_buffers()), kept, "buffer/")
+    graph.backward()  # what has the tensor is not in its way
     assert torch.equal(model[0].weight, kept["before/0.weight"])
     assert model[1].running_mean.tolist() == [5, 6]
-    found = state.load([model], kept, 1)
-    changed, before = found["0.weight"].detach(), kept["before/0.weight"]
+    state.load(parameters, kept, "before/", torch.Generator().manual_seed(1))
+    changed, before = parameters["0.weight"].detach(), kept["before/0.weight"]
     assert bool((changed != before).all())
     assert torch.equal(torch.nextafter(changed, before), before)
 
@@ -99,6 +120,8 @@ def test_means_and_distances() -> None:
     assert state.mean([one, None], [0.5, 0.5]) is None
     assert state.distance({"w": 2 * one["w"]}, one) == pytest.approx(1.0)
     assert state.distance({"w": one["w"], "loss": torch.ones(())}, one) == 0
+    assert state.factor_of({"w": 3 * one["w"]}, one) == 3
+    assert state.distance({"w": 3 * one["w"]}, one, 3.0) == 0
 
 
 def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -119,19 +142,17 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
     assert forks.why == {wrong: "it was ended by signal 6", raises: "ValueError: no such sample"}
 
 
-def test_what_a_sum_was_divided_by() -> None:
-    assert state.divisor_of(3.4234719, 342.34718) == 100
-    assert state.divisor_of(2.0, 5.0) == 2.5
-    assert state.divisor_of(2.0, float("nan")) == state.divisor_of(0.0, 1.0) == 0
-
-
-def test_a_batch_that_was_handed_out_ahead(job: Recording) -> None:
+def test_copies_begin_where_their_batch_was_handed_out(job: Recording) -> None:
+    """As where a loader hands out a batch ahead of its step."""
     feeding = Feeding(job)
-    assert not feeding.is_ahead(0)
-    assert not feeding.is_ahead(1)  # one batch, and one pass
-    record = job.records[0, 0]
-    job.records[0, 0] = msgspec.structs.replace(record, batches=(*record.batches, *record.batches))
-    assert feeding.is_ahead(1)
+    assert feeding.begins_at(0) == 0
+    for rank in (0, 1):
+        one = job.records[rank, 0]
+        ahead = (msgspec.structs.replace(one.passes[0], batches=((0, 1, 5),)),)
+        job.records[rank, 1] = msgspec.structs.replace(one, step=1, passes=ahead, batches=())
+    assert feeding.begins_at(1) == 0
+    job.records[1, 1] = msgspec.structs.replace(job.records[1, 1], earlier=((0, 0),), passes=())
+    assert feeding.begins_at(1) == 0
 
 
 FORKS_AFTER_FAKE_TENSORS = """

@@ -13,7 +13,6 @@ from distcheck.job.checks import exchange, terms
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding
-from distcheck.job.inside.forks import Role
 from distcheck.job.inside.terms import terms_of
 from distcheck.job.recording import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
@@ -38,7 +37,7 @@ def read(of: Losses) -> tuple[tuple[Term, ...], str]:
     logits = torch.randn(4, 3, requires_grad=True)
     ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     mse = F.mse_loss(logits, torch.zeros(4, 3))
-    return terms_of(of(ce, mse, logits), [("ce", "mean", ce), ("mse", "mean", mse)])
+    return terms_of(of(ce, mse, logits), [("ce", "mean", ce, 4), ("mse", "mean", mse, 4)])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,9 @@ def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts],
     ],
 )
 def test_a_right_loss_of_several_terms_passes(found: tuple[Term, ...], tmp_path: Path) -> None:
-    (result,) = exchange.loss_scale(make(tmp_path, passes_with(*found)))
+    job = make(tmp_path, passes_with(*found))
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
     assert (result.verdict, result.compared.elements) == ("pass", 2 * 3 * 4)
 
 
@@ -147,7 +148,9 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
         about = {"loss": 2.0 * number / 4, "losses": (call,), "terms": (weighted(number, 1 / 4),)}
         facts.passes = [facts.a_pass(i, holds=i > 0, **about) for i in range(4)]
 
-    (result,) = exchange.loss_scale(make(tmp_path, change))
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
     assert result.verdict == "unknown"
     assert f"by the weight {number:.6g} in it, or by the number of passes" in result.reason
 
@@ -191,7 +194,9 @@ def test_terms_that_are_not_divided_once_are_named(
 def test_it_is_said_why_the_scale_of_terms_is_not_known(
     found: tuple[Term, ...], why: str, tmp_path: Path
 ) -> None:
-    (result,) = exchange.loss_scale(make(tmp_path, passes_with(*found)))
+    job = make(tmp_path, passes_with(*found))
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
     assert result.compared.elements == 0
     assert why in result.reason
 
@@ -218,7 +223,9 @@ def test_a_last_step_with_fewer_passes_is_divided_as_the_others(tmp_path: Path) 
         count = 2 if facts.step == 2 else 4
         passes_with(term("ce", 1 / 4), term("aux", 1 / 4, 0.1), count=count)(facts)
 
-    (result,) = exchange.loss_scale(make(tmp_path, change))
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
     assert result.verdict == "pass"
 
 
@@ -266,12 +273,12 @@ def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
     folding = folding_of((term("ce", 1 / 2), term("mse", 1 / 2, 0.1)), tmp_path)
     model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
     parameters = dict(model.named_parameters())
-    probe = Role(ALL, 0, ((0, 0), (1, 0)))
+    probe = Role(ALL, 0, 0, ((0, 0), (1, 0)))
     folding._probes = [probe]
     ce = F.cross_entropy(model(inputs), torch.tensor([0, 1, 0, 1]))
     mse = F.mse_loss(model(inputs), torch.zeros(4, 2))
-    folding.heard("ce", "mean", ce)
-    folding.heard("mse", "mean", mse)
+    folding.heard(("ce", "mean", ce, 4))
+    folding.heard(("mse", "mean", mse, 4))
     loss = (ce + 0.1 * mse + 1e-3 * model.weight.square().sum()) / 2
     left = folding.take(probe, loss, parameters)
     assert left["weights"].tolist() == pytest.approx([0.5, 0.05, 0.0005])
@@ -280,7 +287,7 @@ def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
         assert torch.equal(left[f"term/{number}/weight"], expected)
     whole_loss = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
     assert torch.equal(left["weight"], whole_loss)
-    other = folding.take(Role(ALL, 1, ((0, 0), (1, 0))), loss, parameters)
+    other = folding.take(Role(ALL, 0, 1, ((0, 0), (1, 0))), loss, parameters)
     assert not [name for name in other if name.startswith("term/")]
 
 

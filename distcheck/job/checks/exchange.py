@@ -1,11 +1,12 @@
 """Gradients at the step are the mean of the ranks' gradients; clipping; the scale of the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 
 from distcheck.job import sketches
 from distcheck.job.checks import terms
+from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
@@ -40,7 +41,7 @@ def token_weights(job: Recording, step: int) -> list[float]:
     equal = [1 / job.world] * job.world
     counts, factors = [], []
     for record in job.at(step):
-        passes = [one for one in record.passes if one.loss is not None]
+        passes = record.trained
         if len(passes) != 1 or len(passes[0].losses) != 1:
             return equal
         call = passes[0].losses[0]
@@ -54,13 +55,13 @@ def token_weights(job: Recording, step: int) -> list[float]:
     return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
 
 
-def gradients(job: Recording) -> CheckResult:
-    """What the last backward pass (and the script's own exchange) left is the mean of the ranks'
-    local gradients within the rounding of any order, or their sum.
+def gradients(job: Recording, steps: Sequence[int]) -> CheckResult:
+    """What an exchange has left is the mean of the ranks' local gradients within the rounding of
+    any order, or their sum.
     """
     tally = Tally("gradients", ROUNDING)
     nothing, sums = True, 0
-    for step in job.steps:
+    for step in steps:
         weights, later = token_weights(job, step), divided_later(job, step)
         if later != 1.0:
             tally.remark("gradients are divided by the number of backward passes after the last")
@@ -97,7 +98,7 @@ def _compare(
     """Compares one parameter on every rank; returns on how many it is a sum."""
     sums = 0
     records = job.at(step)
-    passes = max(1, max(sum(p.loss is not None for p in r.passes) for r in records))
+    passes = max(1, max(len(record.trained) for record in records))
     wholes = all(record.whole for record in records)
     dtype = getattr(torch, records[0].dtypes.get(name, "float32"))
     if wholes:
@@ -114,20 +115,23 @@ def _compare(
         tally.missing(f"{name}: {error}")
         return 0
     expected, bound = found.mean * later, found.bound * later
+    held = [job.gradient("raw", rank, step, name) for rank in range(job.world)]
     for rank, record in enumerate(records):
-        raw = job.gradient("raw", rank, step, name)
+        raw = held[rank]
+        if raw is None and all(one is None for one in held):
+            continue  # all have dropped it
         if raw is None:
             tally.fail(f"step {step}: rank {rank} has no gradient of {name}",
                        parameter=name, rank=rank, step=step)  # fmt: skip
             continue
         if not wholes:
             raw = _as_sums(raw, record.whole)
-        mean = within(raw, expected, bound)
-        if not mean.ok and job.world > 1:
+        one = within(raw, expected, bound)
+        if not one.ok and job.world > 1:
             total = within(raw, expected * job.world, bound * job.world)
             if total.ok:
-                mean, sums = total, sums + 1
-        tally.add(mean, parameter=name, rank=rank, step=step)
+                one, sums = total, sums + 1
+        tally.add(one, parameter=name, rank=rank, step=step)
     return sums
 
 
@@ -140,7 +144,7 @@ def needless(job: Recording) -> tuple[int, int, float | None]:
     waited: float | None = None
     for step in job.steps:
         record = job.records[0, step]
-        flags = [one.exchanges for one in record.passes if one.loss is not None]
+        flags = [one.exchanges for one in record.trained]
         if not flags or not flags[-1] or not record.whole:
             continue
         waited = next((p.exchange_s for p in record.passes[::-1] if p.exchange_s), waited)
@@ -176,28 +180,29 @@ def _sums_of_sizes(job: Recording, rank: int, step: int, name: str) -> torch.Ten
     return sketches.magnitudes(_sizes(job, rank, step, name, local))
 
 
-def clipping(job: Recording) -> Iterator[CheckResult]:
+def clipping(job: Recording, steps: Sequence[int]) -> CheckResult | None:
     """Clipping by norm multiplies what the exchange left by one factor, which its norm says."""
     if not any(clip.kind == "norm" for record in job.records.values() for clip in record.clips):
-        return
+        return None
     tally = Tally("clipping", ROUNDING)
-    for step in job.steps:
+    for step in steps:
         for rank, record in enumerate(job.at(step)):
-            factor = 1.0
-            for clip in record.clips:
-                if clip.kind == "norm" and clip.norm is not None:
-                    factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
             if record.skipped or any(clip.kind != "norm" for clip in record.clips):
                 continue
             for name in job.parameters(step):
+                clips = [one for one in record.clips if not one.names or name in one.names]
+                factor = 1.0
+                for clip in clips:
+                    if clip.most is not None and clip.norm is not None:
+                        factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
                 raw = job.gradient("raw", rank, step, name)
                 clipped = job.gradient("step", rank, step, name)
                 if raw is not None and clipped is not None and record.whole:
                     tally.add(
-                        _multiplied(clipped, raw, factor, 2 * len(record.clips) + 4),
+                        _multiplied(clipped, raw, factor, 2 * len(clips) + 4),
                         parameter=name, rank=rank, step=step,
                     )  # fmt: skip
-    yield tally.result()
+    return tally.result()
 
 
 def _multiplied(
@@ -215,7 +220,7 @@ def loss_factors(job: Recording, step: int) -> list[float] | None:
     """
     found = []
     for record in job.at(step):
-        passes = [one for one in record.passes if one.loss is not None]
+        passes = record.trained
         total, factors = 0.0, set[float]()
         for one in passes:
             if len(one.losses) != 1 or one.losses[0].reduction != "mean" or not one.losses[0].value:
@@ -231,34 +236,18 @@ def loss_factors(job: Recording, step: int) -> list[float] | None:
     return found
 
 
-def divisors(job: Recording, step: int) -> list[float] | None:
-    """By rank: what the sums over its targets are divided by to be its loss; None where a loss is
-    not a sum of torch's, divided.
-    """
-    found = []
-    for record in job.at(step):
-        passes = [one for one in record.passes if one.loss is not None]
-        calls = [call for one in passes for call in one.losses]
-        if len(calls) != len(passes) or any(call.reduction != "sum" for call in calls):
-            return None
-        loss = sum(one.loss or 0.0 for one in passes) / (record.scale or 1.0)
-        if not loss:
-            return None
-        found.append(sum(call.value for call in calls) / loss)
-    return found
-
-
 def summed_factors(job: Recording, step: int) -> list[float] | None:
-    """The same, alike for all ranks, where the losses are sums over targets: what the ranks' losses
-    add up to on average, over the mean of all targets. None where a loss is another one.
+    """The same as `loss_factors`, alike for all ranks, where the losses are sums over targets: what
+    the ranks' losses add up to on average, over the mean of all targets. None where a loss is
+    another one.
     """
     total = sums = 0.0
     targets = 0
     for record in job.at(step):
-        for one in record.passes:
-            if one.loss is None or len(one.losses) != 1 or one.losses[0].reduction != "sum":
+        for one in record.trained:
+            if len(one.losses) != 1 or one.losses[0].reduction != "sum":
                 return None
-            total += one.loss / (record.scale or 1.0) / job.world
+            total += (one.loss or 0.0) / (record.scale or 1.0) / job.world
             sums += one.losses[0].value
             targets += one.losses[0].counted
     return [total * targets / sums] * job.world if sums and targets else None
@@ -269,17 +258,12 @@ def divided_later(job: Recording, step: int) -> float:
     losses: one over their number. 1 where it scales them, or that is not known.
     """
     factors = _times(job, step)
-    passes = sum(one.loss is not None for one in job.records[0, step].passes)
+    passes = len(job.records[0, step].trained)
     if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
-    product = square = 0.0
-    for name in job.parameters(step):
-        local, raw = local_gradients(job, step, name), job.gradient("raw", 0, step, name)
-        if local is not None and raw is not None and raw.shape == local[0].shape:
-            mean = torch.stack([one.double() for one in local]).mean(0)
-            product += float((raw.double() * mean).sum())
-            square += float(mean.square().sum())
-    found = product / square if square else 1.0
+    local = [of_rank(job, "local", rank, step) for rank in range(job.world)]
+    fitted = fit(of_rank(job, "raw", 0, step), mean(local, [1 / job.world] * job.world))
+    found = fitted[0][0] if fitted is not None else 1.0
     return 1 / passes if abs(found * passes - 1) <= _SAME_FACTOR else 1.0
 
 
@@ -294,11 +278,25 @@ def _times(job: Recording, step: int) -> list[float] | None:
     return None if any(one.why or one.alone for one in found) else [one.times for one in found]
 
 
-def loss_scale(job: Recording) -> Iterator[CheckResult]:
+def carried(job: Recording) -> CheckResult:
+    """The gradients of one step are cleared before the optimizer is given those of the next."""
+    tally = Tally("accumulation", NO_LAYER)
+    for step in job.steps:
+        for rank, record in enumerate(job.at(step)):
+            tally.count(parameter="gradients", rank=rank, step=step, elements=1)
+            if record.carried:
+                tally.fail(
+                    f"step {step}: gradients of the optimizer's last step are still in what it "
+                    "gets", parameter="gradients", rank=rank, step=step,
+                )  # fmt: skip
+    return tally.result()
+
+
+def loss_scale(job: Recording, steps: Sequence[int]) -> CheckResult | None:
     """Accumulated over several backward passes, the loss is divided by their number, once."""
-    steps = [s for s in job.steps if all(len(r.passes) > 1 for r in job.at(s))]
+    steps = [s for s in steps if all(_count(job, r, s) > 1 for r in range(job.world))]
     if not steps:
-        return
+        return None
     tally = Tally("loss scale", NO_LAYER)
     for step in steps:
         factors = _times(job, step)
@@ -325,7 +323,7 @@ def loss_scale(job: Recording) -> Iterator[CheckResult]:
                         f"{total:.6g} times",
                         parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
                     )  # fmt: skip
-    yield tally.result()
+    return tally.result()
 
 
 def _of_terms(job: Recording, tally: Tally, step: int) -> None:
@@ -344,4 +342,5 @@ def _of_terms(job: Recording, tally: Tally, step: int) -> None:
 
 
 def _count(job: Recording, rank: int, step: int) -> int:
+    """How many passes had a loss, also of those whose gradients were dropped."""
     return sum(one.loss is not None for one in job.records[rank, step].passes)

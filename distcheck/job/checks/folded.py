@@ -24,6 +24,7 @@ import torch
 
 from distcheck.job.checks import terms
 from distcheck.job.checks.reference import SPREADS, norm_of
+from distcheck.job.fitting import fit
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import Seen
@@ -61,8 +62,7 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
     made = 0
     most = _most_passes(job, reference)
     for seen in reference.replayed.steps:
-        passes = sum(one.loss is not None for one in job.records[0, seen.step].passes)
-        made += passes
+        made += len(job.records[0, seen.step].trained)
         if not seen.folded or job.records[0, seen.step].skipped:
             continue
         found = reference.tensors(seen.step)
@@ -71,19 +71,16 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
         scale = most if seen.folded == "terms" else 1
         expected = {n: g * scale for n, g in expected.items()}
         raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
-        product = sum(float((raw[n].double() * expected[n].double()).sum()) for n in raw)
-        square = sum(float(expected[n].double().square().sum()) for n in raw)
-        size = sum(float(g.double().square().sum()) for g in raw.values())
-        if not square or not size:
+        fitted = fit(raw, expected)
+        if fitted is None:
             continue
-        by = product / square
-        left = sum(float((raw[n].double() - by * expected[n].double()).square().sum()) for n in raw)
+        (by,), left = fitted
         yield Folded(
             step=seen.step,
             passes=_passes(job, seen),
             kind=seen.folded,
             factor=by,
-            left=(left / size) ** 0.5,
+            left=left,
             ends_epoch=_ends_epoch(job, made),
             weighted=_is_weighted(job, seen, by),
             raw=raw,
@@ -106,7 +103,7 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
 
 def _passes(job: Recording, seen: Seen) -> int:
     """How many backward passes the script made as one process."""
-    return len(seen.losses) or len(job.records[0, seen.step].passes)
+    return len(seen.losses) or len(job.records[0, seen.step].trained)
 
 
 def _most_passes(job: Recording, reference: Reference) -> int:
@@ -177,6 +174,12 @@ def accumulation(job: Recording, reference: Reference) -> Iterator[CheckResult]:
                 "the script's"
             )
         _compare(job, tally, one, factor)
+    several = [s.step for s in reference.replayed.steps if len(job.records[0, s.step].trained) > 1]
+    if len(steps) < len(several):
+        tally.missing(
+            f"compared in {len(steps)} of the {len(several)} steps that accumulate, since "
+            f"{reference.replayed.unfolded}"
+        )
     yield tally.result()
 
 

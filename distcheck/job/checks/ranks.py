@@ -10,6 +10,8 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
 
+BEFORE_UNSCALE = "before GradScaler.unscale_"
+
 
 def _same_digests(job: Recording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
@@ -63,11 +65,29 @@ def initial_state(job: Recording) -> CheckResult:
 
 
 def agreement(job: Recording) -> CheckResult:
-    """After every step all ranks have the same parameters."""
+    """After every step all ranks have the same parameters, and before the next one."""
     tally = Tally("agreement", NO_LAYER)
     for step in job.steps:
+        if step != job.steps[0]:
+            _same_digests(job, tally, step, ("before/",))
         _same_digests(job, tally, step, ("after/",))
     return tally.result()
+
+
+def parted_before(job: Recording, step: int) -> str:
+    """The first parameter that ranks hold differently before a step, though not after the last."""
+    before = {n: d for n, d in job.records[0, step].digests.items() if n.startswith("before/")}
+    for name in before:
+        alike = {job.records[rank, step].digests.get(name) for rank in range(job.world)}
+        then = [one for one in job.steps if one < step and _plain(name) in job.parameters(one)]
+        last = {r.digests.get(f"after/{_plain(name)}") for r in job.at(then[-1])} if then else set()
+        if len(alike) > 1 and len(last) == 1:
+            return _plain(name)
+    return ""
+
+
+def _plain(name: str) -> str:
+    return name.partition("/")[2]
 
 
 def random_streams(job: Recording) -> Iterator[CheckResult]:
@@ -78,7 +98,7 @@ def random_streams(job: Recording) -> Iterator[CheckResult]:
         seen: dict[str, int] = {}
         for rank in range(job.world):
             for one in job.records[rank, step].passes:
-                if not one.draws or job.world == 1:
+                if not one.draws or not one.live or job.world == 1:
                     continue
                 compared = True
                 tally.count(parameter="torch", rank=rank, step=step, elements=1)
@@ -134,6 +154,12 @@ def scaler(job: Recording) -> Iterator[CheckResult]:
                 tally.fail(
                     f"step {step}: rank {rank} {did[own.skipped]} at scale {own.scale}, rank 0 "
                     f"{did[first.skipped]} at scale {first.scale}",
+                    parameter="scale", rank=rank, step=step,
+                )  # fmt: skip
+            if any(clip.scaled for clip in own.clips):
+                tally.fail(
+                    f"step {step}: gradients are clipped while they are {own.scale or 1.0:g} times "
+                    f"as large, {BEFORE_UNSCALE}",
                     parameter="scale", rank=rank, step=step,
                 )  # fmt: skip
     yield tally.result()

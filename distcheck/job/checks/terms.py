@@ -30,7 +30,7 @@ class Counted:
 def counted(job: Recording, rank: int, step: int) -> Counted:
     """What the terms of a rank's losses say, of a step with several passes."""
     record = job.records[rank, step]
-    passes = [one for one in record.passes if one.loss is not None]
+    passes = record.trained
     why = _unlike(passes)
     if why:
         return Counted(why=why)
@@ -49,7 +49,7 @@ def may_be_weight(job: Recording, rank: int, step: int, number: float) -> bool:
     that was multiplied by this number, where a division by the passes would have done as much.
     """
     record = job.records[rank, step]
-    passes = [one for one in record.passes if one.loss is not None]
+    passes = record.trained
     if _unlike(passes) or len(passes[0].terms) != 1:
         return False
     return any(
@@ -61,7 +61,7 @@ def may_be_weight(job: Recording, rank: int, step: int, number: float) -> bool:
 def _unlike(passes: Sequence[Pass]) -> str:
     """Why the passes of a step have no terms in common."""
     if not passes:
-        return "no loss of it is a number"
+        return "no backward pass was seen"
     for one in passes:
         if not one.terms:
             return f"it is not a sum of weighted losses ({one.unread or 'none was seen'})"
@@ -79,11 +79,7 @@ def _unscaled(term: Term, record: StepRecord) -> Term:
 
 def _numbers_of_passes(job: Recording, rank: int) -> set[int]:
     """How many backward passes the steps have; the last one of an epoch may have fewer."""
-    counts = {
-        sum(one.loss is not None for one in record.passes)
-        for (other, _), record in job.records.items()
-        if other == rank
-    }
+    counts = {len(record.trained) for (other, _), record in job.records.items() if other == rank}
     return {count for count in counts if count > 1}
 
 

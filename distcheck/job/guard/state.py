@@ -8,7 +8,7 @@ import torch
 
 from distcheck.job.guard.digests import combined, digests
 from distcheck.job.guard.watched import Watched, is_divided, is_in_one_piece, part_of
-from distcheck.job.inside.recorder import numbers_of
+from distcheck.job.inside.rank import numbers_of
 
 # What a rank says of itself in every check, as one number each.
 FIELDS = (

@@ -1,15 +1,21 @@
 """What a replay hands out in place of a script's own batches: those that the ranks had."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from distcheck.job.inside.loaders import Place
 from distcheck.job.reading import Recording
 from distcheck.job.recording import Batch, Pass
 
 ALL = -1
-Place = tuple[int, int, int]  # loader, pass over it, number of the batch
 Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
+Leaves = list[torch.Tensor | None]  # None: the script has the right one itself
+
+
+class NotTogetherError(Exception):
+    """Tensors of ranks do not fit into one."""
 
 
 class Feeding:
@@ -17,9 +23,11 @@ class Feeding:
 
     def __init__(self, job: Recording) -> None:
         self._job = job
-        self._batches: dict[tuple[int, int, int], dict[int, tuple[int, Batch]]] = {}
+        self._batches: dict[Place, dict[int, tuple[int, Batch]]] = {}
         self.lengths: dict[int, int] = {}
-        for (rank, step), record in job.records.items():
+        self.pads = False  # batches of unlike shapes are put together
+        self._padding: dict[tuple[int, int], float] = {}  # by loader and leaf
+        for (rank, step), record in sorted(job.records.items()):
             for batch in record.batches:
                 key = (batch.loader, batch.epoch, batch.number)
                 self._batches.setdefault(key, {})[rank] = (step, batch)
@@ -31,10 +39,17 @@ class Feeding:
         """The forward passes of a rank."""
         return list(self._job.records[rank, step].passes)
 
-    def is_ahead(self, step: int) -> bool:
-        """Whether a batch of this step was handed out in an earlier one, as accelerate does."""
-        before = [r for (rank, s), r in self._job.records.items() if rank == 0 and s < step]
-        return sum(len(r.batches) for r in before) > sum(len(r.passes) for r in before)
+    def begins_at(self, step: int) -> int:
+        """The first step in which something was done for this one: a forward pass that it was
+        trained on, or a batch that was handed out ahead.
+        """
+        found = {step}
+        for rank in range(self._job.world):
+            record = self._job.records[rank, step]
+            found |= {earlier for earlier, _ in record.earlier}
+            places = [place for one in record.passes if one.live for place in one.batches]
+            found |= {self._batches[p][rank][0] for p in places if rank in self._batches.get(p, {})}
+        return max(min(found), self._job.steps[0])
 
     def pairs(self, number: int, rank: int) -> Pairs:
         """One forward pass of a rank, or of all ranks."""
@@ -45,59 +60,130 @@ class Feeding:
         world = self._job.world
         return all(r < world and number < len(self.passes(step, r)) for r, number in pairs)
 
-    def batch(self, places: Sequence[tuple[int, Place]]) -> list[torch.Tensor] | None:
-        """The leaves of batches that loaders handed out, each to a rank, one after the other."""
+    def batch(
+        self, places: Sequence[tuple[int, Place]], *, longer: bool = False
+    ) -> list[torch.Tensor] | None:
+        """The leaves of batches that loaders handed out, each to a rank, one after the other; with
+        `longer`, padded by one more than they are. None where one was not recorded.
+        """
         found = []
         for rank, place in places:
             by_rank = self._batches.get(place, {})
             if rank not in by_rank:
                 return None
-            step, batch = by_rank[rank]
-            found.append([self._data(rank, step, name) for name in batch.leaves])
-        return _together(found)
+            found.append(self._leaves(rank, by_rank[rank][1], by_rank[rank][0]))
+        if len({len(leaves) for leaves in found}) != 1:
+            raise NotTogetherError("batches have unlike numbers of tensors")
+        loader = places[0][1][0]
+        together = []
+        for number, parts in enumerate(zip(*found, strict=True)):
+            if not _fit(parts) or (longer and self._varies(loader, number)):
+                if not self.pads:
+                    raise NotTogetherError("batches have unlike shapes")
+                parts = tuple(_padded(parts, self._padding_of(loader, number), longer=longer))
+            together.append(_together(parts))
+        return together
 
-    def inputs(self, step: int, pairs: Pairs) -> list[torch.Tensor] | None:
+    def place(self, loader: int, step: int, pair: tuple[int, int]) -> Place | None:
+        """The batch of a loader that a forward pass of a rank had."""
+        own = self.passes(step, pair[0])[pair[1]].batches
+        return next((place for place in own if place[0] == loader), None)
+
+    def inputs(self, step: int, pairs: Pairs) -> Leaves:
         """The tensors among the model's arguments in forward passes."""
-        if not self.has(step, pairs):
-            return None
-        return _together(
-            [
-                [self._data(rank, step, name) for name in self.passes(step, rank)[number].inputs]
-                for rank, number in pairs
-            ]
-        )
+        of_ranks = [
+            [self._data(rank, step, name) for name in self.passes(step, rank)[number].inputs]
+            for rank, number in pairs
+        ]
+        if len({len(leaves) for leaves in of_ranks}) != 1:
+            raise NotTogetherError("models have unlike numbers of inputs")
+        return [self._or_own(parts) for parts in zip(*of_ranks, strict=True)]
 
     def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
-        """The target of a loss."""
-        found = []
+        """The target of a loss; None where the script has the right one itself."""
+        parts = []
         for rank, number in pairs:
             calls = self.passes(step, rank)[number].losses
             if call >= len(calls) or not calls[call].target:
                 return None
-            found.append([self._data(rank, step, calls[call].target)])
-        together = _together(found)
-        return None if together is None else together[0]
+            parts.append(self._data(rank, step, calls[call].target))
+        return self._or_own(parts)
 
-    def random(self, step: int, pair: tuple[int, int]) -> torch.Tensor:
-        """The state of torch's random stream before a forward pass."""
-        return self._job.tensors(pair[0], step)[f"random/{pair[1]}"]
+    def _or_own(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Tensors one after the other. The script makes them itself of batches that were padded."""
+        if self.pads and len({part.shape for part in parts}) > 1:
+            return None
+        if not _fit(parts):
+            raise NotTogetherError("the ranks' batches do not fit into one")
+        return _together(parts)
+
+    def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
+        """The random streams before a forward pass, or when its batch had been handed out."""
+        return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
+
+    def _leaves(self, rank: int, batch: Batch, step: int) -> list[torch.Tensor]:
+        return [self._data(rank, step, name) for name in batch.leaves]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
         return self._job.tensors(rank, step)[f"data/{name}"]
 
+    def _padding_of(self, loader: int, number: int) -> float:
+        """What shorter rows of a leaf end with, in batches that the script has padded itself."""
+        key = (loader, number)
+        if key not in self._padding:
+            self._padding[key] = padding_value(self._all_of(loader, number))
+        return self._padding[key]
 
-def _together(of_ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
-    """The ranks' tensors one after the other, leaf by leaf; None where they do not fit."""
-    if len(of_ranks) == 1:
-        return list(of_ranks[0])
-    if len({len(leaves) for leaves in of_ranks}) != 1:
-        return None
-    found = []
-    for leaves in zip(*of_ranks, strict=True):
-        if leaves[0].dim() == 0:
-            found.append(leaves[0])
-        elif len({leaf.shape[1:] for leaf in leaves}) != 1:
-            return None
-        else:
-            found.append(torch.cat(leaves))
-    return found
+    def varies(self) -> bool:
+        """Whether some batches have unlike shapes."""
+        return any(
+            self._varies(loader, number)
+            for loader, number in {
+                (place[0], number)
+                for place, by_rank in self._batches.items()
+                for _, batch in by_rank.values()
+                for number in range(len(batch.leaves))
+            }
+        )
+
+    def _varies(self, loader: int, number: int) -> bool:
+        return len({batch.shape[1:] for batch in self._all_of(loader, number)}) > 1
+
+    def _all_of(self, loader: int, number: int) -> Iterator[torch.Tensor]:
+        for place, by_rank in self._batches.items():
+            for rank, (step, batch) in by_rank.items():
+                if place[0] == loader and number < len(batch.leaves):
+                    yield self._data(rank, step, batch.leaves[number])
+
+
+def padding_value(batches: Iterator[torch.Tensor]) -> float:
+    """The value that rows end with most often; 0 where no row ends with the same as others."""
+    ends = Counter[float]()
+    for batch in batches:
+        if batch.dim() == 2 and batch.shape[1] and not batch.is_complex():
+            ends.update(batch[:, -1].tolist())
+    value, count = ends.most_common(1)[0] if ends else (0.0, 0)
+    return value if count > 1 else 0.0
+
+
+def _fit(parts: Sequence[torch.Tensor]) -> bool:
+    return len({part.shape[1:] for part in parts}) == 1 and len({p.dim() for p in parts}) == 1
+
+
+def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 or parts[0].dim() == 0 else torch.cat(list(parts))
+
+
+def _padded(parts: Sequence[torch.Tensor], value: float, *, longer: bool) -> Iterator[torch.Tensor]:
+    """Rows of one shape: the second dimension is as long as the longest, or one more."""
+    if len({part.dim() for part in parts}) != 1:
+        raise NotTogetherError("batches have unlike numbers of dimensions")
+    if parts[0].dim() < 2:
+        yield from parts
+        return
+    length = max(part.shape[1] for part in parts) + longer
+    for part in parts:
+        if part.shape[2:] != parts[0].shape[2:]:
+            raise NotTogetherError("batches have unlike shapes")
+        room = (part.shape[0], length - part.shape[1], *part.shape[2:])
+        yield torch.cat([part, part.new_full(room, value)], 1)

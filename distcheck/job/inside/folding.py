@@ -6,6 +6,7 @@ the loss that torch computed, where the script's is a multiple of it, or of the 
 the script's own computation. So it does not matter what the script takes the factor to be.
 """
 
+import math
 import resource
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -14,7 +15,7 @@ import psutil
 import torch
 
 from distcheck.job.inside import state, terms
-from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError
 from distcheck.job.reading import Recording
 from distcheck.job.recording import StepRecord
 from distcheck.job.settings import Role
@@ -51,8 +52,8 @@ class Folding:
         self._heard: list[terms.Heard] = []
         self._probes: list[Role] = []
         self._draws: list[Role] = []
-        passes = [p for record in job.records.values() for p in record.passes]
-        self._accumulates = len(passes) > len(job.records)
+        self._moves: dict[str, float] = {}  # by one ULP, over the norm
+        self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
         self.why = apart if self._accumulates else ""  # they could not be made as one
 
     def roles(self, step: int, draws: int) -> list[Role]:
@@ -65,13 +66,15 @@ class Folding:
             for number in range(len(self._feeding.passes(step, 0)))
             for rank in range(self._job.world)
         ]
-        self.why = self._why_not(step, every)
-        if self.why:
+        why = self._why_not(step, every)
+        if why:
+            self.why = why if step == self._job.steps[0] else f"at step {step} {why}"
             return []
-        self._draws = [Role(ALL, draw, tuple(every)) for draw in range(draws + 1)]
+        self._draws = [Role(ALL, step, draw, tuple(every)) for draw in range(draws + 1)]
         if step == self._job.steps[0]:
             first = every[: self._job.world]
-            self._probes = [Role(ALL, 0, tuple(pairs)) for pairs in (first, *([p] for p in first))]
+            each = (first, *([pair] for pair in first))
+            self._probes = [Role(ALL, step, 0, tuple(pairs)) for pairs in each]
         return list(dict.fromkeys((*self._draws, *self._probes)))
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
@@ -81,22 +84,28 @@ class Folding:
         passes = [one for record in records for one in record.passes]
         if len({len(record.passes) for record in records}) > 1:
             return "ranks make different numbers of passes"
+        if any(record.earlier for record in records) or not all(one.live for one in passes):
+            return "gradients of some passes are dropped, or kept for another step"
         if any(one.loss is None for one in passes):
             return "a backward pass has several forward passes"
-        if len({len(one.rows) for one in passes}) > 1:
-            return "the micro-batches have different numbers of samples"
-        if not passes[0].rows or self._feeding.inputs(step, every) is None:
+        counts = sorted({len(one.rows) for one in passes})
+        if len(counts) > 1:
+            several = ", ".join(map(str, counts[:8]))
+            return f"the micro-batches have different numbers of samples ({several})"
+        try:
+            self._feeding.inputs(step, every)
+        except NotTogetherError:
             return "the micro-batches do not fit into one batch"
-        return ""
+        return "" if passes[0].rows else "no samples were seen"
 
     # -- in a copy -------------------------------------------------------------------------------
 
-    def heard(self, name: str, reduction: str, value: torch.Tensor) -> None:
+    def heard(self, one: terms.Heard) -> None:
         """Keeps a loss of torch's, of which a copy wants the gradient."""
-        self._heard.append((name, reduction, value))
+        self._heard.append(one)
 
     def take(
-        self, role: Role, loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+        self, role: Role, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of; of
         a loss with several terms its own, and in a copy that tries them that of each.
@@ -104,7 +113,7 @@ class Folding:
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         whole = _gradients(loss, trained)
         if len(self._heard) == 1 and self._heard[0][2].numel() == 1:
-            _, reduction, value = self._heard[0]
+            _, reduction, value, _ = self._heard[0]
             own = _gradients(value, trained)
             if _parallel(whole, own):
                 return {**own, "kind": _code("mean" if reduction == "mean" else "sum")}
@@ -148,8 +157,12 @@ class Folding:
         out = {}
         for name, gradient in _plain(plain).items():
             norms = [float((m[name] - gradient).double().norm()) for m in moved if m is not None]
+            norm = float(gradient.double().norm())
+            if norms and norm:
+                self._moves[name] = max(norms) / norm
             out[f"folded/{name}"] = gradient
-            out[f"spread-folded/{name}"] = torch.tensor(max(norms, default=float("nan")))
+            spread = max(norms) if norms else self._moves.get(name, math.nan) * norm
+            out[f"spread-folded/{name}"] = torch.tensor(spread)
         return out
 
     def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
@@ -221,7 +234,7 @@ def _code(kind: Kind) -> torch.Tensor:
 
 
 def _gradients(
-    loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+    loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     found = torch.autograd.grad(
         loss, list(parameters.values()), retain_graph=True, allow_unused=True

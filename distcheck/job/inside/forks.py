@@ -25,22 +25,27 @@ _FAILED = 9
 _MOST_SAID = 300  # characters of what a copy raised
 
 
+Written = dict[Role, dict[str, torch.Tensor] | None]
+
+
 class Forks:
     """Forks copies, at most as many at once as there are cores, and reads what they wrote."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.why: dict[Role, str] = {}  # of copies that failed
+        self._spare: tuple[int, int] | None = None  # its process, and a pipe that it waits at
 
     def _file(self, role: Role) -> Path:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
-        return self._folder / f"copy-{role.rank}-{role.draw}{of}.safetensors"
+        of += "-longer" if role.longer else ""
+        return self._folder / f"copy-{role.step}-{role.rank}-{role.draw}{of}.safetensors"
 
     def run(
-        self, roles: Sequence[Role], step: int, mode: str
-    ) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
-        """In the parent: what each copy wrote, None of one that failed. In a copy, which knows step
-        and mode: its role.
+        self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
+    ) -> "Role | Written":
+        """In the parent: what each copy wrote, None of one that failed; without `reads`, it is left
+        to be read. In a copy, which knows step and mode: its role.
         """
         waiting, running = list(roles), dict[int, Role]()
         begun: dict[int, float] = {}
@@ -64,7 +69,41 @@ class Forks:
                 elif time.monotonic() - begun[child] > _PATIENCE_S:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
+        return self.read(roles) if reads else {}
+
+    def read(self, roles: Sequence[Role]) -> "Written":
+        """What each copy wrote."""
         return {role: self._read(role) for role in roles}
+
+    def keep_spare(self) -> bool:
+        """Forks a copy that waits; True in it, when it is asked to go on."""
+        reads, writes = os.pipe()
+        parent, child = os.getpid(), os.fork()
+        if child == 0:
+            linux.die_with_parent(parent)
+            os.close(writes)
+            if os.read(reads, 1):
+                return True
+            os._exit(0)
+        os.close(reads)
+        self._spare = child, writes
+        return False
+
+    def release_spare(self) -> bool:
+        """Lets the spare copy go on, and waits until it has ended."""
+        if self._spare is None:
+            return False
+        os.write(self._spare[1], b"1")
+        self.end_spare()
+        return True
+
+    def end_spare(self) -> None:
+        """Ends the spare copy, if it was not asked for anything."""
+        if self._spare is not None:
+            child, writes = self._spare
+            self._spare = None
+            os.close(writes)
+            os.waitpid(child, 0)
 
     def _reasons(self, role: Role) -> Path:
         return self._file(role).with_suffix(".raised")

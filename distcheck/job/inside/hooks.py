@@ -1,20 +1,23 @@
 """The places in torch where every training script passes, and what a listener hears there.
 
-A listener that raises is dropped, and the job goes on as if nothing listened. Each place is one
-that torch documents, or a function that scripts call by its public name.
+A listener that raises is dropped, and the job goes on as if nothing listened: `say` is the one
+boundary between distcheck and the script. Each place is one that torch documents, or a function
+that scripts call by its public name; of data loaders also their iterators and fetchers.
 """
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from distcheck.job.inside.listening import Deaf
+from distcheck.training.leaf_hooks import watch_registrations
 
 LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -27,90 +30,37 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
-class Listener(Protocol):
-    """What hears of a training script. Those that return something may replace it."""
-
-    def iterates(self, loader: Any, iterator: Any) -> None:
-        """A pass over a data loader begins."""
-
-    def batch(self, iterator: Any, batch: Any) -> Any:
-        """A data loader hands out a batch."""
-
-    def is_over(self, iterator: Any) -> bool | None:
-        """Whether a data loader is to hand out nothing more."""
-
-    def length(self, loader: Any) -> int | None:
-        """How many batches a data loader is to have; None: its own number."""
-
-    def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The outermost model is called, in training."""
-
-    def leaves(self, model: torch.nn.Module) -> None:
-        """That call is over."""
-
-    def target(self, name: str, target: Any) -> Any:
-        """A loss of torch's is called with a target."""
-
-    def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """It has returned."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """A backward pass begins."""
-
-    def backward_over(self) -> None:
-        """It is over."""
-
-    def gradients_ready(self) -> None:
-        """Something is about to use the gradients: clipping, unscaling or a step."""
-
-    def clipped(self, kind: str, most: float, norm: Any) -> None:
-        """Gradients were clipped."""
-
-    def scales(self, scaler: Any) -> None:
-        """A GradScaler is about to scale a loss."""
-
-    def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A GradScaler is asked for a step."""
-
-    def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """It has made the step, or has skipped it."""
-
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
-
-    def collective(self, name: str, place: str) -> None:
-        """Python code calls a collective."""
-
-
-_listener: Listener | None = None
+_listener: Deaf | None = None
 _on_defect: Callable[[], None] | None = None
 _depth = 0  # of models that are being called
-_stepping = 0  # optimizers around another call its step
+_outermost: torch.optim.Optimizer | None = None  # it steps, and may call others' step within
 # Names of functions that run now. torch calls its own function again, by its public name, where a
 # mode is on (torch.set_default_device is one); the script has made only the outer call.
 _running: set[str] = set()
-_has_parameters: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
-def install(listener: Listener, on_defect: Callable[[], None]) -> None:
+def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
     """Puts the hooks in, once a process."""
     global _listener, _on_defect
     _listener, _on_defect = listener, on_defect
+    watch_registrations()
     _hook_modules()
     _hook_loaders()
     _hook_losses()
     _hook_backward()
     _hook_clipping()
     _hook_scalers()
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    _hook_optimizers()
     _hook_collectives()
 
 
-def _say(what: str, *given: Any) -> Any:
+def forget() -> None:
+    """Nothing listens any more in this process."""
+    global _listener
+    _listener = None
+
+
+def say(what: str, *given: Any) -> Any:
     """Calls the listener, if there is one; None where there is none, or it failed."""
     global _listener
     if _listener is None:
@@ -124,12 +74,18 @@ def _say(what: str, *given: Any) -> Any:
         return None
 
 
-def _trains(module: torch.nn.Module) -> bool:
-    if _listener is None or not module.training or not torch.is_grad_enabled():
+def _is_heard(module: torch.nn.Module) -> bool:
+    """Whether a call of a module is one of a whole model."""
+    if _listener is None or _depth or torch.compiler.is_compiling():
         return False
-    if module not in _has_parameters:
-        _has_parameters[module] = any(p.requires_grad for p in module.parameters())
-    return _has_parameters[module]
+    if torch._C._is_tracing():  # by torch.jit
+        return False
+    return next(module.parameters(), None) is not None
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    trains = torch.is_grad_enabled() and module.training
+    return trains and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _hook_modules() -> None:
@@ -138,15 +94,17 @@ def _hook_modules() -> None:
     @functools.wraps(original)
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _depth
-        if _depth or torch.compiler.is_compiling() or not _trains(module):
+        if not _is_heard(module):
             return original(module, *args, **kwargs)
+        trains = _trains(module)
         _depth += 1
         try:
-            args, kwargs = _say("enters", module, args, kwargs) or (args, kwargs)
+            say("enters" if trains else "evaluates", module, args, kwargs)
             result = original(module, *args, **kwargs)
         finally:
             _depth -= 1
-        _say("leaves", module)
+        if trains:
+            say("leaves", module, result)
         return result
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
@@ -154,6 +112,7 @@ def _hook_modules() -> None:
 
 def _hook_loaders() -> None:
     from torch.utils.data import DataLoader
+    from torch.utils.data._utils import fetch
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     begin, advance = DataLoader.__iter__, _BaseDataLoaderIter.__next__
@@ -161,27 +120,58 @@ def _hook_loaders() -> None:
 
     @functools.wraps(begin)
     def iterate(loader: Any) -> Any:
+        say("begins", loader)
         iterator = begin(loader)
-        _say("iterates", loader, iterator)
+        say("iterates", loader, iterator)
         return iterator
 
     @functools.wraps(advance)
     def following(iterator: Any) -> Any:
-        if _say("is_over", iterator):
+        if say("is_over", iterator):
             raise StopIteration
         batch = advance(iterator)
-        replaced = _say("batch", iterator, batch)
-        return batch if replaced is None else replaced
+        say("batch", iterator, batch)
+        return batch
 
     @functools.wraps(measure)
     def length(loader: Any) -> int:
         own = measure(loader)
-        replaced = _say("length", loader)
+        replaced = say("length", loader)
         return own if replaced is None else int(replaced)
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
     _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign, assignment]
+    for name in ("__init__", "_reset"):
+        _after(_BaseDataLoaderIter, name, "samples_from")
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        _around(kind, "fetch", "fetches", "fetched")
+
+
+def _after(owner: Any, name: str, event: str) -> None:
+    """Says `event` of an object when a method of it is over."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        say(event, self)
+        return result
+
+    setattr(owner, name, method)
+
+
+def _around(owner: Any, name: str, before: str, after: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        say(before)
+        result = original(*args, **kwargs)
+        say(after)
+        return result
+
+    setattr(owner, name, method)
 
 
 def _hook_losses() -> None:
@@ -191,21 +181,16 @@ def _hook_losses() -> None:
 
 def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def loss(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 - torch's name
-        is_own = _listener is not None and torch.is_grad_enabled() and not _running
-        if not is_own or not input.requires_grad:
-            return original(input, *args, **kwargs)
-        target = args[0] if args else kwargs.get("target")
-        replaced = _say("target", name, target)
-        if replaced is not None:
-            target = replaced
-            if args:
-                args = (target, *args[1:])
-            else:
-                kwargs["target"] = target
-        value = _once(name, original, input, *args, **kwargs)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        computed = args[0] if args else kwargs.get("input")
+        trains = isinstance(computed, torch.Tensor) and computed.requires_grad
+        if _listener is None or _running or not trains or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        say("target", computed, target)
+        value = _once(name, original, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
-        _say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
+        say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
 
     return loss
@@ -221,23 +206,24 @@ def _once(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _hook_backward() -> None:
-    original = torch.Tensor.backward
+    original = torch.autograd.backward  # Tensor.backward calls it
 
     @functools.wraps(original)
-    def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         global _depth
-        if _running:
-            original(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if _running or _listener is None:
+            original(tensors, *args, **kwargs)
             return
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         _depth += 1  # activation checkpoints call parts of the model again: no pass of the script
         try:
-            _say("backward", tensor)
-            _once("backward", original, tensor, *args, **kwargs)
+            say("backward", *given[:1])
+            _once("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
-        _say("backward_over")
+        say("backward_over")
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+    torch.autograd.backward = backward
 
 
 def _hook_clipping() -> None:
@@ -249,13 +235,14 @@ def _hook_clipping() -> None:
 
 def _clipping(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        _say("gradients_ready")
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        say("gradients_ready")
+        parameters = args[0] if args else kwargs.pop("parameters", ())
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
-        result = original(parameters, *args, **kwargs)
-        most = args[0] if args else next(iter(kwargs.values()), float("nan"))
-        _say("clipped", kind, most, result)
+        result = original(parameters, *args[1:], **kwargs)
+        named = kwargs.get("max_norm" if kind == "norm" else "clip_value")
+        say("clipped", kind, args[1] if len(args) > 1 else named, result, parameters)
         return result
 
     return clip
@@ -268,19 +255,20 @@ def _hook_scalers() -> None:
 
     @functools.wraps(scale)
     def scaling(scaler: Any, outputs: Any) -> Any:
-        _say("scales", scaler)
+        say("scales", scaler)
         return scale(scaler, outputs)
 
     @functools.wraps(unscale)
     def unscaling(scaler: Any, optimizer: Any) -> None:
-        _say("gradients_ready")
+        say("gradients_ready")
         unscale(scaler, optimizer)
+        say("unscales", optimizer)
 
     @functools.wraps(step)
     def stepping(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        _say("scaler_step", scaler, optimizer)
+        say("scaler_step", scaler, optimizer)
         result = step(scaler, optimizer, *args, **kwargs)
-        _say("scaler_stepped", scaler, optimizer)
+        say("scaler_stepped", scaler, optimizer)
         return result
 
     GradScaler.scale = scaling  # type: ignore[method-assign, assignment]
@@ -288,19 +276,40 @@ def _hook_scalers() -> None:
     GradScaler.step = stepping  # type: ignore[method-assign, assignment]
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _stepping
-    _stepping += 1
-    if _stepping == 1:
-        _say("gradients_ready")
-        _say("steps", optimizer)
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    _after(torch.optim.Optimizer, "add_param_group", "makes")
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    global _outermost
+    if _outermost not in (None, optimizer):
+        return None
+    _outermost = optimizer
+    closure = kwargs.get("closure") or next(iter(args[1:2]), None)
+    if not callable(closure):
+        say("gradients_ready")
+        say("steps", optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def called(*given: Any, **named: Any) -> Any:
+        result = closure(*given, **named)
+        say("gradients_ready")
+        say("steps", optimizer)
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": called}
+    return (args[0], called, *args[2:]), kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _stepping
-    _stepping -= 1
-    if _stepping == 0:
-        _say("stepped", optimizer)
+    global _outermost
+    if optimizer is _outermost:
+        _outermost = None
+        say("stepped", optimizer)
 
 
 def _hook_collectives() -> None:
@@ -318,9 +327,10 @@ def _hook_collectives() -> None:
 def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _listener is not None:
-            frame = sys._getframe(1)
-            _say("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        if _listener is None:
+            return original(*args, **kwargs)
+        frame, given = sys._getframe(1), (args, kwargs)
+        say("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", given)
         return original(*args, **kwargs)
 
     return call

@@ -1,6 +1,9 @@
 """Data loaders of a script: which samples were handed out, in which order, in which epoch."""
 
 import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +14,30 @@ from distcheck.job.recording import Batch, Iteration
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
 
+Place = tuple[int, int, int]  # loader, pass over it, number of the batch
+_MOST_AHEAD = 4096  # batches that workers have been asked for
+
+
+@dataclass
+class _HandedOut:
+    """A batch that no forward pass has had yet, or none of a step that is written."""
+
+    batch: Batch
+    tensors: list[torch.Tensor]
+    rows: set[str]  # of each of its tensors
+    is_used: bool = False
+    is_evaluated: bool = False
+
+
+@dataclass
+class _Pass:
+    """A pass over a loader; what its sampler gave, until the batch is handed out."""
+
+    loader: int
+    epoch: int
+    number: int = 0
+    indices: deque[Any] = field(default_factory=lambda: deque(maxlen=_MOST_AHEAD))
+
 
 class Loaders:
     """Numbers loaders, the passes over each, and the batches of each pass."""
@@ -18,32 +45,45 @@ class Loaders:
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._epochs: dict[int, int] = {}
-        self._places: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self._batches: list[tuple[Batch, list[torch.Tensor]]] = []
+        self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        self.datasets: dict[int, Any] = {}  # of loaders whose sampler gives indices
+        self._handed: list[_HandedOut] = []
         self._iterations: list[Iteration] = []
+        self._before: dict[str, str] = {}
+        self._drawn: dict[str, str] = {}
 
     def number(self, loader: Any) -> int:
         """Loaders are numbered as the script first asks for their length, or their batches."""
         return self._numbers.setdefault(loader, len(self._numbers))
 
-    def place_of(self, iterator: Any) -> tuple[int, int, int] | None:
+    def place_of(self, iterator: Any) -> Place | None:
         """Loader, pass and number of the batch that would be handed out next."""
-        place = self._places.get(iterator)
-        return None if place is None else (place[0], place[1], place[2])
+        at = self._passes.get(iterator)
+        return None if at is None else (at.loader, at.epoch, at.number)
+
+    def samples_from(self, iterator: Any) -> None:
+        """Notes what the sampler gives from now on; workers ask ahead."""
+        self._given[iterator] = deque(maxlen=_MOST_AHEAD)
+        iterator._sampler_iter = _noting(iterator._sampler_iter, self._given[iterator])
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
-        """Notes a pass; returns the numbers of its loader and of the pass."""
+        """Notes a pass; returns the numbers of its loader and of the pass. What an earlier pass
+        over the same loader has handed out, and no forward pass has had, is for none.
+        """
         number = self.number(loader)
         epoch = self._epochs.get(number, -1) + 1
         self._epochs[number] = epoch
-        self._places[iterator] = [number, epoch, 0]
+        self._passes[iterator] = _Pass(number, epoch, indices=self._given.get(iterator, deque()))
+        if hasattr(loader.dataset, "__getitem__") and getattr(loader, "in_order", True):
+            self.datasets[number] = loader
+        self._handed = [o for o in self._handed if o.is_used or o.batch.loader != number]
         sampler = loader.sampler
-        length = length_of(loader)
         self._iterations.append(
             Iteration(
                 loader=number,
                 epoch=epoch,
-                length=length,
+                length=length_of(loader),
                 sampler=type(sampler).__name__,
                 shuffles=bool(getattr(sampler, "shuffle", "Random" in type(sampler).__name__)),
                 sampler_epoch=getattr(sampler, "epoch", None),
@@ -51,44 +91,93 @@ class Loaders:
         )
         return number, epoch
 
-    def next_place(self, iterator: Any) -> tuple[int, int, int] | None:
-        """Loader, pass and number of the batch that is handed out now."""
-        place = self._places.get(iterator)
-        if place is None:
-            return None
-        place[2] += 1
-        return place[0], place[1], place[2] - 1
+    def fetches(self) -> None:
+        """A batch is about to be made in this process."""
+        self._before = tensors.random_digests()
+
+    def fetched(self) -> None:
+        """It is made: notes which random streams that has drawn from."""
+        now = tensors.random_digests()
+        self._drawn = {name: d for name, d in self._before.items() if now.get(name) != d}
+
+    def next_place(self, iterator: Any) -> tuple[Place | None, tuple[int, ...]]:
+        """Loader, pass and number of the batch that is handed out now, and its indices."""
+        at = self._passes.get(iterator)
+        if at is None:
+            return None, ()
+        at.number += 1
+        indices = at.indices.popleft() if at.indices else ()
+        return (at.loader, at.epoch, at.number - 1), self._indices(at.loader, indices)
+
+    def _indices(self, loader: int, given: Any) -> tuple[int, ...]:
+        several = given if isinstance(given, list | tuple) else [given]
+        is_known = loader in self.datasets and all(isinstance(one, int) for one in several)
+        return tuple(several) if is_known else ()
 
     def batch(self, iterator: Any, batch: Any) -> None:
         """Notes a batch, until the step that it is handed out in is written."""
-        place = self.next_place(iterator)
-        given = tensors.leaves(batch)
+        place, indices = self.next_place(iterator)
+        given, drawn = tensors.leaves(batch), self._drawn
+        self._drawn = {}
         if place is None or not given or not torch.is_grad_enabled():
             return
         loader, epoch, number = place
         rows = tensors.rows_of(given)
-        noted = Batch(loader=loader, epoch=epoch, number=number, leaves=(), rows=rows)
-        self._batches.append((noted, [t.detach().cpu() for t in given]))
+        noted = Batch(
+            loader=loader, epoch=epoch, number=number, leaves=(), rows=rows, indices=indices,
+            drawn=drawn,
+        )  # fmt: skip
+        own = {row for one in given for row in tensors.rows_of([one])}
+        self._handed.append(_HandedOut(noted, [t.detach().cpu().clone() for t in given], own))
+
+    def for_pass(self, inputs: Sequence[torch.Tensor]) -> tuple[Place, ...]:
+        """The batches that a forward pass with these inputs has: those that its inputs are of, or,
+        where the script has computed its inputs, the first unused one of each loader.
+        """
+        found = self._with(inputs)
+        for is_used in (False, True):
+            own = [o for o in self._handed if o.is_used is is_used and not o.is_evaluated]
+            found = found or list({o.batch.loader: o for o in reversed(own)}.values())
+        for one in found:
+            one.is_used = True
+        return tuple((o.batch.loader, o.batch.epoch, o.batch.number) for o in found)
+
+    def evaluated(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A model was called with these inputs, and not in training."""
+        for one in self._with(inputs) if self._handed else ():
+            one.is_evaluated = True
+
+    def _with(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
+        rows = {row for one in inputs for row in tensors.rows_of([one])}
+        return [one for one in self._handed if one.rows & rows]
 
     def take(self, file: "StepFile") -> tuple[Batch, ...]:
-        """The batches since the last step, their tensors given to its file."""
-        taken = tuple(
-            Batch(
-                loader=batch.loader,
-                epoch=batch.epoch,
-                number=batch.number,
-                leaves=tuple(file.add_data(tensor) for tensor in given),
-                rows=batch.rows,
-            )
-            for batch, given in self._batches
-        )
-        self._batches = []
-        return taken
+        """The batches that were not written yet, their tensors given to a step's file. Used ones
+        are dropped when the next step is written, to be used by several of its passes.
+        """
+        taken = []
+        for one in self._handed:
+            leaves = tuple(file.add_data(tensor) for tensor in one.tensors)
+            if not one.batch.leaves:
+                b = one.batch
+                one.batch = Batch(
+                    loader=b.loader, epoch=b.epoch, number=b.number, leaves=leaves, rows=b.rows,
+                    indices=b.indices, drawn=b.drawn,
+                )  # fmt: skip
+                taken.append(one.batch)
+        self._handed = [one for one in self._handed if not one.is_used]
+        return tuple(taken)
 
     def take_iterations(self) -> tuple[Iteration, ...]:
         """The passes that began since the last step."""
         taken, self._iterations = tuple(self._iterations), []
         return taken
+
+
+def _noting(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
+    for one in samples:
+        given.append(one)
+        yield one
 
 
 def length_of(loader: Any) -> int:

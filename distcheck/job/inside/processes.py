@@ -67,10 +67,12 @@ class Processes:
             shutil.copytree(self._here, folder / "clean", symlinks=True)
 
     def run(
-        self, roles: Sequence[Role], step: int, mode: str
+        self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
     ) -> "Role | dict[Role, dict[str, torch.Tensor] | None]":
-        """What each copy wrote of a step, None of one that failed. Others are ended."""
-        keys = [(role, mode) for role in roles]
+        """What each copy wrote of a step, None of one that failed. Others are ended. What a rank's
+        own copy does, it does in every mode.
+        """
+        keys = [(msgspec.structs.replace(r, step=-1), mode if r.rank < 0 else "") for r in roles]
         for key in [key for key in self._copies if key not in keys]:
             self._copies.pop(key).end()
         for key in keys:
@@ -88,7 +90,20 @@ class Processes:
                 elif copy.runs and time.monotonic() - max(begun, copy.begun) > _PATIENCE_S:
                     copy.end()
             time.sleep(0.01)
-        return {key[0]: self._read(key, step) for key in keys}
+        return {role: self._read(key, step) for role, key in zip(roles, keys, strict=True)}
+
+    def keep_spare(self) -> bool:
+        """Copies measure at every step."""
+        return False
+
+    release_spare = keep_spare
+
+    def end_spare(self) -> None:
+        """There is none."""
+
+    def read(self, roles: Sequence[Role]) -> "dict[Role, dict[str, torch.Tensor] | None]":
+        """Nothing is left to be read."""
+        return {}
 
     def _has(self, key: Key, step: int) -> bool:
         copy = self._copies[key]
@@ -109,7 +124,7 @@ class Processes:
         copy.begun = time.monotonic()
 
     def _read(self, key: Key, step: int) -> dict[str, torch.Tensor] | None:
-        copy, role = self._copies[key], key[0]
+        copy, role = self._copies[key], msgspec.structs.replace(key[0], step=step)
         self.why.pop(role, None)
         file = copy.result(step)
         if file.exists():

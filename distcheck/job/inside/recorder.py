@@ -1,379 +1,391 @@
 """Writes down what a training script does, step by step, in a rank of the job."""
 
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from distcheck.job import recording
-from distcheck.job.inside import ending, tensors
+from distcheck.job.inside import hooks, tensors
+from distcheck.job.inside.contributions import Contributions
+from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
+from distcheck.job.inside.losses import Losses
+from distcheck.job.inside.parameters import Parameters
+from distcheck.job.inside.rank import (
+    ddp_in,
+    end,
+    exchange_seconds,
+    exchanges,
+    introduce,
+    normalises,
+    numbers_of,
+    targets_of,
+    world_of,
+)
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.inside.terms import Heard, terms_of
-from distcheck.job.recording import Call, Clip, LossCall, Pass
+from distcheck.job.inside.terms import terms_of
+from distcheck.job.recording import Call, Clip, Pass
 from distcheck.job.settings import Settings
-from distcheck.training.leaf_hooks import LeafHook
-
-_WAIT_S = 60.0  # for the other ranks' last step
-_LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
-def world_of() -> tuple[int, int]:
-    """This process's rank, and how many there are: of the group, or what a launcher has said."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for rank, world in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        if os.environ.get(rank, "").isdecimal() and os.environ.get(world, "").isdecimal():
-            return int(os.environ[rank]), int(os.environ[world])
-    return 0, 1
-
-
-class Recorder:
+class Recorder(Deaf):
     """Hears of a script through `hooks`; one step at a time is in memory."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
         self._steps = 0  # that are over
-        self._models: dict[int, torch.nn.Module] = {}
-        self._hooks: dict[str, LeafHook] = {}
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self.parameters = Parameters()
         self.loaders = Loaders()
+        for heard in ("iterates", "samples_from", "fetches", "fetched"):
+            setattr(self, heard, getattr(self.loaders, heard))
+        self._added = Contributions(lambda *given: hooks.say("gradient", *given))
         self._left = -1  # bytes of whole tensors that may still be written
         self._rank, self._world = 0, 1
+        self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
+        self._through: set[tuple[int, int]] = set()  # the same, of the backward pass that runs
+        self._runs = False
+        self._of_step: dict[int, int] = {}  # by optimizer: the backward pass before its last step
+        self._origin: torch.Tensor | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._before: StepFile | None = None
+        self._file: StepFile | None = None
         self._passes: list[Pass] = []
-        self._losses: list[LossCall] = []
-        self._heard: list[Heard] = []
+        self._roots: list[torch.nn.Module] = []  # that these passes are of
+        self._opaque: list[tuple[int, int]] = []  # passes that returned nothing to hear from
+        self._losses = Losses()
         self._clips: list[Clip] = []
         self._calls: list[Call] = []
-        self._local: dict[str, torch.Tensor] = {}
-        self._sizes: dict[str, torch.Tensor] = {}
-        self._norms: dict[str, torch.Tensor] = {}
-        self._raw: dict[str, torch.Tensor] | None = None
+        self._backwards, self._evaluations = 0, 0
+        self._raw: dict[str, torch.Tensor] = {}
+        self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
+        self._looked = False
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
-        self._optimizer = ""
         self._scale: float | None = None
+        self._is_scaled = False
+        self._made = -1  # steps that were over when a scaler was asked for one
 
     @property
     def _active(self) -> bool:
         first = self._settings.from_step
         return first <= self._steps < first + self._settings.steps
 
-    def iterates(self, loader: Any, iterator: Any) -> None:
-        """Notes the length and the sampler's epoch."""
-        self.loaders.iterates(loader, iterator)
+    # -- data ------------------------------------------------------------------------------------
 
-    def batch(self, iterator: Any, batch: Any) -> Any:
+    def batch(self, iterator: Any, batch: Any) -> None:
         """Notes the samples."""
         if self._steps <= self._settings.from_step + self._settings.steps:
             self.loaders.batch(iterator, batch)
-        return None
-
-    def is_over(self, iterator: Any) -> None:
-        """Ends nothing."""
+            self._origin = tensors.random_state()
 
     def length(self, loader: Any) -> None:
         """Numbers the loader."""
         self.loaders.number(loader)
 
+    # -- forward passes --------------------------------------------------------------------------
+
+    def makes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Numbers the optimizer."""
+        self.parameters.number_of(optimizer)
+
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Takes the state before the first forward pass of a step, and the inputs of each."""
-        self._models.setdefault(id(model), model)
+        """Takes the state before the first forward pass of a step, and the inputs of each. Where
+        parameters have changed since, and no gradient is there, it takes the state again.
+        """
         if not self._active:
             return
-        if self._before is None:
-            self._start_step()
-        self._raw = None  # something looked at the gradients between two passes
-        given = [t for t in tensors.leaves((args, kwargs)) if not t.requires_grad]
-        assert self._before is not None
+        new = self.parameters.add_root(model)
+        file = self._open_step(new)
+        if self._passes and not self.parameters.hold() and self._have_changed(file):
+            file.restart()
+            self._take_state(file, list(self.parameters.by_name))
+        given, random = tensors.inputs_of((args, kwargs)), tensors.random_state()
         autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
+        self._roots.append(model)
         self._passes.append(
             Pass(
-                inputs=tuple(self._before.add_data(t) for t in given),
+                inputs=tuple(file.add_data(t) for t in given),
                 rows=tensors.rows_of(given) if given else (),
+                batches=self.loaders.for_pass(given),
+                live=False,
+                later=file.has_restarted,
                 random=tensors.random_digests(),
+                drew=self._has_drawn(random),
                 exchanges=exchanges(model),
                 exchange_s=exchange_seconds(model),
                 autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
             )
         )
-        self._before.add(f"random/{len(self._passes) - 1}", tensors.random_state())
-        for hook in self._hooks.values():
-            hook.put_back()
+        file.add(f"random/{len(self._passes) - 1}", random)
+        file.add(
+            f"origin/{len(self._passes) - 1}", random if self._origin is None else self._origin
+        )
 
-    def leaves(self, model: torch.nn.Module) -> None:
-        """Notes whether the forward pass drew random numbers."""
-        if self._active and self._passes:
-            drew = tensors.random_digests() != self._passes[-1].random
-            self._change_pass(draws=drew or self._passes[-1].draws)
+    def leaves(self, model: torch.nn.Module, result: Any) -> None:
+        """Notes whether the forward pass drew random numbers, and hears of a backward pass through
+        what it returned.
+        """
+        if not self._passes:
+            return
+        key = (self._steps, len(self._passes) - 1)
+        self._change_pass(-1, draws=tensors.random_digests() != self._passes[-1].random)
+        self._origin = tensors.random_state()
+        nodes = {t.grad_fn for t in tensors.leaves(result) if t.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda _: hooks.say("reaches", key))
+        if not nodes:
+            self._opaque.append(key)
 
-    def target(self, name: str, target: Any) -> None:
-        """Replaces nothing."""
+    def evaluates(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes what was not handed out for training."""
+        if self._active:
+            self.loaders.evaluated(tensors.inputs_of((args, kwargs)))
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         """Notes how many targets count, and keeps them."""
-        if not self._active or self._before is None:
-            return
-        counted, kept = targets_of(name, target, ignored), ""
-        if isinstance(target, torch.Tensor):
-            kept = "" if target.requires_grad else self._before.add_data(target)
-        number = float(value.detach()) if value.numel() == 1 else float("nan")
-        self._losses.append(
-            LossCall(name=name, reduction=reduction, counted=counted, value=number, target=kept)
-        )
-        self._heard.append((name, reduction, value))
+        if self._file is not None and value.grad_fn is not None:
+            is_data = isinstance(target, torch.Tensor) and not target.requires_grad
+            kept = self._file.add_data(target) if is_data else ""
+            self._losses.hear(name, reduction, targets_of(name, target, ignored), kept, value)
+
+    # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Notes the loss."""
-        if self._active and self._passes and loss.numel() == 1:
-            held = tensors.any_held(self._parameters.values())
-            terms, unread = terms_of(loss, self._heard)
+        """Notes the loss; listens on every parameter."""
+        if not self._active:
+            return
+        self._open_step(self.parameters.add_others())
+        self._raw, self._looked = {}, False
+        self._losses.begin()
+        self._backwards += 1
+        self._added.may_exchange = any(one.exchanges is not False for one in self._passes[:-1])
+        self._added.begin()
+        self._through = set(self._opaque)
+        self._runs = True
+        if self._passes and loss.numel() == 1:
+            terms, unread = terms_of(loss, self._losses.heard)
+            one, again = self._passes[-1], self._passes[-1].loss is not None
             self._change_pass(
-                loss=float(loss.detach()), losses=tuple(self._losses), holds=held, terms=terms,
-                unread=unread,
-            )  # fmt: skip
-        self._losses, self._heard = [], []
+                -1,
+                loss=float(loss.detach()) + (one.loss or 0.0),
+                drew=one.drew or self._has_drawn(tensors.random_state()),
+                terms=() if again else terms,
+                unread="several backward passes have begun there" if again else unread,
+            )
+
+    def reaches(self, place: Any) -> None:
+        """Notes that a backward pass goes through a forward pass, or a loss."""
+        if self._runs and isinstance(place, int):
+            self._losses.reaches(place)
+        elif self._runs:
+            self._through.add(place)
+
+    def gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Notes what is added to a parameter's gradient."""
+        if self._file is not None:
+            self._added.add(name, gradient)
 
     def backward_over(self) -> None:
-        """Nothing: local gradients came by hooks."""
-
-    def _change_pass(self, **changes: Any) -> None:
-        import msgspec
-
-        self._passes[-1] = msgspec.structs.replace(self._passes[-1], **changes)
-
-    def _start_step(self) -> None:
-        self._rank, self._world = world_of()
-        if self._left < 0:
-            self._left = self._settings.budget // self._world
-            self._open()
-        self._before = StepFile(recording.rank_folder(self._folder, self._rank), self._steps)
-        self._name_parameters()
-        for name, parameter in self._parameters.items():
-            self._before.add_state(f"before/{name}", parameter, keep=self._rank == 0)
-        for name, buffer in self._buffers().items():
-            self._before.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
-
-    def _name_parameters(self) -> None:
-        for model in self._models.values():
-            for long_name, parameter in model.named_parameters():
-                name = tensors.plain_name(long_name)
-                if self._parameters.get(name) is parameter:
-                    continue
-                self._parameters[name] = parameter
-                if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
-                    self._hooks[name] = LeafHook(parameter, self._hook_of(name))
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            tensors.plain_name(name): buffer
-            for model in self._models.values()
-            for name, buffer in model.named_buffers()
-        }
-
-    def _hook_of(self, name: str) -> Any:
-        def add(gradient: torch.Tensor) -> None:
-            if self._before is None or not isinstance(gradient, torch.Tensor):
-                return
-            gradient = gradient.detach()
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            norm = torch.linalg.vector_norm(tensors.magnitudes(gradient).float())
-            self._norms[name] = self._norms[name] + norm if name in self._norms else norm
-            held = self._local.get(name)
-            if held is not None and any(p.exchanges is not False for p in self._passes[:-1]):
-                if name not in self._sizes:
-                    self._sizes[name] = tensors.magnitudes(held)
-                self._sizes[name] += tensors.magnitudes(gradient)
-            self._local[name] = gradient.clone() if held is None else held.add_(gradient)
-
-        return add
+        """Notes which losses it came from; where DistributedDataParallel has exchanged, takes what
+        that has left.
+        """
+        if not self._runs:
+            return
+        self._runs = False
+        self._reached[self._added.backward] = self._through
+        if self._passes:
+            losses, terms = self._losses.of_backward(self._passes[-1])
+            self._change_pass(-1, losses=losses, terms=terms)
+        self._losses, self._opaque = Losses(), []
+        for step, number in self._through:
+            if step == self._steps and self._passes[number].exchanges:
+                wrapped = ddp_in(self._roots[number])
+                self._raw |= self.parameters.gradients(
+                    self.parameters.names_of(wrapped.parameters())
+                )
+        self._exchanged = frozenset(self._raw)
 
     def gradients_ready(self) -> None:
-        """Takes the gradients as the last backward pass left them, once a step."""
-        if self._before is not None and self._raw is None:
-            self._raw = self._gradients()
+        """Takes the other gradients as the script first uses them."""
+        if self._file is not None and not self._looked:
+            others = [name for name in self.parameters.by_name if name not in self._raw]
+            self._raw |= self.parameters.gradients(others)
+            self._looked = True
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                found[name] = tensors.whole(gradient).clone()
-        return found
-
-    def clipped(self, kind: str, most: float, norm: Any) -> None:
+    def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
         """Notes what clipping has found."""
-        if self._before is not None:
-            found = float(norm) if isinstance(norm, torch.Tensor | float) else None
-            passes = len(self._passes)
-            self._clips.append(Clip(kind=kind, most=float(most), norm=found, passes=passes))
+        if self._file is None:
+            return
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        names = self.parameters.names_of(given)
+        clip = Clip(
+            kind=kind,
+            most=float(most) if float(most) < float("inf") else None,
+            norm=float(norm) if isinstance(norm, torch.Tensor | float) else None,
+            passes=len(self._passes),
+            scaled=self._is_scaled,
+            names=() if len(names) == len(self.parameters.by_name) else tuple(names),
+        )
+        self._clips.append(clip)
+
+    # -- the step --------------------------------------------------------------------------------
 
     def scales(self, scaler: Any) -> None:
-        """Changes nothing."""
+        """Notes that gradients are larger than they are to be."""
+        self._is_scaled = bool(scaler.is_enabled() and scaler.get_scale() != 1.0)
+
+    def unscales(self, optimizer: Any) -> None:
+        """Notes that they are not any more."""
+        self._is_scaled = False
 
     def scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """Notes the scale that gradients were multiplied by."""
-        if self._before is not None and scaler.is_enabled():
+        if self._active and scaler.is_enabled():
             self._scale = float(scaler.get_scale())
+            self._made = self._steps
             self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
         """A step that the scaler skipped is a step."""
-        if self._before is not None and scaler.is_enabled():
+        if self._active and scaler.is_enabled() and self._made == self._steps:
             self.steps(optimizer)
-            self._finish(skipped=True)
+            self._finish(optimizer, skipped=True)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the gradients that the optimizer is given, and its settings."""
-        if self._before is None:
+        if not self._active:
             return
-        if self._raw is None:
-            self._raw = self._gradients()
-        self._at_step = self._gradients()
-        self._optimizer = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        names = self._names_of(optimizer)
+        if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
+            return  # a step without gradients, as before a schedule begins
+        self._open_step([])
+        self.gradients_ready()
+        self._at_step = self.parameters.gradients(names)
         self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
+        self._evaluations += 1
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters after the step, and writes it."""
-        if self._before is not None:
-            self._finish(skipped=False)
-        elif not self._active:
+        if not self._active:
             self._steps += 1
+            return
+        if self._at_step is None and self._file is not None:
+            self.steps(optimizer)
+        if self._at_step is not None:
+            self._finish(optimizer, skipped=False)
 
-    def collective(self, name: str, place: str) -> None:
+    def collective(self, name: str, place: str, given: Any) -> None:
         """Notes where the script calls a collective."""
-        if self._before is not None and len(self._calls) < recording.MOST_CALLS:
-            self._calls.append(Call(name=name, place=place))
+        if self._file is not None and len(self._calls) < recording.MOST_CALLS:
+            elements = max((t.numel() for t in tensors.leaves(given)), default=0)
+            after = self._backwards > 0
+            self._calls.append(
+                Call(name=name, place=place, elements=elements, after_backward=after)
+            )
 
-    def _finish(self, *, skipped: bool) -> None:
-        file = self._before
-        assert file is not None
-        assert self._raw is not None
-        for name, parameter in self._parameters.items():
-            file.add_state(f"after/{name}", parameter, keep=self._rank == 0)
+    def _finish(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        file, names = self._file, self._names_of(optimizer)
+        if file is None:
+            return
+        for name in names:
+            file.add_state(f"after/{name}", self.parameters.by_name[name], keep=self._rank == 0)
         by = 1.0 / self._scale if self._scale else 1.0
-        file.add_gradients("local", self._local, by)
-        file.add_gradients("sizes", self._sizes, by)
-        for name, norm in self._norms.items():
+        given = self._at_step or {}
+        self._added.forget(name for name in names if name not in given)
+        file.add_gradients("local", _of(names, self._added.local), by)
+        file.add_gradients("sizes", _of(names, self._added.sizes), by)
+        for name, norm in _of(names, self._added.norms).items():
             file.add(f"norms/{name}", norm * by)
-        file.add_gradients("raw", self._raw, by)
-        file.add_gradients("step", self._at_step or {}, 1.0)
+        raw = _of(names, self._raw)
+        file.add_gradients("raw", raw, by)
+        file.add_gradients("step", given, 1.0)
+        number = self.parameters.number_of(optimizer)
+        backwards = self._added.backwards_of(names, self._since(optimizer))
+        live = {key for one in backwards for key in self._reached.get(one, ())}
+        for place in range(len(self._passes)):
+            self._change_pass(place, live=(self._steps, place) in live)
         self._left -= file.write(
             self._left,
             rank=self._rank,
             world=self._world,
-            optimizer=self._optimizer,
+            optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            number=number,
             groups=self._groups,
             passes=tuple(self._passes),
+            earlier=tuple(sorted(key for key in live if key[0] < self._steps)),
+            backwards=self._backwards,
+            carried=any(one <= self._of_step.get(number, -1) for one in backwards),
+            exchanged=bool(raw) and self._exchanged.issuperset(raw),
+            evaluations=self._evaluations,
             batches=self.loaders.take(file),
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),
             calls=tuple(self._calls),
-            absent=tuple(n for n in self._parameters if n not in self._raw),
+            absent=tuple(name for name in names if name not in raw),
             scale=self._scale,
             skipped=skipped,
-            batchnorm=self._normalises(),
+            batchnorm=normalises(self.parameters),
         )
+        self._of_step[number] = self._added.backward
         self._steps += 1
         self._begin()
+        self._origin = tensors.random_state()
         if not self._active and not self._settings.keep_going:
-            self._end()
+            end(self._folder, self._rank, self._world)
 
-    def _normalises(self) -> bool:
-        kind = torch.nn.modules.batchnorm._BatchNorm
+    # -- what this process holds -----------------------------------------------------------------
+
+    def _open_step(self, new: list[str]) -> StepFile:
+        """The file of the step, begun here if it was not; `new` parameters are noted in it."""
+        for name in new:
+            self._added.watch(name, self.parameters.by_name[name])
+        if self._file is not None:
+            self._take_state(self._file, new)
+            return self._file
+        self._rank, self._world = world_of()
+        if self._left < 0:
+            self._left = self._settings.budget // self._world
+            introduce(self._folder, self._rank, self._world, self.parameters)
+        self._file = StepFile(recording.rank_folder(self._folder, self._rank), self._steps)
+        self._take_state(self._file, list(self.parameters.by_name))
+        return self._file
+
+    def _take_state(self, file: StepFile, names: list[str]) -> None:
+        if not names:
+            return
+        for name in names:
+            file.add_state(f"before/{name}", self.parameters.by_name[name], keep=self._rank == 0)
+        for name, buffer in self.parameters.buffers().items():
+            if file.digest(f"buffer/{name}") is None:
+                file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
+
+    def _have_changed(self, file: StepFile) -> bool:
+        if self.parameters.has_parts:  # to put them together is a collective
+            return False
         return any(
-            isinstance(part, kind) and part.training
-            for model in self._models.values()
-            for part in model.modules()
+            file.digest(f"before/{name}") != tensors.digest_of(tensors.whole(one))
+            for name, one in self.parameters.by_name.items()
         )
 
-    def _open(self) -> None:
-        mine = recording.rank_folder(self._folder, self._rank)
-        mine.mkdir()
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        model = next(iter(self._models.values()))
-        first = next(model.parameters())
-        recording.write_json(
-            mine / "rank.json",
-            recording.RankRecord(
-                rank=self._rank,
-                world=self._world,
-                arguments=tuple(sys.orig_argv),
-                folder=os.getcwd(),
-                backend=torch.distributed.get_backend() if grouped else "",
-                device=first.device.type,
-                torch=str(torch.__version__),
-                threads=torch.get_num_threads(),
-                variables={
-                    name: value
-                    for name, value in os.environ.items()
-                    if name in _NAMES or name.startswith(_LAUNCHERS)
-                },
-                wrapper=type(model).__name__,
-            ),
-        )
+    def _has_drawn(self, now: torch.Tensor) -> bool:
+        return self._origin is not None and not torch.equal(self._origin, now)
 
-    def _end(self) -> None:
-        """Ends the process when every rank has written its last step, as one that succeeded."""
-        mine = recording.rank_folder(self._folder, self._rank)
-        (mine / "ended").touch()
-        until = time.monotonic() + _WAIT_S
-        others = [recording.rank_folder(self._folder, rank) for rank in range(self._world)]
-        while time.monotonic() < until and not all((one / "ended").exists() for one in others):
-            time.sleep(0.01)
-        ending.leave()
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        new = self.parameters.add_others()
+        if new:
+            self._open_step(new)
+        return self.parameters.of_optimizer(optimizer)
+
+    def _since(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of the backward pass before the optimizer's last step."""
+        return self._of_step.get(self.parameters.number_of(optimizer), -1)
+
+    def _change_pass(self, place: int, **changes: Any) -> None:
+        self._passes[place] = replace(self._passes[place], **changes)
 
 
-def exchanges(model: torch.nn.Module) -> bool | None:
-    """Whether DistributedDataParallel, which others may wrap (Fabric does), exchanges in this pass;
-    None without one.
-    """
-    found = _ddp_in(model)
-    return None if found is None else bool(found.require_backward_grad_sync)
-
-
-def exchange_seconds(model: torch.nn.Module) -> float | None:
-    """How long an exchange made backward passes wait so far, on average, as torch measures it in
-    some of them: what it took, less what was computed meanwhile.
-    """
-    measured: dict[str, Any] = getattr(_ddp_in(model), "_get_ddp_logging_data", dict)()
-    took = measured.get("avg_backward_comm_time", 0)
-    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(0, took - hidden) / 1e9 if took else None
-
-
-def _ddp_in(model: torch.nn.Module) -> Any:
-    kind = torch.nn.parallel.DistributedDataParallel
-    return next((part for part in model.modules() if isinstance(part, kind)), None)
-
-
-def targets_of(name: str, target: Any, ignored: int) -> int:
-    """How many targets a loss counts: all but those that are ignored."""
-    if not isinstance(target, torch.Tensor):
-        return 0
-    if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-        return int((target != ignored).sum())
-    return target.numel()
-
-
-def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """The settings of a group that are numbers; of pairs, as of betas, each by itself."""
-    found: dict[str, float] = {}
-    for key, value in group.items():
-        several = value if isinstance(value, tuple) else (value,)
-        for place, one in enumerate(several):
-            if isinstance(one, torch.Tensor) and one.numel() == 1:
-                one = one.item()
-            if isinstance(one, bool | int | float) and key != "params":
-                found[f"{key}[{place}]" if isinstance(value, tuple) else key] = float(one)
-    return found
+def _of(names: list[str], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: found[name] for name in names if name in found}

@@ -3,66 +3,86 @@
 What a step reaches is written beside the recording: gradients when the last backward pass is over
 (`raw/`), those that the optimizer is given (`step/`), and the parameters after a step in which the
 optimizer was given the recorded gradients and settings (`after/`), so that one difference is not
-found again as the next one. `spread/` holds how far gradients move, as a norm, when every
-parameter moves by one ULP.
+found again as the next one. What the script does to gradients between backward and the step is done
+to the recorded ones, where DistributedDataParallel had left those. `spread/` holds how far
+gradients move, as a norm, when every parameter moves by one ULP: measured at the first step, and
+wherever what that says is not enough.
 """
 
+import math
 import os
-import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 
 from distcheck.job import reading, recording
-from distcheck.job.checks.exchange import token_weights
-from distcheck.job.inside import ending, state, tensors
-from distcheck.job.inside.feeding import ALL, Feeding, Pairs
-from distcheck.job.inside.folding import Folding, interacts, limit_memory
-from distcheck.job.inside.forks import Forks
-from distcheck.job.inside.loaders import Loaders
-from distcheck.job.inside.processes import Processes
-from distcheck.job.inside.recorder import numbers_of
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Replayed, Role, Seen, Settings
-
-DRAWS = 2
-_ON_GPU = "on a GPU a kernel, and its rounding, depends on the shape of a batch"
-_FAILS = "as one process the script fails in its first step"
-_SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
+from distcheck.job.inside import choosing, ending, state, tensors
+from distcheck.job.inside.copies import Copies
+from distcheck.job.inside.handing_out import HandingOut
+from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.parameters import Parameters
+from distcheck.job.inside.rank import numbers_of, targets_of
+from distcheck.job.inside.terms import Heard, count_of
+from distcheck.job.recording import StepRecord
+from distcheck.job.settings import IN_TURN, Replayed, Role, Seen, Settings
 
 
-class Replayer:
+class Replayer(Deaf):
     """Hears of a script through `hooks`, and hands it what the ranks had."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._settings = folder, settings
         self._job = reading.read(Path(settings.recording))
-        self._feeding = Feeding(self._job)
-        self._apart = _ON_GPU if settings.in_processes else ""  # why batches stay by themselves
-        self._folding = Folding(self._job, self._feeding, self._apart)
-        self._copies = Processes(folder, settings) if settings.in_processes else Forks(folder)
-        self._loaders = Loaders()
-        self._mode, self._why = settings.role_mode, ""
-        self._copy = settings.role
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._models: dict[int, torch.nn.Module] = {}
-        self._seen, self._at = list[Seen](), 0  # `_at`: the place among the recorded steps
+        self._hands = HandingOut(self._job, settings, self._fail)
+        self._copies = Copies(self._job, self._hands, settings, folder, self._fail)
+        self._parameters = Parameters()
+        self._raw: dict[str, torch.Tensor] = {}  # gradients of the last backward passes
+        self._left: dict[str, torch.Tensor] = {}  # what the script goes on with after them
+        self._seen: list[Seen] = []
+        self._at = 0  # the place among the recorded steps
         self._begin()
 
     def _begin(self) -> None:
-        self._begun = False
-        self._passes = self._calls = 0
-        self._found: dict[Role, dict[str, torch.Tensor] | None] = {}
+        self._begun = self._is_ready = self._changes = False
+        self._hands.step = self._step if self._at < len(self._job.steps) else -1
+        self._hands.passes = self._hands.calls = self._backwards = 0
+        self._made = -1  # steps that were over when a scaler was asked for one
+        self._loaded = set[str]()
+        self._moving: torch.Generator | None = None
+        self._losses: dict[int, float] = {}  # by forward pass
+        self._counts: dict[int, tuple[float, bool]] = {}
+        self._heard: list[Heard] = []
+        self._candidate: dict[str, torch.Tensor] = {}  # gradients when backward was over
+        self._own: float | None = None  # what the script's own exchange multiplied them by
         self._out: dict[str, torch.Tensor] = {}
-        self._losses: list[float] = []
-        self._sum, self._draws = 0.0, 0
         self._groups: tuple[dict[str, float], ...] = ()
         self._kept_settings: list[dict[str, Any]] = []
+        self._clips: list[tuple[float, float]] = []
 
     @property
     def _step(self) -> int:
         return self._job.steps[self._at]
+
+    @property
+    def _mode(self) -> str:
+        return self._hands.mode
+
+    @property
+    def _copy(self) -> Role | None:
+        return self._hands.copy
+
+    @property
+    def _record(self) -> StepRecord:
+        """The step as the rank has it whose batches this process gets."""
+        rank = max(0, self._copy.rank) if self._copy is not None else 0
+        return self._job.records[rank, self._step]
+
+    @property
+    def _is_target(self) -> bool:
+        """Whether a copy is at the step whose gradients it computes."""
+        return self._copy is not None and self._copy.step in (self._step, -1)
 
     # -- a step begins ---------------------------------------------------------------------------
 
@@ -71,330 +91,276 @@ class Replayer:
         if self._begun or self._copy is not None:
             return
         self._begun = True
-        if not self._mode and self._choose():
-            return
-        roles = [Role(ALL, draw) for draw in range(1, DRAWS + 1)]
-        if self._mode == BY_RANK:
-            roles = [Role(r, d) for r in range(self._job.world) for d in range(DRAWS + 1)]
-        roles += self._folding.roles(self._step, DRAWS)
-        found = self._copies.run(roles, self._step, self._mode)
-        if not isinstance(found, Role):
-            self._found = found
-            return
-        self._copy = found
-        if found.pairs:
-            limit_memory()
+        self._copies.begin(self._step)
 
-    def _choose(self) -> bool:
-        """Finds out which batches the script takes as one process; True in a copy that tries."""
-        passes = self._job.records[0, self._step].passes
-        for role, mode in ((Role(0), "probe"), (Role(ALL), TOGETHER)):
-            if mode == TOGETHER and (why := self._apart or interacts(self._job.at(self._step))):
-                self._mode, self._why = BY_RANK, why
-                break
-            self._mode = mode
-            each = [Role(rank) for rank in range(self._job.world)] if mode == TOGETHER else []
-            tried = self._copies.run([role, *each], self._step, mode)
-            if isinstance(tried, Role):
-                self._copy = tried
-                return True
-            found = tried[role]
-            if mode == "probe":
-                if found is None:
-                    self._fail(f"{_FAILS}: {self._copies.why.get(role, 'nothing was said')}")
-                elif "more" in found:
-                    self._mode = IN_TURN
-                    self._why = "the script makes more backward passes where there are fewer ranks"
-                    break
-                elif int(found["passes"]) != len(passes):
-                    self._fail(
-                        f"as one process the script makes {int(found['passes'])} forward passes "
-                        f"before its first step, and {len(passes)} as {self._job.world} ranks"
-                    )
-            elif found is None:
-                self._mode, self._why = BY_RANK, "the ranks' batches do not fit into one"
-            elif self._depends_on_size(tried, found):
-                self._mode = BY_RANK
-                self._why = "the loss of a larger batch is not the mean of its parts' losses"
-        return False
-
-    def _depends_on_size(
-        self, tried: dict[Role, dict[str, torch.Tensor] | None], together: dict[str, torch.Tensor]
-    ) -> bool:
-        """Whether all samples in one batch have another gradient than the ranks' mean, as where a
-        loss is divided by a batch size that is written into the script.
-        """
-        self._found = tried
-        mean = self._mean(0)
-        return mean is not None and state.distance(together, mean) > _SAME
-
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> NoReturn:
         if self._copy is not None:
             os._exit(1)
         self._write(why)
         ending.leave()
 
     def _write(self, failure: str = "") -> None:
+        copies, times = self._copies, self._copies.times
         replayed = Replayed(
-            mode=self._mode, why=self._why, steps=tuple(self._seen), failure=failure,
-            unfolded=self._folding.why,
+            mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
+            unfolded=copies.folding.why, pads=self._hands.feeding.pads,
+            scale=1.0 if times is None else times, scales=copies.choice.scales,
         )  # fmt: skip
         recording.write_json(self._folder / "replayed.json", replayed)
 
     # -- batches and passes ----------------------------------------------------------------------
 
-    def _source(self, number: int) -> Pairs:
-        """The ranks and their passes whose inputs are handed out now."""
-        if self._copy is not None and self._copy.pairs:
-            return self._copy.pairs
-        if self._mode == IN_TURN:
-            each = len(self._feeding.passes(self._step, 0))
-            return [(number // each, number % each)]
-        if self._copy is not None:
-            return self._feeding.pairs(number, self._copy.rank)
-        return self._feeding.pairs(number, 0 if self._mode == BY_RANK else ALL)
+    def begins(self, loader: Any) -> None:
+        """No worker is started: what it would read is replaced."""
+        loader.num_workers = loader.timeout = 0
 
     def iterates(self, loader: Any, iterator: Any) -> None:
         """Numbers the loader as the recorder has."""
-        self._loaders.iterates(loader, iterator)
+        self._hands.iterates(loader, iterator)
 
     def length(self, loader: Any) -> int | None:
         """The length that a rank saw."""
-        return self._feeding.lengths.get(self._loaders.number(loader))
+        return self._hands.length(loader)
 
     def is_over(self, iterator: Any) -> bool:
         """Whether a rank's epoch ended here."""
-        place = self._loaders.place_of(iterator)
-        if place is None or place[0] not in self._feeding.lengths:
-            return False
-        times = self._job.world if self._mode == IN_TURN else 1
-        return place[2] >= self._feeding.lengths[place[0]] * times
+        return self._hands.is_over(iterator)
 
-    def batch(self, iterator: Any, batch: Any) -> Any:
-        """The recorded batch in the structure of the script's own."""
+    def batch(self, iterator: Any, batch: Any) -> None:
+        """Puts in the recorded batch."""
         self._begin_step()
-        place = self._loaders.next_place(iterator)
-        if place is None:
-            return None
-        pairs = self._source(self._passes)
-        loader, epoch, number = place
-        if self._mode == IN_TURN:
-            each, world = len(self._feeding.passes(self._step, 0)), self._job.world
-            rank = (number // each) % world
-            number = number // (each * world) * each + number % each
-            pairs = pairs if self._copy is not None and self._copy.pairs else [(rank, 0)]
-        ahead = pairs[0][1]
-        leaves = self._feeding.batch([(r, (loader, epoch, number + n - ahead)) for r, n in pairs])
-        return None if leaves is None else self._replaced("a batch", batch, leaves)
+        self._hands.batch(iterator, batch)
 
-    def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def makes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Numbers the optimizer as the recorder has."""
+        self._parameters.number_of(optimizer)
+
+    def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Puts the recorded state in at the first pass of a step, and the recorded inputs."""
-        self._models.setdefault(id(model), model)
         self._begin_step()
-        if self._passes == 0:
-            self._load_state()
-        pairs = self._source(self._passes)
-        if not self._feeding.has(self._step, pairs):
+        pairs = self._hands.source(self._hands.passes)
+        if not self._hands.feeding.has(self._step, pairs):
             if self._copy is not None:
-                self._copies.leave(self._copy, {"more": torch.ones(1)}, self._step)
+                self._copies.forks.leave(self._copy, {"more": torch.ones(1)}, self._step)
             self._fail(f"step {self._step}: as one process the script makes more forward passes")
-        self._passes, self._calls = self._passes + 1, 0
-        if len(pairs) == 1:
-            tensors.set_random_state(self._feeding.random(self._step, pairs[0]))
-        inputs = self._feeding.inputs(self._step, pairs)
-        if inputs is None:
-            self._fail(f"step {self._step}: the ranks' batches do not fit into one")
-            return None
-        if not inputs and not self._job.records[0, self._step].batches:
+        self._parameters.add_root(model)
+        self._load_state(self._hands.passes)
+        everything = self._job.records.values()
+        if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
             self._fail("no tensor of a batch was seen that the replay could hand out")
-        replaced = self._replaced("the model's arguments", (args, kwargs), inputs)
-        return cast("tuple[Any, Any]", replaced)
+        self._hands.inputs(args, kwargs)
 
-    def _replaced(self, what: str, value: Any, given: list[torch.Tensor]) -> Any:
-        """The same structure with other tensors; the replay ends where it is not the same."""
-        free = [t for t in tensors.leaves(value) if not t.requires_grad]
-        if len(free) != len(given):
-            self._fail(
-                f"step {self._step}: {what} had {len(given)} tensors on a rank, and {len(free)} as "
-                "one process"
-            )
-        following = iter(given)
-
-        def take(own: torch.Tensor) -> torch.Tensor:
-            if own.requires_grad:
-                return own
-            recorded = next(following)
-            # A whole number beside a batch counts its samples or targets, for which one process
-            # has its own number: Hugging Face's Trainer hands the model num_items_in_batch.
-            counts = recorded.dim() == own.dim() == 0 and float(recorded).is_integer()
-            return own if counts and self._passes else recorded.to(own.device).clone()
-
-        return tensors.replace_leaves(value, take)
-
-    def leaves(self, model: torch.nn.Module) -> None:
-        """Nothing is to be noted."""
-
-    def _load_state(self) -> None:
-        draw = 0 if self._copy is None else self._copy.draw
+    def _load_state(self, place: int) -> None:
+        """Puts in what parameters were before a pass, those of which that was not done yet."""
+        passes = self._job.records[0, self._step].passes
+        each = max(1, len(passes))
+        later = bool(passes) and passes[place % each].later
+        if later and place and not passes[(place - 1) % each].later and place == self._hands.passes:
+            self._loaded = set()  # they had changed in between
+        kind = "" if later or not any(one.later for one in passes) else "start/"
+        moves = self._copy.draw if self._is_target and self._copy is not None and not kind else 0
+        if moves and self._moving is None:
+            self._moving = torch.Generator().manual_seed(moves)
+        own = self._parameters.by_name
+        new = {name: tensor for name, tensor in own.items() if name not in self._loaded}
         kept = self._job.tensors(0, self._step)
-        self._parameters = state.load(list(self._models.values()), kept, draw)
+        state.load(new, kept, f"{kind}before/", self._moving)
+        if new:
+            state.load(self._parameters.buffers(), kept, f"{kind}buffer/")
+        self._loaded |= set(new)
 
-    def target(self, name: str, target: Any) -> Any:
-        """The recorded target of the same loss."""
-        if self._passes == 0 or not isinstance(target, torch.Tensor):
-            return None
-        found = self._feeding.target(self._step, self._source(self._passes - 1), self._calls)
-        return None if found is None or found.dtype != target.dtype else found.to(target.device)
+    def target(self, computed: torch.Tensor, target: Any) -> None:
+        """Puts in the recorded target."""
+        self._hands.target(computed, target)
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """Counts the losses of a pass, and adds those up that are sums over targets."""
-        self._calls += 1
-        self._folding.heard(name, reduction, value)
-        is_sum = reduction == "sum" and value.numel() == 1
-        self._sum += float(value.detach()) if is_sum else float("nan")
+        """Counts the losses of a pass."""
+        self._hands.calls += 1
+        self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
+        self._copies.folding.heard(self._heard[-1])
+
+    # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss; a copy with several passes in one batch is done."""
-        if self._copy is not None and self._copy.pairs:
-            taken = self._folding.take(self._copy, loss, self._parameters)
-            self._copies.leave(self._copy, taken, self._step)
+        self._parameters.add_others()
+        self._load_state(max(0, self._hands.passes - 1))
+        if self._is_target and self._copy is not None and self._copy.pairs:
+            taken = self._copies.folding.take(self._copy, loss, self._parameters.by_name)
+            self._copies.forks.leave(self._copy, taken, self._step)
+        self._backwards += 1
         if loss.numel() == 1:
-            self._losses.append(float(loss.detach()))
+            place = self._hands.passes - 1
+            self._losses[place] = self._losses.get(place, 0.0) + float(loss.detach())
+            self._counts[place] = count_of(loss, self._heard)
+        self._heard = []
 
     def backward_over(self) -> None:
-        """Nothing is to be noted."""
+        """A copy writes its gradients and ends; the parent goes on with the reference's."""
+        expected = self._record.backwards * (self._job.world if self._mode == IN_TURN else 1)
+        if self._backwards != expected or self._is_ready:
+            return
+        self._candidate = state.gradients(self._parameters.by_name)
+        if self._copy is not None and self._mode:
+            self._leave()
+        elif self._copy is None:
+            self._take()
 
-    def collective(self, name: str, place: str) -> None:
-        """Nothing is to be noted."""
+    def gradients_ready(self) -> None:
+        """Something looks at the gradients: the script's own exchange is over, if it has one."""
+        if self._own is None and self._candidate:
+            found = state.gradients(self._parameters.by_name)
+            factor = state.factor_of(found, self._candidate)
+            left = state.distance(found, self._candidate, factor) if factor else 1.0
+            self._own = factor if left < 1e-6 else 0.0
 
-    # -- the end of a step -----------------------------------------------------------------------
+    def _leave(self) -> None:
+        """A copy's end: what it has computed, and how."""
+        if not self._is_target or self._copy is None or self._is_ready:
+            return
+        self._is_ready = True  # where it is a process, it goes on
+        counts = {self._counts.get(place, (0.0, False)) for place in self._losses_of_step()}
+        count, is_sum = counts.pop() if len(counts) == 1 else (0.0, False)
+        about = {
+            "loss": self._loss(),
+            "passes": torch.tensor(float(self._hands.passes)),
+            "count": torch.tensor(count),
+            "is_sum": torch.tensor(float(is_sum)),
+            "own": torch.tensor(1.0 if self._own is None else self._own),
+        }
+        raw = {n: g / self._scale for n, g in self._candidate.items()}
+        self._copies.forks.leave(self._copy, {**raw, **about}, self._step)
+
+    def _losses_of_step(self) -> list[int]:
+        """The passes whose loss the step was trained on."""
+        passes = self._record.passes
+        each = max(1, len(passes))
+        return [place for place in self._losses if place >= 0 and passes[place % each].live]
+
+    def _loss(self) -> torch.Tensor:
+        total = sum(self._losses[place] for place in self._losses_of_step())
+        return torch.tensor(total / self._scale, dtype=torch.float64)
+
+    def _take(self) -> None:
+        """The reference's gradients, for what the script does with them until the next step."""
+        self._is_ready = True
+        own = {n: g / self._scale for n, g in self._candidate.items()}
+        recorded = {n: self._job.gradient("raw", 0, self._step, n) for n in own}
+        theirs = {n: g for n, g in recorded.items() if g is not None and g.shape == own[n].shape}
+        self._raw, self._out = self._copies.reference(self._step, own, self._loss(), theirs)
+        resumes = self._record.exchanged and bool(theirs)
+        resumes = resumes and state.distance(theirs, self._raw) < choosing.SAME
+        self._left = {**self._raw, **theirs} if resumes else self._raw
+        if any(self._left[name] is not one for name, one in own.items()):
+            scaled = {n: g * self._scale for n, g in self._left.items()}
+            state.put(self._parameters.by_name, scaled)
+
+    # -- the step --------------------------------------------------------------------------------
 
     def scales(self, scaler: Any) -> None:
         """Puts the recorded loss scale in."""
-        scale = self._scale
-        if scaler.is_enabled() and self._job.records[0, self._step].scale is not None:
+        if scaler.is_enabled() and self._record.scale is not None:
             if scaler._scale is None:
-                scaler._init_scale = scale
+                scaler._init_scale = self._scale
             else:
-                scaler._scale.fill_(scale)
+                scaler._scale.fill_(self._scale)
 
     @property
     def _scale(self) -> float:
-        return self._job.records[0, self._step].scale or 1.0
+        return self._record.scale or 1.0
 
-    def gradients_ready(self) -> None:
-        """A copy writes its gradients and ends; the parent goes on with the reference's."""
-        if self._out or self._passes < self._expected():
-            return  # something looks at the gradients between two passes
-        self._gradients_ready()
-
-    def _expected(self) -> int:
-        """How many forward passes a step has, if the script makes as many as it did in the job."""
-        record = self._job.records[0, self._step]
-        each = max(1, len(record.passes))
-        if self._mode == "probe" and any(clip.passes < each for clip in record.clips):
-            return sys.maxsize  # clips in every pass, and may make more of them
-        return each * (self._job.world if self._mode == IN_TURN else 1)
-
-    def _gradients_ready(self) -> None:
-        raw = {n: g / self._scale for n, g in state.gradients(self._parameters).items()}
-        loss = torch.tensor(sum(self._losses) / self._scale, dtype=torch.float64)
-        if self._copy is not None:
-            about = {
-                "passes": torch.tensor(float(self._passes)),
-                "divisor": torch.tensor(state.divisor_of(float(loss), self._sum)),
-            }
-            self._copies.leave(self._copy, {**raw, "loss": loss, **about}, self._step)
-            self._out = {"loss": loss}  # a process goes on, with what the optimizer got in the job
-            return
-        if self._mode == BY_RANK:
-            combined = self._combined(0)
-            if combined is None:
-                self._fail(f"step {self._step}: as one rank the script fails")
-                return
-            loss = combined["loss"]
-            raw = {n: g for n, g in combined.items() if n not in state.NOT_GRADIENTS}
-            state.put(self._parameters, {n: g * self._scale for n, g in raw.items()})
-        self._out = {f"raw/{n}": g for n, g in raw.items()} | {"loss": loss}
-        draws = [one for draw in range(1, DRAWS + 1) if (one := self._combined(draw)) is not None]
-        self._draws = len(draws)
-        for name, gradient in {**raw, "loss": loss}.items():
-            norms = [float((d[name] - gradient).double().norm()) for d in draws if name in d]
-            self._out[f"spread/{name}"] = torch.tensor(max(norms, default=float("nan")))
-        self._out |= self._folding.results(self._found, self._step)
-
-    def _combined(self, draw: int) -> dict[str, torch.Tensor] | None:
-        """The gradients of the copies of one draw: of all ranks together, or their mean."""
-        if self._mode != BY_RANK:
-            return self._found.get(Role(ALL, draw))
-        return self._mean(draw)
-
-    def _mean(self, draw: int) -> dict[str, torch.Tensor] | None:
-        parts = [self._found.get(Role(rank, draw)) for rank in range(self._job.world)]
-        weights = token_weights(self._job, self._step)
-        divisors = [0.0 if part is None else float(part["divisor"]) for part in parts]
-        if all(divisors):  # each rank's sum over its own targets; one process has one over all
-            weights = [one / sum(divisors) for one in divisors]
-            if len(set(divisors)) > 1 and self._feeding.is_ahead(self._step):
-                self._fail(
-                    f"step {self._step}: the loss is divided by a number that the script counts, "
-                    "and its loader hands out a batch ahead of the step, of one rank for all"
-                )
-        return state.mean(parts, weights)
-
-    def clipped(self, kind: str, most: float, norm: Any) -> None:
-        """Nothing is to be noted."""
+    def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
+        """Notes how much clipping allows, and what it has found."""
+        if self._is_ready and isinstance(norm, torch.Tensor | float):
+            self._clips.append((float(most), float(norm)))
 
     def scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """Gradients are as the last backward pass left them."""
-        if scaler.is_enabled():
-            self.gradients_ready()
+        """Notes how many steps were made before."""
+        self._made = self._at
+        self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
         """A step that the scaler skips is a step."""
-        if scaler.is_enabled() and self._out:
-            self._finish(skipped=True)
+        if scaler.is_enabled() and self._made == self._at and self._raw:
+            self._finish(optimizer, skipped=True)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what the optimizer is given, and gives it what it was given in the job."""
-        if not self._out and self._passes:
-            self._gradients_ready()
-        if not self._out:
+        self.gradients_ready()
+        if not self._candidate and self._hands.passes:
+            self._candidate = state.gradients(self._parameters.by_name)  # by no backward pass
+        if self._copy is not None and self._is_target and self._candidate:
+            self._leave()
+        if self._copy is None and self._hands.passes and not self._is_ready:
+            self._take()
+        if not self._raw and self._copy is None:
             return
-        self._out |= {f"step/{n}": g for n, g in state.gradients(self._parameters).items()}
+        names = self._parameters.of_optimizer(optimizer)
+        own = {name: self._parameters.by_name[name] for name in names}
+        given = state.gradients(own)
+        self._changes = any(not _same(self._left.get(n), given.get(n)) for n in own)
+        self._out |= {f"step/{n}": g for n, g in given.items()}
         self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
         recorded = self._job.records[0, self._step].groups
+        self._kept_settings = []
         for group, then in zip(optimizer.param_groups, recorded, strict=False):
             plain = {k: v for k, v in group.items() if isinstance(v, float) and k in then}
             self._kept_settings.append(plain)
             group.update({key: then[key] for key in plain})
-        then_held = {n: self._job.gradient("step", 0, self._step, n) for n in self._parameters}
-        state.put(self._parameters, then_held)
+        state.put(own, {n: self._job.gradient("step", 0, self._step, n) for n in own})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters, and gives the script its own settings back."""
-        if not self._out:
+        if not self._raw and self._copy is None:
             return
         for group, own in zip(optimizer.param_groups, self._kept_settings, strict=False):
             group.update(own)
-        self._out |= {f"after/{n}": tensors.whole(p).clone() for n, p in self._parameters.items()}
-        self._finish(skipped=False)
+        self._finish(optimizer, skipped=False)
 
-    def _finish(self, *, skipped: bool) -> None:
+    def _finish(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         if self._copy is None:
-            self._note_step(skipped=skipped)
+            self._save(self._parameters.of_optimizer(optimizer), skipped=skipped)
         self._at += 1
         steps = self._job.steps
         if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
             ending.leave()
         self._begin()
+        passes = self._record.passes
+        if passes and not passes[0].batches:  # the script makes its inputs itself, from here on
+            self._hands.set_random_streams(origin=True)
+            if passes[0].drew:
+                self._begin_step()
+                self._hands.set_random_streams(origin=True)
 
-    def _note_step(self, *, skipped: bool) -> None:
-        out = {name: tensor.contiguous() for name, tensor in self._out.items()}
-        save_file(out, self._folder / f"replay-{self._step:06d}.safetensors")
-        finite = tuple(loss for loss in self._losses if abs(loss) < float("inf"))
-        self._seen.append(Seen(
-            step=self._step, groups=self._groups, losses=finite, draws=self._draws, skipped=skipped,
-            folded=self._folding.kind,
-        ))  # fmt: skip
+    def _save(self, names: list[str], *, skipped: bool) -> None:
+        raw = {n: g for n, g in self._raw.items() if n in names}
+        self._out |= {f"raw/{n}": g for n, g in raw.items()}
+        if not skipped:
+            by_name = self._parameters.by_name
+            self._out |= {f"after/{n}": tensors.whole(by_name[n]).clone() for n in names}
+        for name in (*raw, "loss"):
+            spread = self._copies.spreads.get(name, float("nan"))
+            self._out[f"spread/{name}"] = torch.tensor(spread)
+        self._out.setdefault("loss", torch.tensor(float("nan"), dtype=torch.float64))
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self._out.items()},
+            self._folder / f"replay-{self._step:06d}.safetensors",
+        )
+        losses = [self._losses[place] for place in self._losses_of_step()]
+        self._seen.append(
+            Seen(
+                step=self._step,
+                groups=self._groups,
+                losses=tuple(loss for loss in losses if abs(loss) < float("inf")),
+                draws=self._copies.draws,
+                skipped=skipped,
+                folded=self._copies.folding.kind,
+                changes=self._changes,
+                clips=tuple(one for one in self._clips if math.isfinite(sum(one))),
+            )
+        )
         self._write()
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

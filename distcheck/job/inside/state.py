@@ -5,37 +5,26 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distcheck.job.inside import tensors
-from distcheck.job.inside.tensors import plain_name
 
 Tensors = dict[str, torch.Tensor]
 # What a copy writes beside its gradients.
-NOT_GRADIENTS = ("loss", "passes", "divisor", "kind", "weights")
+NOT_GRADIENTS = ("loss", "passes", "backwards", "count", "is_sum", "own", "kind", "weights")
 
 
 def load(
-    models: Sequence[torch.nn.Module], kept: Mapping[str, torch.Tensor], draw: int
-) -> dict[str, torch.nn.Parameter]:
-    """Puts the state before a step in, and returns the parameters by name. A `draw` above 0 moves
-    every parameter by one ULP.
-    """
-    generator = torch.Generator().manual_seed(draw)
-    parameters: dict[str, torch.nn.Parameter] = {}
+    into: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor], kind: str,
+    moves: torch.Generator | None = None,
+) -> None:  # fmt: skip
+    """Puts recorded tensors of a kind in, moved by one ULP if asked to."""
     with torch.no_grad():
-        for model in models:
-            for long_name, parameter in model.named_parameters():
-                name = plain_name(long_name)
-                parameters[name] = parameter
-                before = kept.get(f"before/{name}")
-                if before is not None:
-                    local(parameter).copy_(moved(before, generator) if draw else before)
-            for long_name, buffer in model.named_buffers():
-                value = kept.get(f"buffer/{plain_name(long_name)}")
-                if value is not None:
-                    local(buffer).copy_(value)
-    return parameters
+        for name, tensor in into.items():
+            value = kept.get(f"{kind}{name}")
+            if value is not None and not torch.nn.parameter.is_lazy(tensor):
+                value = value if moves is None else moved(value, moves)
+                local(tensor).data.copy_(value)  # graphs that have the tensor may still be used
 
 
-def gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Tensors:
+def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
     """The gradients that there are, as copies on the CPU."""
     return {
         name: tensors.whole(parameter.grad).clone()
@@ -44,15 +33,17 @@ def gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Tensors:
     }
 
 
-def put(
-    parameters: Mapping[str, torch.nn.Parameter], given: Mapping[str, torch.Tensor | None]
-) -> None:
-    """Puts other numbers into gradients that there are."""
+def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor | None]) -> None:
+    """Makes these the gradients, None for a parameter that is to have none."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             number = given.get(name)
-            if parameter.grad is not None and number is not None:
+            if number is None:
+                parameter.grad = None
+            elif parameter.grad is not None:
                 local(parameter.grad).copy_(number)
+            elif not tensors.is_in_parts(parameter):
+                parameter.grad = number.to(parameter.device, parameter.dtype).clone()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,19 +74,18 @@ def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors |
     return {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
 
 
-def distance(one: Tensors, other: Tensors) -> float:
-    """How far apart two sets of gradients are, over the norm of the other, in the L2 norm."""
+def distance(one: Tensors, other: Tensors, factor: float = 1.0) -> float:
+    """How far gradients are from others times a factor, over the norm of those, in the L2 norm."""
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
-    size = sum(float(other[name].double().square().sum()) for name in names)
-    apart = sum(float((one[n].double() - other[n].double()).square().sum()) for n in names)
-    return float((apart / size) ** 0.5) if size else 0.0
+    size = sum(float(other[name].double().square().sum()) for name in names) * factor**2
+    apart = (one[n].double() - factor * other[n].double() for n in names)
+    left = sum(float(part.square().sum()) for part in apart)
+    return float((left / size) ** 0.5) if size else 0.0
 
 
-def divisor_of(loss: float, added: float) -> float:
-    """What sums of torch's losses over targets, `added` up, were divided by to be a loss; a whole
-    number where it is one. 0 where there are none.
-    """
-    if not added or not loss or added != added:
-        return 0.0
-    found = abs(added / loss)
-    return float(round(found)) if found >= 1 and abs(found - round(found)) < 1e-3 else found
+def factor_of(one: Tensors, other: Tensors) -> float:
+    """The factor between one set of gradients and another, by least squares; 0 if there is none."""
+    names = [name for name in other if name in one and name not in NOT_GRADIENTS]
+    square = sum(float(other[name].double().square().sum()) for name in names)
+    product = sum(float((one[n].double() * other[n].double()).sum()) for n in names)
+    return product / square if square else 0.0

@@ -12,6 +12,8 @@ from distcheck.job import recording, sketches
 from distcheck.job.inside import tensors
 from distcheck.job.recording import StepRecord
 
+_STATE = ("before/", "buffer/")
+
 
 class StepFile:
     """Collects tensors by name; `digests` are kept of all of them, also of those that are not."""
@@ -22,6 +24,21 @@ class StepFile:
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
+        self.has_restarted = False
+
+    def digest(self, name: str) -> str | None:
+        """The digest of what has a name."""
+        return self._digests.get(name)
+
+    def restart(self) -> None:
+        """Parameters are taken again: what was taken is the state before the first pass alone."""
+        for found in (self._kept, self._digests):
+            whole: dict[str, Any] = dict(found)  # type: ignore[call-overload]
+            for name in [n for n in whole if n.removeprefix("sums/").startswith(_STATE)]:
+                value = found.pop(name)
+                if not self.has_restarted and not name.startswith("sums/"):
+                    found[f"start/{name}"] = value  # type: ignore[assignment]
+        self.has_restarted = True
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps a tensor as it is now."""
@@ -104,8 +121,6 @@ def _json_safe(record: StepRecord) -> StepRecord:
             )
             for p in record.passes
         ),
-        clips=tuple(
-            replace(c, most=sound(c.most) or 0.0, norm=sound(c.norm)) for c in record.clips
-        ),
+        clips=tuple(replace(c, most=sound(c.most), norm=sound(c.norm)) for c in record.clips),
         groups=tuple({k: sound(v) or 0.0 for k, v in g.items()} for g in record.groups),
     )

@@ -1,15 +1,16 @@
 """Tensors of a training script: leaves of batches, names of parameters, digests, random streams."""
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from distcheck.job.recording import MOST_ROWS, digest
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
 
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_DEEPEST = 8  # containers within containers
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -23,9 +24,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     collective of all of them.
     """
     tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
+    if is_in_parts(tensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return tensor.cpu().contiguous()
+
+
+def is_in_parts(tensor: torch.Tensor) -> bool:
+    """Whether this rank may hold a part of it (a DTensor)."""
+    return hasattr(tensor, "full_tensor")
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -58,33 +64,45 @@ def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, or of arguments, in a fixed order."""
-    return list(_leaves(value))
+    """The tensors of a batch, or of arguments, in a fixed order: in containers, and in objects that
+    are made of them (data classes, batches of libraries).
+    """
+    return list(_leaves(value, set()))
 
 
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
+def _leaves(value: Any, above: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-
-
-def replace_leaves(value: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with other tensors; `take` is asked in the order of `leaves`."""
-    if isinstance(value, torch.Tensor):
-        return take(value)
+        return
+    if isinstance(value, _PLAIN) or id(value) in above or len(above) > _DEEPEST:
+        return
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        replaced = {key: replace_leaves(item, take) for key, item in value.items()}
-        return replaced if type(value) is dict else type(value)(replaced)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replace_leaves(item, take) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(replace_leaves(item, take) for item in value)
-    return value
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type | Callable):  # type: ignore[arg-type]
+        items = vars(value).values()
+    for item in list(items):
+        yield from _leaves(item, above | {id(value)})
+
+
+def inputs_of(value: Any) -> list[torch.Tensor]:
+    """The tensors among a model's arguments that are data, and not computed by a graph."""
+    return [t for t in leaves(value) if t.grad_fn is None and not is_parameter(t)]
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is one of a model's."""
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def put(tensor: torch.Tensor, given: torch.Tensor) -> None:
+    """Makes a tensor hold other data, of any shape, for all code that has the tensor. What it was a
+    view of stays as it is.
+    """
+    with torch.no_grad():
+        tensor.data = given.to(device=tensor.device, dtype=tensor.dtype).clone()
 
 
 def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
@@ -97,34 +115,38 @@ def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
     return tuple(digest("".join(digest_of(t[i]) for t in plain).encode()) for i in range(count))
 
 
-def random_digests() -> dict[str, str]:
-    """The random streams of this process: torch's, Python's, and NumPy's where it is loaded."""
-    found = {
-        "torch": digest_of(torch.get_rng_state()),
-        "python": digest(repr(random.getstate()).encode()),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        found["numpy"] = digest(repr(numpy.random.get_state(legacy=False)).encode())
-    if _uses_gpu():
-        found["cuda"] = digest_of(torch.cuda.get_rng_state())
-    return found
-
-
 def random_state() -> torch.Tensor:
-    """The states of torch's generators: the CPU's, and behind it the GPU's where one is used."""
-    states = [torch.get_rng_state()]
+    """The random streams of this process: torch's, Python's, NumPy's where it is loaded, and the
+    GPU's where one is used.
+    """
+    libraries = library_states().ljust(LIBRARY_STATES_BYTES, b"\0")
+    states = [torch.get_rng_state(), torch.frombuffer(bytearray(libraries), dtype=torch.uint8)]
     if _uses_gpu():
         states.append(torch.cuda.get_rng_state())
     return torch.cat(states)
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Puts such states back."""
-    size = len(torch.get_rng_state())
-    torch.set_rng_state(state[:size].clone())
-    if len(state) > size:
-        torch.cuda.set_rng_state(state[size:].clone())
+    """Puts them back."""
+    end = len(torch.get_rng_state())
+    torch.set_rng_state(state[:end].clone())
+    libraries = bytes(state[end : end + LIBRARY_STATES_BYTES].tolist())
+    half = LIBRARY_STATES_BYTES // 2
+    set_library_states(libraries if any(libraries[half:]) else libraries[:half])
+    if len(state) > end + LIBRARY_STATES_BYTES and _uses_gpu():
+        torch.cuda.set_rng_state(state[end + LIBRARY_STATES_BYTES :].clone())
+
+
+def random_digests() -> dict[str, str]:
+    """The same streams, each as a digest."""
+    found = {"torch": digest_of(torch.get_rng_state())}
+    states, half = library_states(), LIBRARY_STATES_BYTES // 2
+    for name, state in (("python", states[:half]), ("numpy", states[half:])):
+        if state:
+            found[name] = digest(state)
+    if _uses_gpu():
+        found["cuda"] = digest_of(torch.cuda.get_rng_state())
+    return found
 
 
 def _uses_gpu() -> bool:

@@ -18,7 +18,8 @@ _SAME = (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View",
 )  # fmt: skip
 Node = Any
-Heard = tuple[str, str, torch.Tensor]  # a loss of torch's: its name, its reduction, its value
+# A loss of torch's: its name, its reduction, its value, how many targets it counts.
+Heard = tuple[str, str, torch.Tensor, int]
 By = tuple[float, bool, bool]  # a factor: the number, and `computed` and `divides` of a Factor
 
 
@@ -40,6 +41,40 @@ def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[Term, ..
     """
     found, why = ends_of(loss, heard)
     return tuple(term for term, _ in found), why
+
+
+def count_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[float, bool]:
+    """What a loss is divided by, as its graph says: the elements or targets that it is a mean of,
+    or the number that a sum was divided by; 0 where its terms say several numbers, or nothing. And
+    whether it is one sum.
+    """
+    found, _ = ends_of(loss, heard)
+    counts = set[float]()
+    for term, end in found:
+        if term.reduction == "sum":
+            counts.add(_rounded(1 / abs(term.weight)) if term.weight else 0.0)
+        else:
+            of_node = 0.0 if term.call >= 0 else float(_elements(end.node))
+            counts.add(float(heard[term.call][3]) if term.call >= 0 else of_node)
+    is_sum = len(found) == 1 and found[0][0].reduction == "sum"
+    return (counts.pop() if len(counts) == 1 else 0.0), is_sum
+
+
+def _rounded(number: float) -> float:
+    """A whole number where it is one but for the rounding of single precision."""
+    near = round(number)
+    return float(near) if near and abs(number - near) < 1e-3 else number
+
+
+def _elements(node: Node) -> int:
+    """Over how many elements each number of a mean goes."""
+    before, after = (math.prod(shape) for shape in _shapes(node))
+    return before // max(1, after)
+
+
+def _shapes(node: Node) -> tuple[Sequence[int], Sequence[int]]:
+    """The shapes of what a mean is of, and of the mean."""
+    return node._saved_self_sym_sizes, node._input_metadata[0].shape
 
 
 def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -65,7 +100,7 @@ def ends_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[list[tuple[Term
 def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
     ends = {
         value.grad_fn: number
-        for number, (_, _, value) in enumerate(heard)
+        for number, (_, _, value, _) in enumerate(heard)
         if value.grad_fn is not None and value.numel() == 1
     }
     found: list[tuple[Term, End]] = []
@@ -77,7 +112,7 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
             return found
         node, output, factors, outer = waiting.pop()
         if node in ends:
-            name, reduction, _ = heard[ends[node]]
+            name, reduction, *_ = heard[ends[node]]
             term = Term(name=name, reduction=reduction, call=ends[node], factors=factors)
             found.append((term, End(node, output)))
         elif (reduction := _reduces(node)) and not _passes(node):

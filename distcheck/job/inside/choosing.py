@@ -1,0 +1,173 @@
+"""Which batches a script takes as one process, and what each rank counts for: by what copies of the
+replay computed in the first step, one with each rank's batches and one with all of them together.
+
+Nothing here looks at what the job's own gradients were.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distcheck.job.inside import state
+from distcheck.job.inside.feeding import ALL, Feeding
+from distcheck.job.inside.folding import interacts
+from distcheck.job.reading import Recording
+from distcheck.job.recording import StepRecord
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
+
+SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
+Copies = dict[Role, state.Tensors | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the ranks' batches are handed out; or `failure`, why they cannot be. A right job has the
+    reference's gradients times one of `scales`: a sum over samples is often scaled by the world.
+    """
+
+    mode: str = ""
+    why: str = ""
+    failure: str = ""
+    scales: tuple[float, ...] = (1.0,)
+
+
+def tries(job: Recording, feeding: Feeding, apart: str) -> list[Role]:
+    """The copies of the first step by which it is chosen; `apart`: why batches stay as they are."""
+    first = job.steps[0]
+    roles = [Role(rank, first) for rank in range(job.world)]
+    if not apart and not interacts(job.at(first)):
+        roles.append(Role(ALL, first))
+        if feeding.varies():
+            feeding.pads = True
+            roles.append(Role(0, first, longer=True))
+    return roles
+
+
+def choose(job: Recording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
+    """The choice, by what the copies of `tries` have computed; `said` is why the first failed."""
+    first, record = job.steps[0], job.records[0, job.steps[0]]
+    alone = [found.get(Role(rank, first)) for rank in range(job.world)]
+    base = alone[0]
+    if base is None:
+        return Choice(failure=f"as one process the script fails in its first step: {said}")
+    if "more" in base:
+        why = "the script makes more backward passes where there are fewer ranks"
+        return Choice(IN_TURN, why)
+    if int(base["passes"]) != len(record.passes):
+        return Choice(
+            failure=f"as one process the script makes {int(base['passes'])} forward passes before "
+            f"its first step, and {len(record.passes)} as {job.world} ranks"
+        )
+    exchanges = any(call.after_backward for call in record.calls)
+    if exchanges and abs(float(base["own"]) * job.world - 1) <= 1e-6:
+        return Choice(
+            failure=f"as one process the script's own exchange still divides by {job.world}, which "
+            "it has from elsewhere than its process group; give the command that trains as one "
+            "process, --reference COMMAND"
+        )
+    why = apart or interacts(job.at(first))
+    together = found.get(Role(ALL, first))
+    if not why and feeding.pads:
+        longer = found.get(Role(0, first, longer=True))
+        feeding.pads = longer is not None and state.distance(longer, base) <= SAME
+        why = "" if feeding.pads else "padding would change gradients"
+    if not why and together is not None:
+        choice = _of_together(job, alone, together)
+        if choice.mode == TOGETHER:
+            return choice
+        why = choice.why
+    feeding.pads = False
+    return _by_rank(job, base, why or "the ranks' batches do not fit into one")
+
+
+def _of_together(
+    job: Recording, alone: Sequence[state.Tensors | None], together: state.Tensors
+) -> Choice:
+    """All samples in one batch, where the script's loss means the same by that."""
+    mean = state.mean(alone, [1 / job.world] * job.world)
+    if mean is None:
+        return Choice(TOGETHER)
+    factor = state.factor_of(together, mean)
+    is_multiple = bool(factor) and state.distance(together, mean, factor) <= SAME
+    if is_multiple and abs(factor - 1) <= SAME:
+        return Choice(TOGETHER)
+    if is_multiple and abs(factor / job.world - 1) <= SAME:
+        scales = _scales(job, alone[0])
+        if scales == (1.0,):
+            return Choice(
+                BY_RANK, "the loss is divided by a number of samples that is written down"
+            )
+        return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
+    if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
+        return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
+    return Choice(TOGETHER)  # samples interact, or ranks have unlike numbers of them
+
+
+def _scales(job: Recording, alone: state.Tensors | None) -> tuple[float, ...]:
+    """What the mean of the ranks' gradients may be multiplied by, where a loss is a sum: by nothing
+    if it is divided by what one rank has, by the world if by what all have; else by either.
+    """
+    if alone is None or not float(alone["is_sum"]):
+        return (1.0,)
+    counts = _counts(job.records[0, job.steps[0]])
+    own = {number for number in counts if number}
+    if float(alone["count"]) in own:
+        return (1.0,)
+    if float(alone["count"]) in {number * job.world for number in own}:
+        return (float(job.world),)
+    return (1.0, float(job.world))
+
+
+def _counts(record: StepRecord) -> set[int]:
+    """How many samples and targets one pass has, and all passes of a step together."""
+    rows = [len(one.rows) for one in record.trained]
+    targets = [call.counted for one in record.trained for call in one.losses]
+    return {*rows, *targets, sum(rows), sum(targets)}
+
+
+def _by_rank(job: Recording, base: state.Tensors, why: str) -> Choice:
+    for step in job.steps:
+        for record in job.at(step):
+            for call in record.calls:
+                if call.elements > 1 and not call.after_backward:
+                    return Choice(
+                        failure=f"ranks exchange tensors before backward ({call.name} at "
+                        f"{call.place}), which cannot be had where they are replayed one by one, "
+                        f"as they are since {why}"
+                    )
+    return Choice(BY_RANK, why, scales=_scales(job, base))
+
+
+def weights(
+    job: Recording, step: int, parts: Sequence[state.Tensors | None], asked: str
+) -> tuple[list[float], str]:
+    """What the gradient of each rank counts for, by what its copy's loss was divided by, or as the
+    person says; or why that is not known.
+    """
+    equal = [1 / job.world] * job.world
+    records = job.at(step)
+    if asked and asked != "equal":
+        numbers = [float(_number(record, asked)) for record in records]
+    else:
+        numbers = [0.0 if part is None else float(part["count"]) for part in parts]
+    if asked == "equal" or (not all(numbers) and len(set(map(_shape, records))) == 1):
+        return equal, ""
+    if all(numbers):
+        return [number / sum(numbers) for number in numbers], ""
+    several = ", ".join(str(_number(record, "targets")) for record in records)
+    return equal, (
+        f"the ranks' losses go over unlike numbers of samples or targets ({several}), and what "
+        "each is divided by cannot be read; say what a rank counts for: --weights samples, "
+        "targets or equal"
+    )
+
+
+def _number(record: StepRecord, of: str) -> int:
+    targets = sum(call.counted for one in record.trained for call in one.losses)
+    return (
+        sum(len(one.rows) for one in record.trained) if of == "samples" or not targets else targets
+    )
+
+
+def _shape(record: StepRecord) -> tuple[tuple[int, ...], ...]:
+    """What a rank's loss goes over: samples and targets, by pass."""
+    return tuple((len(p.rows), *(call.counted for call in p.losses)) for p in record.trained)

@@ -1,0 +1,83 @@
+"""What backward passes have added to each `.grad` since it was last None or zero.
+
+That, and not the number of calls, says which passes a step is made of: what was cleared before the
+step (a dry pass, a skipped step, the first pass of sharpness-aware minimisation, what a generator's
+loss leaves in the discriminator) is in no gradient that the optimizer gets.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from distcheck.job.inside import tensors
+from distcheck.training.leaf_hooks import LeafHook
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Contributions:
+    """Listens on parameters. `passes` has, by name, the numbers of the backward passes."""
+
+    def __init__(self, listens: Callable[[str, torch.Tensor], Any]) -> None:
+        self._listens = listens  # called from within backward; it must not raise
+        self._hooks: dict[str, LeafHook] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+        self.local: Tensors = {}
+        self.sizes: Tensors = {}
+        self.norms: Tensors = {}
+        self.passes: dict[str, list[int]] = {}
+        self.backward = -1  # the number of the pass that runs, or ran last
+        self.may_exchange = True  # whether a pass before the last one may
+
+    def watch(self, name: str, parameter: torch.Tensor) -> None:
+        """Hears of a parameter's gradients from now on, unless ranks hold parts of it."""
+        if parameter.requires_grad and parameter.is_leaf and not tensors.is_in_parts(parameter):
+
+            def heard(gradient: torch.Tensor) -> None:
+                self._listens(name, gradient)
+
+            self._hooks[name] = LeafHook(parameter, heard)
+            self._parameters[name] = parameter
+
+    def begin(self) -> None:
+        """A backward pass begins. What was added to a gradient that is not there any more, counts
+        no longer.
+        """
+        self.backward += 1
+        self.forget(
+            name for name in list(self.passes) if not tensors.any_held([self._parameters[name]])
+        )
+        for hook in self._hooks.values():
+            hook.put_back()
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient is about to be added to `.grad`."""
+        gradient = gradient.detach()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        norm = torch.linalg.vector_norm(tensors.magnitudes(gradient).float())
+        if name not in self.local:
+            self.passes[name] = [self.backward]
+            self.local[name], self.norms[name] = gradient.clone(), norm
+            return
+        if self.may_exchange:
+            held = self.sizes.setdefault(name, tensors.magnitudes(self.local[name]).clone())
+            held += tensors.magnitudes(gradient)
+        self.norms[name] = self.norms[name] + norm
+        self.local[name] = self.local[name].add_(gradient)
+        self.passes[name].append(self.backward)
+
+    def backwards_of(self, names: Iterable[str], since: int) -> set[int]:
+        """The backward passes that are in the gradients of some parameters. Where nothing was heard
+        of any: all those after number `since`.
+        """
+        heard = [name for name in names if name in self._hooks]
+        if not heard:
+            return set(range(since + 1, self.backward + 1))
+        return {number for name in heard for number in self.passes.get(name, ())}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """What was added to some parameters' gradients is not in them any more."""
+        for name in names:
+            for kept in (self.local, self.sizes, self.norms, self.passes):
+                kept.pop(name, None)

@@ -1,0 +1,43 @@
+"""The losses of torch's that a script computes, and which of them a backward pass comes from."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from distcheck.job.inside import hooks
+from distcheck.job.inside.terms import Heard
+from distcheck.job.recording import LossCall, Pass, Term
+
+
+class Losses:
+    """Those since the last backward pass."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self._calls: list[LossCall] = []
+        self._reached: set[int] = set()
+
+    def hear(self, name: str, reduction: str, counted: int, target: str, value: Any) -> None:
+        """One was computed, over `counted` targets; hears of a backward pass through it."""
+        place = len(self._calls)
+        number = float(value.detach()) if value.numel() == 1 else float("nan")
+        self._calls.append(
+            LossCall(name=name, reduction=reduction, counted=counted, value=number, target=target)
+        )
+        self.heard.append((name, reduction, value, counted))
+        value.grad_fn.register_prehook(lambda _: hooks.say("reaches", place))
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._reached = set()
+
+    def reaches(self, place: int) -> None:
+        """It goes through one of them."""
+        self._reached.add(place)
+
+    def of_backward(self, one: Pass) -> tuple[tuple[LossCall, ...], tuple[Term, ...]]:
+        """The losses that a pass's backward pass came from, and its terms, which say which."""
+        kept = sorted(self._reached)
+        places = {place: number for number, place in enumerate(kept, len(one.losses))}
+        terms = (replace(term, call=places.get(term.call, -1)) for term in one.terms)
+        return (*one.losses, *(self._calls[place] for place in kept)), tuple(terms)

@@ -1,0 +1,110 @@
+"""The parameters that a script trains: which tensor has which name. A name is for the reader, and
+for finding the same tensor on another rank; what a step is about are the tensors of its optimizer.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from distcheck.job.inside.tensors import any_held, is_in_parts, plain_name, whole
+
+
+class Parameters:
+    """Those of every module that was called as a whole, and those that optimizers alone have."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, torch.Tensor] = {}  # keeps them, so that an id stays one tensor's
+        self.roots: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._names: dict[int, str] = {}
+
+    def add_root(self, module: torch.nn.Module) -> list[str]:
+        """Names the parameters of a module that was called, the new ones of which it returns. Those
+        that are made in the first forward pass have a name after it.
+        """
+        if not any(module is one for one in self.roots):
+            self.roots.append(module)
+        place = next(number for number, one in enumerate(self.roots) if one is module)
+        return [
+            self._add(plain_name(name), parameter, f"{type(module).__name__}-{place}")
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in self._names and not is_lazy(parameter)
+        ]
+
+    def add_others(self) -> list[str]:
+        """Names what a forward pass has made, and what is in optimizers and in no module that was
+        called; returns the new names.
+        """
+        found = [name for root in self.roots for name in self.add_root(root)]
+        for number, optimizer in enumerate(self.optimizers):
+            for name, parameter in _places_in(optimizer):
+                if id(parameter) not in self._names and not is_lazy(parameter):
+                    found.append(self._add(f"{name} of optimizer {number}", parameter, ""))
+        return found
+
+    def _add(self, name: str, parameter: torch.Tensor, of: str) -> str:
+        taken = self.by_name.get(name)
+        if taken is not None and self._is_used(taken):
+            name = f"{of}.{name}"
+        elif taken is not None:
+            del self._names[id(taken)]
+        self.by_name[name] = parameter
+        self._names[id(parameter)] = name
+        return name
+
+    def _is_used(self, parameter: torch.Tensor) -> bool:
+        """Whether it was not replaced since it got its name, as a new head replaces the old one."""
+        of_roots = (one for root in self.roots for one in root.parameters())
+        of_optimizers = (one for opt in self.optimizers for _, one in _places_in(opt))
+        return any(one is parameter for all_of in (of_roots, of_optimizers) for one in all_of)
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Its name, if it has one."""
+        return self._names.get(id(parameter))
+
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """The names of those that have one, in their order."""
+        return [name for one in parameters if (name := self.name_of(one)) is not None]
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The names of what an optimizer updates, in the order that they have got their names."""
+        own = set(self.names_of(parameter for _, parameter in _places_in(optimizer)))
+        return [name for name in self.by_name if name in own]
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of an optimizer, in the order in which a script makes them."""
+        for number, one in enumerate(self.optimizers):
+            if one is optimizer:
+                return number
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of all modules that were called."""
+        return {plain_name(n): buffer for root in self.roots for n, buffer in root.named_buffers()}
+
+    def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Copies of the gradients that there are, dense."""
+        found = {}
+        for name in names:
+            gradient = self.by_name[name].grad
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                found[name] = whole(gradient).clone()
+        return found
+
+    def hold(self) -> bool:
+        """Whether some parameter has a gradient that is not zero."""
+        return any_held(self.by_name.values())
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether ranks hold parts of some parameter: to look at it is a collective."""
+        return any(is_in_parts(one) for one in self.by_name.values())
+
+
+def _places_in(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {place} of group {number}", parameter

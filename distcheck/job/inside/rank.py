@@ -1,0 +1,135 @@
+"""Who this rank is, how its script was started, and what can be asked of its modules."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distcheck.job import recording
+from distcheck.job.inside import ending
+from distcheck.job.inside.parameters import Parameters
+
+_WAIT_S = 60.0  # for the other ranks' last step
+_LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def world_of() -> tuple[int, int]:
+    """This process's rank, and how many there are: of the group, or what a launcher has said."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for rank, world in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if os.environ.get(rank, "").isdecimal() and os.environ.get(world, "").isdecimal():
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1
+
+
+def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> None:
+    """Makes the folder of a rank, and writes who it is."""
+    mine = recording.rank_folder(folder, rank)
+    mine.mkdir()
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    first = next(iter(parameters.by_name.values()), torch.empty(0))
+    recording.write_json(
+        mine / "rank.json",
+        recording.RankRecord(
+            rank=rank,
+            world=world,
+            arguments=tuple(sys.orig_argv),
+            folder=os.getcwd(),
+            backend=torch.distributed.get_backend() if grouped else "",
+            device=first.device.type,
+            torch=str(torch.__version__),
+            threads=torch.get_num_threads(),
+            variables={
+                name: value
+                for name, value in os.environ.items()
+                if name in _NAMES or name.startswith(_LAUNCHERS)
+            },
+            wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
+            divided_by=divided_by(parameters),
+        ),
+    )
+
+
+def end(folder: Path, rank: int, world: int) -> None:
+    """Ends the process when every rank has written its last step, as one that succeeded."""
+    (recording.rank_folder(folder, rank) / "ended").touch()
+    until = time.monotonic() + _WAIT_S
+    others = [recording.rank_folder(folder, other) for other in range(world)]
+    while time.monotonic() < until and not all((one / "ended").exists() for one in others):
+        time.sleep(0.01)
+    ending.leave()
+
+
+def divided_by(parameters: Parameters) -> str:
+    """What makes ranks hold parts of a model that a library alone can put together, if so."""
+    for root in parameters.roots:
+        for part in root.modules():
+            name = type(part).__name__
+            if name in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"):
+                return name
+            if not any("FSDPModule" in one.__name__ for one in type(root).__mro__):
+                own = part.parameters(recurse=False)
+                if any(any(at.is_shard() for at in getattr(p, "placements", ())) for p in own):
+                    return "tensor parallelism"
+    return ""
+
+
+def normalises(parameters: Parameters) -> bool:
+    """Whether BatchNorm is among the modules, which normalises by the batch."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return any(
+        isinstance(part, kind) and part.training
+        for root in parameters.roots
+        for part in root.modules()
+    )
+
+
+def exchanges(model: torch.nn.Module) -> bool | None:
+    """Whether DistributedDataParallel, which others may wrap (Fabric does), exchanges in this pass;
+    None without one.
+    """
+    found = ddp_in(model)
+    return None if found is None else bool(found.require_backward_grad_sync)
+
+
+def exchange_seconds(model: torch.nn.Module) -> float | None:
+    """How long an exchange made backward passes wait so far, on average, as torch measures it in
+    some of them: what it took, less what was computed meanwhile.
+    """
+    measured: dict[str, Any] = getattr(ddp_in(model), "_get_ddp_logging_data", dict)()
+    took = measured.get("avg_backward_comm_time", 0)
+    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0, took - hidden) / 1e9 if took else None
+
+
+def ddp_in(model: torch.nn.Module) -> Any:
+    """The DistributedDataParallel that a model is, or has."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return next((part for part in model.modules() if isinstance(part, kind)), None)
+
+
+def targets_of(name: str, target: Any, ignored: int) -> int:
+    """How many targets a loss counts: all but those that are ignored."""
+    if not isinstance(target, torch.Tensor):
+        return 0
+    if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+        return int((target != ignored).sum())
+    return target.numel()
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """The settings of a group that are numbers; of pairs, as of betas, each by itself."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        several = value if isinstance(value, tuple) else (value,)
+        for place, one in enumerate(several):
+            if isinstance(one, torch.Tensor) and one.numel() == 1:
+                one = one.item()
+            if isinstance(one, bool | int | float) and key != "params":
+                found[f"{key}[{place}]" if isinstance(value, tuple) else key] = float(one)
+    return found

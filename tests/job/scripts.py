@@ -1,0 +1,81 @@
+"""Small training loops that a recorder hears, as the only rank: each in a fork of this process,
+which has torch already.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer would import, in each fork
+
+from distcheck.job import reading
+from distcheck.job.inside import hooks
+from distcheck.job.inside.recorder import Recorder
+from distcheck.job.reading import Recording
+from distcheck.job.settings import Settings
+
+HEAD = """
+import sys, torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+
+def batch(number, rows=4):
+    drawn = torch.Generator().manual_seed(number)
+    return torch.randn(rows, 3, generator=drawn), torch.randint(0, 2, (rows,), generator=drawn)
+
+def optimizer_of(*models):
+    return torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+"""
+
+
+def run(
+    script: str, folder: Path, *, steps: int = 3, watched: bool = True, defect: bool = False
+) -> str:
+    """What a script printed, its steps recorded into the folder if it is watched; `defect`: the
+    recorder is to fail.
+    """
+    printed, raised = folder / f"printed-{watched}", folder / "raised"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 1)
+            _run(script, folder, steps=steps if watched else 0)
+            code = 0
+        except BaseException:
+            raised.write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, raised.read_text() if raised.exists() else f"it ended with {status}"
+    said = folder / "defect"
+    assert said.exists() == defect, said.read_text() if said.exists() else "no defect was noted"
+    return printed.read_text()
+
+
+def _run(script: str, folder: Path, *, steps: int) -> None:
+    sys.stdout = os.fdopen(1, "w")
+    torch.set_num_threads(1)  # threads of this process are not in a fork
+    if steps:
+        recorder = Recorder(Settings(steps=steps, keep_going=True), folder)
+        defect = folder / "defect"
+        hooks.install(recorder, lambda: defect.write_text(traceback.format_exc()) and None)
+    exec(compile(HEAD + script, "train.py", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
+
+
+def recorded(script: str, folder: Path, **about: Any) -> Recording:
+    """The recording of a script."""
+    run(script, folder, **about)
+    return reading.read(folder)
+
+
+def both(script: str, folder: Path, **about: Any) -> tuple[Any, Any]:
+    """What a script prints as JSON without being watched, and watched."""
+    alone = json.loads(run(script, folder, watched=False, **about))
+    return alone, json.loads(run(script, folder, **about))

@@ -1,0 +1,212 @@
+"""A step is what the optimizer gets: which passes it is made of, and which gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.job.scripts import recorded
+
+LOOP = """
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for step in range(3):
+    x, y = batch(step)
+    {body}
+    optimizer.step()
+"""
+TRAIN = "optimizer.zero_grad(); F.cross_entropy(model(x), y).backward()"
+# What a script does in a step: by pass, whether it is in what the optimizer gets.
+STEPS = {
+    "one pass": (TRAIN, [True]),
+    "accumulation": (
+        "optimizer.zero_grad()\n"
+        "    for i in (0, 1): F.cross_entropy(model(x[i::2]), y[i::2]).backward()",
+        [True, True],
+    ),
+    "a dry pass": (f"model(x); {TRAIN}", [False, True]),
+    "a pass whose gradients are dropped": (
+        f"model(x).sum().backward(); model.zero_grad(); {TRAIN}",
+        [False, True],
+    ),
+    "gradients that are set to zero": (
+        f"model(x).sum().backward(); model.zero_grad(set_to_none=False); {TRAIN}",
+        [False, True],
+    ),
+    "a skipped step": (f"{TRAIN}; {TRAIN}", [False, True]),
+    "two backward passes of one forward pass": (
+        "optimizer.zero_grad(); o = model(x); o[:, 0].sum().backward(retain_graph=True); "
+        "o[:, 1].sum().backward()",
+        [True],
+    ),
+    "one backward pass of two forward passes": (
+        "optimizer.zero_grad(); (model(x) - model(-x)).square().mean().backward()",
+        [True, True],
+    ),
+    "an evaluation": (f"model.eval(); model(x).sum(); model.train(); {TRAIN}", [True]),
+    "without gradients": (f"torch.no_grad()(model)(x); {TRAIN}", [True]),
+    "a gradient that is not added": (
+        f"torch.autograd.grad(model(x).sum(), model.weight); {TRAIN}",
+        [False, True],
+    ),
+    "a backward pass in torch.autograd": (
+        "optimizer.zero_grad(); torch.autograd.backward([F.cross_entropy(model(x), y)])",
+        [True],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_passes_of_a_step_are_those_that_the_optimizer_gets(name: str, tmp_path: Path) -> None:
+    body, live = STEPS[name]
+    job = recorded(LOOP.replace("{body}", body), tmp_path)
+    assert job.steps == (0, 1, 2)
+    for step in job.steps:
+        record = job.records[0, step]
+        assert [one.live for one in record.passes] == live
+        assert not record.carried
+        for parameter in ("weight", "bias"):  # one rank: what backward added is what is there
+            local, given = (job.gradient(k, 0, step, parameter) for k in ("local", "step"))
+            assert local is not None
+            assert given is not None
+            assert torch.allclose(local, given, atol=1e-6)
+
+
+def test_gradients_that_were_kept_are_said_to_be(tmp_path: Path) -> None:
+    body = "F.cross_entropy(model(x), y).backward()"
+    job = recorded(LOOP.replace("{body}", body), tmp_path)
+    assert [job.records[0, step].carried for step in job.steps] == [False, True, True]
+    assert job.records[0, 1].earlier == ((0, 0),)
+
+
+def test_a_loss_that_no_backward_pass_comes_from_is_not_one(tmp_path: Path) -> None:
+    body = f"F.mse_loss(model(x), torch.zeros(4, 2)); {TRAIN}"
+    job = recorded(LOOP.replace("{body}", body), tmp_path)
+    (one,) = job.records[0, 0].trained
+    assert [call.name for call in one.losses] == ["cross_entropy"]
+    assert [term.call for term in one.terms] == [0]
+
+
+GAN = """
+G, D = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+og, od = optimizer_of(G), optimizer_of(D)
+for step in range(2):
+    real, _ = batch(step)
+    fake = G(real[:, :2])
+    od.zero_grad(); (D(fake.detach()).mean() - D(real).mean()).backward(); od.step()
+    og.zero_grad(); (-D(fake)).mean().backward(); og.step()
+"""
+
+
+def test_each_optimizer_has_its_steps_and_its_parameters(tmp_path: Path) -> None:
+    """What the generator's loss leaves in the discriminator is in no step."""
+    job = recorded(GAN, tmp_path, steps=4)
+    records = [job.records[0, step] for step in job.steps]
+    assert [record.number for record in records] == [1, 0, 1, 0]
+    assert [[one.live for one in record.passes] for record in records] == [
+        [False, True, True], [True], [False, True, True], [True],
+    ]  # fmt: skip
+    assert [record.earlier for record in records] == [(), ((0, 0),), (), ((2, 0),)]
+    assert not any(record.carried for record in records)
+    assert [job.parameters(step) for step in job.steps[:2]] == [
+        ("Linear-1.weight", "Linear-1.bias"), ("weight", "bias"),
+    ]  # fmt: skip
+
+
+TWO_OPTIMIZERS = """
+model = torch.nn.Linear(3, 2)
+head = torch.nn.Parameter(torch.ones(2))
+own = torch.optim.SGD([head], lr=0.1)
+optimizer = optimizer_of(model)
+for step in range(2):
+    x, y = batch(step)
+    optimizer.zero_grad(); own.zero_grad()
+    F.cross_entropy(model(x) * head, y).backward()
+    optimizer.step()
+    own.step()
+"""
+
+
+def test_a_parameter_that_no_module_has_is_of_its_optimizer(tmp_path: Path) -> None:
+    job = recorded(TWO_OPTIMIZERS, tmp_path, steps=4)
+    name = "parameter 0 of group 0 of optimizer 0"
+    assert job.parameters(0) == ("weight", "bias")
+    assert job.parameters(1) == (name,)
+    assert job.records[0, 1].passes == ()
+    assert job.records[0, 1].earlier == ((0, 0),)
+    local, given = (job.gradient(kind, 0, 1, name) for kind in ("local", "step"))
+    assert local is not None
+    assert given is not None
+    assert torch.equal(local, given)
+
+
+CLOSURE = """
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(3):
+    x, y = batch(step)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step({how}closure)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "closure="])
+def test_a_step_with_a_closure_is_a_step(how: str, tmp_path: Path) -> None:
+    job = recorded(CLOSURE.replace("{how}", how), tmp_path)
+    assert job.steps == (0, 1, 2)
+    for step in job.steps:
+        record = job.records[0, step]
+        assert (len(record.trained), record.evaluations) == (1, 1)
+        local, given = (job.gradient(kind, 0, step, "weight") for kind in ("local", "step"))
+        assert local is not None
+        assert given is not None
+        assert torch.equal(local, given)
+
+
+CHANGES = """
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for step in range(2):
+    x, y = batch(step)
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        moves = [0.1 * p.grad for p in model.parameters()]
+        for p, m in zip(model.parameters(), moves): p.add_(m)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        for p, m in zip(model.parameters(), moves): p.sub_(m)
+    optimizer.step()
+"""
+
+
+def test_the_state_of_a_step_is_that_of_the_passes_that_it_was_trained_on(tmp_path: Path) -> None:
+    """Sharpness-aware minimisation moves parameters between two passes."""
+    job = recorded(CHANGES, tmp_path, steps=2)
+    record, kept = job.records[0, 1], job.tensors(0, 1)
+    assert [one.later for one in record.passes] == [False, True]
+    assert not torch.equal(kept["start/before/weight"], kept["before/weight"])
+    assert torch.allclose(kept["start/before/weight"], job.tensors(0, 0)["after/weight"])
+
+
+LAZY = """
+model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 2))
+model(torch.zeros(1, 3))
+optimizer = optimizer_of(model)
+for step in range(2):
+    x, y = batch(step)
+    optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()
+"""
+
+
+def test_parameters_that_a_dry_pass_makes_are_seen(tmp_path: Path) -> None:
+    job = recorded(LAZY, tmp_path, steps=2)
+    assert job.parameters(0) == ("1.weight", "1.bias", "0.weight", "0.bias")
+    assert [one.live for one in job.records[0, 0].passes] == [False, True]
+    assert "before/0.weight" in job.tensors(0, 0)
