@@ -1,7 +1,7 @@
 """A gradient as backward computed it, before any hook of the code changes it.
 
-`LeafHook` sits on the node of the graph that adds a gradient to `.grad`, which torch calls after the
-hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook` hands
+`LeafHook` sits on the node of the graph that adds a gradient to `.grad`, which torch calls after
+the hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook` hands
 torch a function that first notes the gradient, and then calls the code's own. Nothing else about
 the code's hooks changes: torch calls them, and forgets them (`dist.broadcast(parameter, src=0)`
 makes it), as it would without distcheck.
@@ -55,7 +55,7 @@ class LeafHook:
 @functools.cache
 def watch_registrations() -> None:
     """Notes, from now on, what the first of the code's hooks on a leaf is given."""
-    original = torch.Tensor.register_hook
+    original: Any = torch.Tensor.register_hook
 
     @functools.wraps(original)
     def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:

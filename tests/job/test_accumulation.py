@@ -17,7 +17,7 @@ from distcheck.job.inside.folding import Folding, factor_of_mean
 from distcheck.job.recording import Clip, Factor, Term
 from distcheck.job.settings import Role
 from distcheck.records import CheckResult
-from tests.job.recordings import Facts, gradients, make, reference, replaced
+from tests.job.recordings import Facts, gradients, make, reference
 
 WEIGHTED = Term(
     name="ce",
@@ -32,9 +32,8 @@ def passes_of(count: Callable[[int], int], **about: Any) -> Callable[[Facts], No
     """So many backward passes at each step, of a loss that torch did not compute."""
 
     def change(facts: Facts) -> None:
-        given = {"losses": (), "holds": True, **about}
+        given = {"losses": (), **about}
         facts.passes = [facts.a_pass(i, **given) for i in range(count(facts.step))]
-        facts.passes[0] = replaced(facts.passes[0], holds=False)
 
     return change
 

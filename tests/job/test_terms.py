@@ -15,6 +15,7 @@ from distcheck.job.inside.feeding import ALL, Feeding
 from distcheck.job.inside.folding import Folding
 from distcheck.job.inside.terms import terms_of
 from distcheck.job.recording import Factor, LossCall, Term
+from distcheck.job.settings import Role
 from tests.job.recordings import Facts, make, reference
 from tests.job.test_examples import judge
 
@@ -106,9 +107,7 @@ def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts],
     """A negative number stands for a factor of the whole loss."""
 
     def change(facts: Facts) -> None:
-        facts.passes = [
-            facts.a_pass(i, losses=(), terms=found, holds=i > 0, **about) for i in range(count)
-        ]
+        facts.passes = [facts.a_pass(i, losses=(), terms=found, **about) for i in range(count)]
 
     return change
 
@@ -146,7 +145,7 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
 
     def change(facts: Facts) -> None:
         about = {"loss": 2.0 * number / 4, "losses": (call,), "terms": (weighted(number, 1 / 4),)}
-        facts.passes = [facts.a_pass(i, holds=i > 0, **about) for i in range(4)]
+        facts.passes = [facts.a_pass(i, **about) for i in range(4)]
 
     job = make(tmp_path, change)
     result = exchange.loss_scale(job, job.steps)
