@@ -1,10 +1,10 @@
 """A gradient as backward computed it, before any hook of the code changes it.
 
 `LeafHook` sits on the node of the graph that adds a gradient to `.grad`, which torch calls after
-the hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook` hands
-torch a function that first notes the gradient, and then calls the code's own. Nothing else about
-the code's hooks changes: torch calls them, and forgets them (`dist.broadcast(parameter, src=0)`
-makes it), as it would without distcheck.
+the hooks of the leaf tensor. So those are seen when they are registered: `Tensor.register_hook`
+hands torch a function that first notes the gradient, and then calls the code's own. Nothing else
+about the code's hooks changes: torch calls them, and forgets them (`dist.broadcast(parameter,
+src=0)` makes it), as it would without distcheck.
 """
 
 import functools
