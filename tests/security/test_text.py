@@ -216,7 +216,7 @@ def test_what_would_run_is_named_on_a_line_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "width"),
-    [("80", 80), ("", 100), ("wide", 100), ("0", 100), ("-1", 100), ("9" * 5000, 100)],
+    [("80", 80), ("", 100), ("wide", 100), ("0", 100), ("-1", 100), ("99999", 100)],
 )
 def test_a_width_that_is_none_is_the_usual_one(
     asked: str, width: int, monkeypatch: pytest.MonkeyPatch
