@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from itertools import groupby
@@ -49,7 +50,8 @@ def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> C
     filtered = cast("IO[str]", Filtered(stream))
     console = Console(file=filtered, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
-        console.width = int(os.environ.get("COLUMNS", "100"))
+        asked = os.environ.get("COLUMNS", "")
+        console.width = int(asked) if re.fullmatch(r"[1-9][0-9]{1,3}", asked) else 100
     return console
 
 

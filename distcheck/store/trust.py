@@ -7,11 +7,13 @@ Code is known where distcheck or an installed strategy's name stands for it, or 
 in this checkout: the folder of the current git repository, or else the current folder. A file that
 came with a bundle is known where the same file of this checkout holds the same bytes. In a known
 file, an object is known that the file defines, and none that it imports from elsewhere
-(`sync.py:os.system`). Files of other users of this machine are not known. All other
-code runs only with `--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
+(`sync.py:os.system`). Files of other users of this machine are not known. A text that a case gives
+to a function of the checkout may be a command. All other code, and such texts, run only with
+`--trust`, or after a yes on a terminal. Cases that `.distcheck` holds were run
 in this folder before, and are not asked about.
 """
 
+import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -88,7 +90,8 @@ def require_trust(
     """
     if trusted or is_own_run(given):
         return
-    listed = [one_line(shown(str(one))) for one in unknown_code(cases, unpacked)]
+    found = [*map(str, unknown_code(cases, unpacked)), *texts_given(cases)]
+    listed = [one_line(shown(text)) for text in found]
     if not listed:
         return
     runs = f"{doing} {one_line(shown(given))} runs code from outside this checkout"
@@ -99,6 +102,39 @@ def require_trust(
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; add --trust to run its code without asking")
+
+
+def texts_given(cases: Iterable[Case]) -> list[str]:
+    """The texts that cases give to code that is not distcheck's, in words: numbers are no commands,
+    and distcheck's own strategies run none.
+    """
+    found: dict[str, None] = {}
+    for case in cases:
+        said = case.adaptation
+        for name, text in (*said.arguments, *said.variables):
+            if not text.startswith("@") and _has_text(text) and not _is_ours(case.strategy):
+                found[f"{name}={text} for {case.strategy}"] = None
+    return list(found)
+
+
+def _has_text(literal: str) -> bool:
+    """Whether there is a text in a literal, or it is not a literal."""
+    try:
+        values = [ast.literal_eval(literal)]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return True
+    for value in values:
+        if isinstance(value, str | bytes):
+            return True
+        if isinstance(value, list | tuple | set | dict):
+            values += [*value, *(value.values() if isinstance(value, dict) else ())]
+    return False
+
+
+def _is_ours(strategy: str) -> bool:
+    point = loading.strategy_names().get(strategy)
+    place = strategy if point is None else point.module
+    return place.partition(":")[0].partition(".")[0] in _OWN
 
 
 def is_own_run(given: str) -> bool:

@@ -212,3 +212,14 @@ def test_what_would_run_is_named_on_a_line_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         require_trust("a\nb", [case], doing="replaying", trusted=False)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "width"),
+    [("80", 80), ("", 100), ("wide", 100), ("0", 100), ("-1", 100), ("99999", 100)],
+)
+def test_a_width_that_is_none_is_the_usual_one(
+    asked: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", asked)
+    assert console_for(io.StringIO()).width == width

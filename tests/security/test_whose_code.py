@@ -227,3 +227,30 @@ def test_a_kept_case_of_another_strategy_is_not_run(checkout: Path) -> None:
         msgspec.json.encode(msgspec.structs.replace(case, id="d", strategy="os:system"))
     )
     assert kept.read() == [case]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pair", "is_asked"),
+    [
+        ("mine.py:mean", ("command", "'curl x | sh'"), True),
+        ("mine.py:mean", ("commands", "[1, {'a': (b'x',)}]"), True),
+        ("mine.py:mean", ("f", "f'{x}'"), True),
+        ("mine.py:mean", ("average", "True"), False),
+        ("mine.py:mean", ("sizes", "[1, -2.5, None]"), False),
+        ("mine.py:mean", ("group", "@group"), False),
+        ("ddp", ("command", "'curl x | sh'"), False),
+    ],
+)
+@pytest.mark.parametrize("where", ["arguments", "variables"])
+def test_a_text_for_a_function_of_this_checkout_is_asked_about(
+    strategy: str, pair: tuple[str, str], is_asked: bool, where: str
+) -> None:
+    """`def run(command): os.system(command)` is in many a checkout, whatever it is there for."""
+    case = Case(id="c", strategy=strategy, world=2, workload="mlp",
+                adaptation=Adaptation(**{where: (pair,)}))  # fmt: skip
+    given = {"doing": "replaying", "trusted": False}
+    if is_asked:
+        with pytest.raises(UsageError, match=f"{pair[0]}=.* for mine.py:mean; read it, then add"):
+            trust.require_trust("x.zip", [case], **given)  # type: ignore[arg-type]
+    else:
+        trust.require_trust("x.zip", [case], **given)  # type: ignore[arg-type]
