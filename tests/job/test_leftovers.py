@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from distcheck.job import in_use, leftovers, replaying, running
+from tests.world.command import hear_interrupts
 
 OWNER = """
 import os, sys, time
@@ -177,7 +178,8 @@ def replayed(folder: Path, how: str) -> "subprocess.Popen[bytes]":
         "ran = running.run_kept(words, where / 'settings.json', folder=where, variables={},"
         " without=('NOTHING_',))\nsys.exit(ran.code)"
     )
-    return subprocess.Popen([sys.executable, "-c", program, str(folder), how])
+    words = [sys.executable, "-c", program, str(folder), how]
+    return subprocess.Popen(words, preexec_fn=hear_interrupts)
 
 
 def started_by(folder: Path) -> list[psutil.Process]:
