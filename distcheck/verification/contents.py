@@ -24,29 +24,29 @@ _FEATURES: Mapping[str, str] = {
     "groups": "several parameter groups",
     "schedule": "a learning-rate schedule",
     "alike": "two parameters of one shape",
-    "tied": "parameters that two modules share",
+    "tied": "tied parameters",
     "tied_or_unused": "parameters without a gradient",
     "sparse": "sparse gradients",
-    "not_contiguous": "parameters in another memory order",
-    "views": "parameters that are views of one storage",
-    "absent_on_some": "gradients that are absent on some ranks only",
-    "zero_on_some": "gradients that are zero on some ranks only",
-    "non_finite": "gradients that are infinite or NaN",
-    "extreme": "gradients near the largest or the smallest numbers of their dtype",
+    "not_contiguous": "another memory order",
+    "views": "views of one storage",
+    "absent_on_some": "gradients absent on some ranks only",
+    "zero_on_some": "gradients zero on some ranks only",
+    "non_finite": "infinite or NaN gradients",
+    "extreme": "huge or denormal gradients",
     "frozen": "frozen parameters",
     "several_dtypes": "parameters of several dtypes",
     "complex": "complex parameters",
     "buffers": "buffers",
     "integer_buffers": "buffers of integers",
     "batch_norm": "BatchNorm",
-    "eval_mode": "modules in eval mode",
+    "eval_mode": "eval mode",
     "random_numbers": "random numbers in the forward pass",
-    "unequal_shards": "shards of unequal size",
-    "accumulation": "gradient accumulation",
-    "clipping": "gradient clipping",
+    "unequal_shards": "unequal shards",
+    "accumulation": "accumulation",
+    "clipping": "clipping",
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
-    "starts_apart": "ranks that begin with different parameters",
+    "starts_apart": "ranks that begin apart",
     "late_ranks": "ranks that are slowed down",
     "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
 }
@@ -62,8 +62,8 @@ _EVENTS: Mapping[str, type[Happening]] = {
 
 # What no workload has, whatever its features are.
 _IN_NO_CASE = (
-    "gradients set to zero in place of None, evaluation between steps, parameters that are added "
-    "later, and what depends on the names of parameters or on the time",
+    "zero_grad(set_to_none=False); evaluation between steps; parameters added later; names of "
+    "parameters; the time",
 )
 
 
