@@ -26,6 +26,7 @@ _KINDS: dict[str, ChangeKind] = {
     **dict.fromkeys(_SOFTWARE, "software"),
     **dict.fromkeys(_SETTINGS, "settings"),
 }
+_OF_CODE = ("strategy", "workload")  # fields of a case that name code
 _MISSING = "none"
 
 
@@ -97,7 +98,7 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
     found = [
         Change(kind="code", name=f"{what} {getattr(case, what)}", then=before, now=after)
         for what, before in then.digests.items()
-        if (after := now.digests.get(what, _MISSING)) != before
+        if what in _OF_CODE and (after := now.digests.get(what, _MISSING)) != before
     ]
     there, here = _flat(then.environment), _flat(now.environment)
     for name in dict.fromkeys([*here, *there]):

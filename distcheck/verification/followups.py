@@ -113,8 +113,9 @@ def take_in(
 
 
 def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
-    of = follow_up.of.case
-    here = (report.case.id, report.case.workload) == (of.id, of.workload)  # replaced by no other
+    of, own = follow_up.of.case, report.case
+    # It may stand in the first one's place already; another follow-up's has no part in this one.
+    here = own.id == of.id and own.workload in (of.workload, follow_up.case.workload)
     if not here or not follow_up.replaces(done):
         return report
     odd, another, such = _ODD[follow_up.kind]

@@ -18,7 +18,8 @@ from distcheck import cli
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import InternalError, UsageError
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.records import Compared, Outcome
+from distcheck.plan.provenance import Provenance, changes
+from distcheck.records import Case, Compared, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.store.saved_traces import saved_traces
 from distcheck.verification import rechecking, verdicts
@@ -229,3 +230,13 @@ def test_a_defect_that_no_rank_has_is_unknown() -> None:
     ended = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(2)]
     found = verdicts._outcome_check(planned, ended, InternalError("boom", "its traceback"))
     assert found.verdict == "unknown"
+
+
+def test_a_digest_of_what_is_no_code_is_left_out() -> None:
+    case = Case(id="c", strategy="ddp", world=2, workload="mlp")
+    then, now = (
+        Provenance(environment={}, digests={"strategy": digest, "strategy\x1b[2J": "a", "id": "b"})
+        for digest in ("1", "2")
+    )
+    (change,) = changes(then, msgspec.structs.replace(now, digests={"strategy": "2"}), case)
+    assert (change.name, change.then, change.now) == ("strategy ddp", "1", "2")

@@ -255,8 +255,8 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     assert ran.returncode == 1
     document = json.loads(ran.stdout)
     assert list(document) == [
-        "schema", "verdict", "exit_code", "made", "environment", "since_green", "cases", "plan",
-        "left_out", "not_shown", "explored",
+        "schema", "verdict", "exit_code", "totals", "made", "environment", "since_green", "cases",
+        "plan", "left_out", "not_shown", "explored",
     ]  # fmt: skip
     assert document["schema"] == "distcheck.report/1"
     assert (document["verdict"], document["exit_code"]) == ("fail", 1)
