@@ -34,10 +34,10 @@ class LeafHook:
 
     @property
     def is_read(self) -> bool:
-        """Whether torch would call the hook in a backward that begins now: not where the leaf has
-        got other data (a dtype, a device) since it was put there.
+        """Whether a backward that begins now cannot give the leaf a gradient past the hook: it can
+        where the leaf has got other data (a dtype, a device) since the hook was put there.
         """
-        return self._leaf.requires_grad and get_gradient_edge(self._leaf).node is self._node
+        return not self._leaf.requires_grad or get_gradient_edge(self._leaf).node is self._node
 
     def put_back(self) -> None:
         """Makes torch call the hook again, if it would not. A backward begins after this."""
