@@ -18,11 +18,10 @@ from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.settings import Settings
-from distcheck.plan.single_ranks import check_delays, check_without_data
+from distcheck.plan.single_ranks import check_delays, check_without_data, exchanges_nothing
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
-from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
 from distcheck.training.adapters.asked import check_adaptation
@@ -336,10 +335,7 @@ def plan_checks(
     planned += needs.in_every_case()
     one_mean = facts.contract.parallel == ()  # of parts that each rank has by itself
     exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
-    over_gpus = facts.contract.device == "cuda" and devices.gpu_count() > 1  # one rank drives all
-    # In a search, a world of one rank is where a case may shrink to, and the others show more.
-    alone = case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
-    if exchanges or alone:
+    if exchanges or exchanges_nothing(case, facts.contract):
         planned.append(needs.sensitivity())
     if facts.must_happen:
         planned.append(needs.purpose())

@@ -1,9 +1,12 @@
-"""What may be asked of single ranks: to be late, or to have no data. No torch."""
+"""Single ranks: one may be late or have no data, and one alone shows nothing. No torch."""
 
 from collections.abc import Sequence
 
+from distcheck.contract import Contract
 from distcheck.errors import UsageError
-from distcheck.records import Delay
+from distcheck.machine import devices
+from distcheck.records import Case, Delay
+from distcheck.records.generated_words import PREFIX
 from distcheck.workloads.cells import CELLS
 
 _MOST_DELAY = 10_000  # milliseconds
@@ -51,3 +54,13 @@ def check_without_data(
             f"--without-data does not go with --accept {accept}, because its bounds assume a "
             "gradient from every rank; remove one of the two"
         )
+
+
+def exchanges_nothing(case: Case, contract: Contract) -> bool:
+    """Whether the world has one rank alone, so that a missing exchange would not show.
+
+    Not where that rank drives several GPUs, nor in a search: there a case may shrink to a world of
+    one rank, and other cases show what this one does not.
+    """
+    over_gpus = contract.device == "cuda" and devices.gpu_count() > 1
+    return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
