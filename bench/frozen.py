@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -202,50 +203,6 @@ def guarded(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     return msgspec.json.encode(row)
 
 
-COMMANDS = {
-    "pass": "verify --strategy allreduce --world 2 --workload mlp",
-    "default run": "verify --strategy ddp --world 4",
-    "two strategies": "verify --strategy ddp --strategy zero1 --world 2 --world 3",
-    "fail": "verify --strategy {mutants}scale:missing_division --world 2 --workload mlp",
-    "fail, two causes": "verify --strategy {mutants}missing_sync:no_sync --world 2",
-    "world of one rank": "verify --strategy allreduce --world 1 --workload mlp",
-    "simulated": "verify --strategy allreduce --world 4 --workload mlp --backend simulated",
-    "schedules": "verify --strategy allreduce --world 3 --workload mlp --schedules 4",
-    "accepted": "verify --strategy allreduce --world 2 --workload mlp --accept quantised:8",
-    "thorough": "verify --strategy allreduce --world 2 --workload mlp --thorough",
-    "a cell": "verify --strategy allreduce --world 2 --workload adamw",
-    "float64": "verify --strategy allreduce --world 2 --workload mlp --dtype float64",
-    "bfloat16": "verify --strategy allreduce --world 2 --workload mlp --dtype bfloat16",
-    "seed and batch": "verify --strategy allreduce --world 3 --workload mlp --seed 5 --batch 37",
-    "ranks without data": "verify --strategy allreduce --world 4 --workload mlp --without-data 3",
-    "a sum": "verify --strategy allreduce --world 2 --workload mlp --loss sum/global",
-    "layout": "verify --strategy column_parallel --world 2 --workload vgg11_block",
-    "gather and scatter": "verify --strategy gather_scatter --world 3 --workload mlp",
-    "one part": "verify --strategy ddp --strategy allreduce --world 2 --workload mlp --shard 1/2",
-    "a usage error": "verify --strategy allredcue --world 2",
-    "not a file": "verify --strategy nowhere.py:sync --world 2",
-    "train": "train --strategy allreduce --world 2 --workload mlp --steps 3",
-    "explore": "explore --strategy allreduce --examples 5",
-    "explore, wrong": "explore --strategy {mutants}scale:missing_division --examples 5",
-    "scale": "scale --strategy allreduce --world 2 --world 4 --workload mlp",
-    "selftest": "selftest -k missing_division",
-    "backends": "backends --world 2 -k all_reduce",
-    "job": "job --nproc 2 --steps 4 -- {python} {examples}/plain_ddp.py",
-    "job, no reference": "job --nproc 2 --no-reference -- {python} {examples}/plain_ddp.py",
-    "job, usage": "job --nproc 2",
-    "list": "list --json",
-    "doctor": "doctor --json",
-}
-# Each is run in a folder in which a passing run was recorded (pass), and a failing one (fail),
-# with their reports.
-AFTER = {
-    "recheck": "recheck pass",
-    "compare": "compare pass",
-    "compare two": "compare pass fail",
-    "report": "report pass.json",
-    "merge": "merge pass.json fail.json",
-    "replay": "replay fail.json --yes",
-}
 VOLATILE = {"environment", "timings_s", "made", "seconds", "digest", "machine"}
 
 
@@ -253,9 +210,11 @@ def documents() -> Made:
     """The shape of the JSON that each command writes, and its verdicts."""
     words = {
         "mutants": "tests.mutants.", "python": sys.executable,
+        "adapted": str(ROOT / "tests" / "adapted") + "/",
         "examples": str(ROOT / "examples" / "jobs"),
     }  # fmt: skip
-    for name, line in COMMANDS.items():
+    lines = tomllib.loads((KEPT / "commands.toml").read_text())
+    for name, line in lines["alone"].items():
         yield name, lambda line=line: command(*line.format(**words).split(), shape=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, strategy in (
@@ -265,7 +224,7 @@ def documents() -> Made:
             asked = f"--strategy {strategy} --world 2 --workload mlp".split()
             run("record", *asked, name, folder=Path(folder))
             run("verify", *asked, "--json", f"{name}.json", folder=Path(folder))
-        for name, line in AFTER.items():
+        for name, line in lines["after"].items():
             yield name, lambda line=line: command(*line.split(), shape=True, folder=Path(folder))
 
 
