@@ -191,12 +191,18 @@ def crash(text: str = "the reason", name: str = "all_reduce") -> CaseReport:
 
     outcomes = (
         Outcome(
-            rank=1, outcome="raised", detail=f"step 1, sync\n{text}", collectives=calls(6, "64x128")
+            rank=1,
+            outcome="raised",
+            step=1,
+            phase="sync",
+            text=text,
+            error=text,
+            collectives=calls(6, "64x128"),
         ),
-        Outcome(rank=2, outcome="ended", detail="step 1, sync", collectives=calls(7, "10x64")),
-        Outcome(rank=0, outcome="ended", detail="step 1, sync", collectives=calls(7)),
-        Outcome(rank=4, outcome="ended", detail="step 1, sync", collectives=calls(7)),
-        Outcome(rank=3, outcome="killed", detail="step 1, sync\nkilled by SIGKILL"),
+        Outcome(rank=2, outcome="ended", step=1, phase="sync", collectives=calls(7, "10x64")),
+        Outcome(rank=0, outcome="ended", step=1, phase="sync", collectives=calls(7)),
+        Outcome(rank=4, outcome="ended", step=1, phase="sync", collectives=calls(7)),
+        Outcome(rank=3, outcome="killed", step=1, phase="sync", ended_by="killed by SIGKILL"),
     )
     return CaseReport(
         case=case("crashes.py:sync", 5, "mlp", "float32", 3),

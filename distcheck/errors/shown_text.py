@@ -21,6 +21,7 @@ T = TypeVar("T")
 MOST_CHARACTERS = 20_000  # of one text; wrapping takes time that grows with its square
 _FREE_TEXTS = (
     "detail", "reason", "evidence", "suggestion", "notes", "environment", "arguments", "variables",
+    "why",
 )  # fmt: skip
 _COMMANDS = ("replay", "command")
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends, and JSON holds

@@ -211,12 +211,12 @@ def _outcomes(job: Recording, ran: Ran) -> tuple[Outcome, ...]:
     found = []
     for rank in range(job.world):
         if rank in raised:
-            found.append(Outcome(rank=rank, outcome=RankEnd.RAISED, detail=raised[rank]))
+            found.append(Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank]))
         else:
             found.append(Outcome(rank=rank, outcome=RankEnd.FINISHED))
     if ran.code and not raised:
         detail = f"the command ended with exit code {ran.code}"
-        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, detail=detail)
+        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
     return tuple(found)
 
 

@@ -112,14 +112,14 @@ def _outcomes(world: int, ran: Ran, differs: bool) -> tuple[Outcome, ...]:
     """How ranks ended; ranks that the guard has ended did not fail."""
     raised = {} if differs else dict(ran.raised)
     found = [
-        Outcome(rank=rank, outcome=RankEnd.RAISED, detail=raised[rank])
+        Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank])
         if rank in raised
         else Outcome(rank=rank, outcome=RankEnd.FINISHED)
         for rank in range(world)
     ]
     if ran.code and not raised and not differs:
         detail = f"the command ended with exit code {ran.code}"
-        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, detail=detail)
+        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
     return tuple(found)
 
 

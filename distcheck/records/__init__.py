@@ -14,6 +14,8 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
+from distcheck.records.ends import Collective as Collective
+from distcheck.records.ends import Outcome as Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.mistakes import Shown
 from distcheck.records.picture_sums import Aggregates
@@ -66,30 +68,6 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     buffers: tuple[TensorSpec, ...]
     optimizer: tuple[TensorSpec, ...]
     numbers: tuple[str, ...] = ()
-
-
-class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a rank entered, as torch's flight recorder has it: its number within the group,
-    and whether it was seen to complete.
-    """
-
-    number: int
-    name: str
-    shapes: str
-    group: str = ""
-    point_to_point: bool = False
-    finished: bool = True
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank ended. `detail` is for a person: a traceback, a signal, a stack; `collectives`
-    are the last that it entered, where it could be asked.
-    """
-
-    rank: int
-    outcome: RankEnd
-    detail: str = ""
-    collectives: tuple[Collective, ...] = ()
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):

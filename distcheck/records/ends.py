@@ -1,6 +1,9 @@
-"""How a rank can end, and the order in which ends are blamed. No torch."""
+"""How a rank ended, as data and in words, and the order in which ends are blamed. No torch."""
 
 from enum import StrEnum
+from typing import Literal
+
+import msgspec
 
 # end: its place among the causes of a failed run (the least is the cause), what it means
 _TABLE = {
@@ -23,18 +26,9 @@ PROVEN = {
     "work-not-waited": "a work that was not waited for",
     "work-waited-twice": "a work that was waited for twice",
 }
-STOPPED = "stopped (state T)"  # in the detail of a rank that was stopped when the world was ended
 # Of these, what one rank did by itself: the world was stopped there, and it is the name of a cause.
 MISUSES = ("buffer-in-flight", "work-not-waited", "work-waited-twice")
 VICTIM = 2  # the place of a rank that raised since its peer was gone: after what hung
-
-
-def proven_in(detail: str) -> tuple[str, str]:
-    """Why a world ended, in the words of PROVEN, and that in a sentence: by the second line of what
-    is known of a rank, if it says so.
-    """
-    how, _, what = "".join(detail.splitlines()[1:2]).partition(": ")
-    return how, what
 
 
 class RankEnd(StrEnum):
@@ -57,3 +51,106 @@ class RankEnd(StrEnum):
     def meaning(self) -> str:
         """What it says of the rank, for a table."""
         return _TABLE[self.value][1]
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a rank entered, as torch's flight recorder has it: its number within the group,
+    whether it was seen to complete, and the line that made it, where stacks were asked for.
+    """
+
+    number: int
+    name: str
+    shapes: str
+    group: str = ""
+    point_to_point: bool = False
+    finished: bool = True
+    place: str = ""
+
+    @property
+    def call(self) -> str:
+        """What was called: `all_reduce of [64x3], number 2`."""
+        return f"{self.name} of [{self.shapes}], number {self.number}"
+
+    def in_words(self, *, unfinished: bool = True, place: bool = True) -> str:
+        """The call, whether it did not complete, and where it was made."""
+        open_ = ", not finished" if unfinished and not self.finished else ""
+        return f"{self.call}{open_}{f' at {self.place}' if place and self.place else ''}"
+
+
+# Why a rank that was asked what it does gave no answer of its own.
+Silence = Literal["", "stopped", "no answer", "no turn"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank ended, and what is known of that; `detail` says it in words.
+
+    run           which run that was, where it was not the first: "in the rerun"
+    step, phase   where it was; no step: before the first
+    lost_peer     whether it ended because another one had; it noticed at `lost_at`
+    proven, why   why its world could go no further: a word of PROVEN, and a sentence
+    sizes_differ  whether a backend ended it, as what it got was not of the size of its call
+    ended_by      in a line: the signal, the exit code, or what became of the question what it does
+    silence       why it did not answer that question itself
+    error         what it raised, in a line: `ValueError: no hope`
+    call          the last collective that it entered
+    place         FILE:LINE, the innermost of its stack outside Python's own modules
+    text          its traceback or its stacks, for a person
+    output        the end of what it printed
+    collectives   the last that it entered, oldest first, where it could be asked
+    """
+
+    rank: int
+    outcome: RankEnd
+    run: str = ""
+    step: int | None = None
+    phase: str = ""
+    lost_peer: bool = False
+    lost_at: str = ""
+    proven: str = ""
+    why: str = ""
+    sizes_differ: bool = False
+    ended_by: str = ""
+    silence: Silence = ""
+    error: str = ""
+    call: Collective | None = None
+    place: str = ""
+    text: str = msgspec.field(default="", name="detail")  # as earlier files have all of it
+    output: str = ""
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Where it was, and whether it lost its peer there."""
+        return ": ".join(filter(None, [self.run, self._at]))
+
+    @property
+    def _at(self) -> str:
+        at = self.phase if self.step is None else f"step {self.step}, {self.phase}"
+        if self.outcome == RankEnd.LOST:
+            at = f"last heard of {'' if self.step is None else 'at '}{at}"
+        return at + (f"; its peer was gone{self.lost_at}" if self.lost_peer else "")
+
+    @property
+    def last_call(self) -> str:
+        """The line about the last collective that it entered; empty where none is known."""
+        return "" if self.call is None else f"last collective: {self.call.in_words()}"
+
+    @property
+    def reason(self) -> str:
+        """In a line, why it ended: what is proven of its world, or what ended it."""
+        return f"{PROVEN[self.proven]}: {self.why}" if self.proven else self.ended_by
+
+    @property
+    def story(self) -> str:
+        """What is known besides where it was."""
+        why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
+        told = [self.last_call, self.text.strip("\n")]
+        if self.error:
+            told.reverse()  # the traceback is what matters
+        return "\n".join(filter(None, [why, self.ended_by, *told, self.output]))
+
+    @property
+    def detail(self) -> str:
+        """All that is known, for a person."""
+        known = "\n".join(filter(None, [self._at, self.story]))
+        return ": ".join(filter(None, [self.run, known]))

@@ -11,19 +11,6 @@ from dataclasses import dataclass
 Key = tuple[str, bool, int]  # of a call: its group, whether it is point to point, its number
 Calls = Mapping[int, Mapping[Key, str]]  # by rank: what it called, of those that could be asked
 
-VICTIM = "its peer was gone"  # in the first line of what is known of a rank
-_MISMATCH = "collective mismatch"  # gloo's own words, on the rank that received
-
-
-def is_victim(detail: str) -> bool:
-    """Whether a rank ended because another one had: by what is known of it."""
-    return VICTIM in detail.partition("\n")[0]
-
-
-def is_mismatch(detail: str) -> bool:
-    """Whether a backend ended a rank because what it received was of another size."""
-    return _MISMATCH in detail
-
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 1`; `ranks 0, 2`."""

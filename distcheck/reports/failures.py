@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -11,7 +10,6 @@ from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import named
-from distcheck.records.odd_ranks import is_victim
 from distcheck.reports.wording import describe_place, most_telling_first
 from distcheck.reports.wrapping import hanging
 
@@ -121,20 +119,17 @@ def _outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
     alike: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.outcome != RankEnd.FINISHED:
-            first, _, _ = outcome.detail.partition("\n")
-            victim = is_victim(outcome.detail)
-            key = (outcome.outcome, first if victim else outcome.detail)
+            key = (outcome.outcome, outcome.where if outcome.lost_peer else outcome.detail)
             alike.setdefault(key, []).append(outcome)
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
-        first_of = msgspec.structs.replace(ranks[0], detail=detail)
-        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(first_of)
+        yield f"rank{'s' * (len(ranks) > 1)} {names}", _describe_outcome(ranks[0], detail)
 
 
-def _describe_outcome(outcome: Outcome) -> str:
-    lines = outcome.detail.splitlines()
+def _describe_outcome(outcome: Outcome, detail: str) -> str:
+    lines = detail.splitlines()
     if len(lines) > _DETAIL_LINES:
-        about = [line for line in lines[1:3] if line.startswith("last collective: ")]
+        about = [line for line in lines[1:3] if line == outcome.last_call]
         left_out = len(lines) - _DETAIL_LINES
         lines = [
             lines[0],

@@ -19,6 +19,7 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.records.decoding import decode_json, read_bounded
+from distcheck.records.ends import RankEnd
 from distcheck.records.mistakes import MISTAKES
 from distcheck.reports import scale
 from distcheck.reports.aggregated import as_keys
@@ -178,6 +179,10 @@ def _accepted(allowance: Allowance) -> dict[str, Any]:
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     found = {"rank": outcome.rank, "outcome": outcome.outcome, "detail": outcome.detail}
+    if outcome.outcome != RankEnd.FINISHED:
+        found |= {"lost_peer": outcome.lost_peer, "sizes_differ": outcome.sizes_differ}
+    if outcome.proven:
+        found |= {"proven": outcome.proven, "why": outcome.why}
     if outcome.collectives:
         found["collectives"] = msgspec.to_builtins(outcome.collectives)
     return found

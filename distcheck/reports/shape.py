@@ -36,6 +36,7 @@ class _Call(msgspec.Struct):
     group: str = ""
     point_to_point: bool = False
     finished: bool = True
+    place: str = ""
 
 
 class OutcomeRead(msgspec.Struct):
@@ -44,6 +45,10 @@ class OutcomeRead(msgspec.Struct):
     rank: Count
     outcome: RankEnd
     detail: str
+    lost_peer: bool = False
+    proven: str = ""
+    why: str = ""
+    sizes_differ: bool = False
     collectives: list[_Call] = []
 
 

@@ -17,8 +17,7 @@ from _pytest._code.code import (
 )
 
 from distcheck.records import Outcome
-from distcheck.records.ends import PROVEN, RankEnd
-from distcheck.records.odd_ranks import is_victim
+from distcheck.records.ends import RankEnd
 from distcheck.testing.messages import RankReport, Subtest
 
 
@@ -136,12 +135,11 @@ def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
 
 def _detail(outcome: Outcome) -> str:
     """What is known of a rank, less the step of a training that a test does not have."""
-    first, _, rest = outcome.detail.partition("\n")
-    return rest if first.endswith(", test") and rest else outcome.detail
+    return outcome.story if outcome.phase == "test" and outcome.story else outcome.detail
 
 
 def _is_victim(outcome: Outcome) -> bool:
-    return outcome.outcome == RankEnd.RAISED and is_victim(outcome.detail)
+    return outcome.outcome == RankEnd.RAISED and outcome.lost_peer
 
 
 def _bystanders(ended: Ended) -> list[str]:
@@ -149,14 +147,12 @@ def _bystanders(ended: Ended) -> list[str]:
     victims: dict[str, list[int]] = {}
     told = {rank for ranks, _ in _groups(ended) for rank in ranks}
     for outcome in (o for o in ended.outcomes if _is_victim(o) and o.rank not in told):
-        where = outcome.detail.partition("\n")[0].partition("its peer was gone")[2]
-        victims.setdefault(where, []).append(outcome.rank)
+        victims.setdefault(outcome.lost_at, []).append(outcome.rank)
     for where, ranks in victims.items():
         lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}, and raised for it")
     for outcome in ended.outcomes:
         if outcome.outcome == RankEnd.ENDED:
-            last = [t for t in outcome.detail.splitlines() if t.startswith("last collective")]
-            where = f" ({last[0]})" if last else ""
+            where = f" ({outcome.last_call})" if outcome.call else ""
             lines.append(f"{name_of([outcome.rank], ended.size)} was ended with them{where}")
     silent = any(
         outcome.outcome in (RankEnd.HUNG, RankEnd.KILLED, RankEnd.EXITED)
@@ -190,10 +186,8 @@ def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
 
 
 def _last_line(outcome: Outcome) -> str:
-    given = outcome.detail.splitlines()
-    lines = [t for t in given if t.startswith(tuple(f"{why}: " for why in PROVEN.values()))]
-    lines += [t for t in given if t.startswith(("last collective", "killed by", "left with"))]
-    return f"({lines[0]})" if lines else ""
+    line = outcome.reason or outcome.last_call
+    return f"({line})" if line else ""
 
 
 def name_of(ranks: Sequence[int], size: int) -> str:

@@ -291,7 +291,7 @@ def _failed_otherwise(outcome: Outcome, ends: Mapping[int, str]) -> bool:
     """Whether a rank failed for a reason of its own, in a world in which another one xfailed."""
     if outcome.outcome in (RankEnd.FINISHED, RankEnd.ENDED) or ends.get(outcome.rank) == "xfailed":
         return False
-    return "its peer was gone" not in outcome.detail
+    return not outcome.lost_peer
 
 
 def _skip(reason: str) -> NoReturn:

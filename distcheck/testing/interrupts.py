@@ -39,9 +39,9 @@ def describe(children: list[Child], ended: Collection[int]) -> str:
         if rank in ended:
             text = " had ended"
         elif child.stacks is not None:
-            collective = child.stacks.collective
-            waits = "not finished" in collective
-            last = f", last collective: {collective}" if collective else ""
+            call = child.stacks.collective
+            waits = child.stacks.waits_in_call
+            last = f", last collective: {call.in_words()}" if call is not None else ""
             text = f"{last}\n{child.stacks.text.rstrip()}"
         alike.setdefault((waits, text), []).append(rank)
     return "\n".join(

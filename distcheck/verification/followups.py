@@ -28,7 +28,7 @@ import msgspec
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import PROVEN, STOPPED, RankEnd, proven_in
+from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 
 Kind = Literal["no scalar", "no volume", "equal shards"]
@@ -42,7 +42,6 @@ _WITHOUT: dict[Kind, dict[str, str]] = {
     "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
     "no volume": {"composite": "composite:no-volume"},
 }
-_ERROR = re.compile(r"^[\w.]+(?:Error|Exception): .+$", re.MULTILINE)
 # A dtype, in the words of torch, NumPy, Python and the backends.
 _DTYPE = re.compile(
     r"\b(?:dtypes?|(?:scalar|tensor|data) types?|b?float(?:16|32|64)|complex(?:64|128)|[Dd]ouble"
@@ -222,8 +221,8 @@ def is_untrained(report: CaseReport) -> bool:
 def _is_gone(outcome: Outcome) -> bool:
     """Whether a rank ended, or was stopped, by something else than what its calls came to."""
     if outcome.outcome not in (RankEnd.KILLED, RankEnd.EXITED, RankEnd.LOST):
-        return STOPPED in outcome.detail
-    return proven_in(outcome.detail)[0] not in PROVEN.values()
+        return outcome.silence == "stopped"
+    return not outcome.proven
 
 
 def _untrained_note(report: CaseReport) -> str:
@@ -257,8 +256,7 @@ def _crashed(report: CaseReport) -> bool:
 def _error(report: CaseReport) -> str:
     """The error of the first rank that ended by itself, in one line."""
     first: Outcome = min(report.outcomes, key=lambda o: (RankEnd(o.outcome).place, o.rank))
-    found = _ERROR.findall(first.detail) or first.detail.splitlines()[1:2] or [first.outcome]
-    return _shortened(str(found[-1]).strip())
+    return _shortened(first.error or first.reason or first.last_call or first.outcome)
 
 
 def _shortened(text: str) -> str:

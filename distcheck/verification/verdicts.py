@@ -158,9 +158,7 @@ def _decisive(run: RecordedRun) -> Sequence[Outcome]:
             "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"
         )
         return [
-            msgspec.structs.replace(o, detail=f"{where}: {o.detail}")
-            if o.outcome != RankEnd.FINISHED
-            else o
+            msgspec.structs.replace(o, run=where) if o.outcome != RankEnd.FINISHED else o
             for o in run.rerun_outcomes
         ]
     return run.outcomes

@@ -5,11 +5,12 @@ import re
 import signal
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 from distcheck.errors.defects import is_of_a_program, place_of
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
-from distcheck.records.ends import MISUSES, PROVEN, STOPPED, VICTIM, RankEnd
+from distcheck.records.ends import MISUSES, VICTIM, RankEnd
 from distcheck.worlds import messages
 from distcheck.worlds.local.children import Child
 
@@ -25,9 +26,12 @@ _COLLECTIVES_ERRORS = {
     "RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError",
 }  # fmt: skip
 
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_PYTHONS = os.path.dirname(os.__file__)
+SIZES_DIFFER = "collective mismatch"  # gloo's own words, on the rank that received
+Known = dict[str, Any]  # fields of an Outcome
 
-_STOPPED = f"{STOPPED}, as SIGSTOP does, and so did not answer"
+_STOPPED = "stopped (state T), as SIGSTOP does, and so did not answer"
 _OWN_CODE = "distcheck fell over what the code under test left behind, or over itself"
 _NO_ANSWER = "did not answer when it was asked what it was doing"
 
@@ -104,76 +108,90 @@ def _order(outcome: Outcome, child: Child) -> tuple[int, float, int]:
     at = child.raised.at if child.raised is not None else 0.0
     if outcome.outcome == RankEnd.RAISED:
         return (VICTIM if is_victim(child) else outcome.outcome.place, at, outcome.rank)
-    waits = child.stacks is not None and "not finished" in child.stacks.collective
+    waits = child.stacks is not None and child.stacks.waits_in_call
     first = -1.0 if child.stopped else float(waits and not child.woken)
     return (outcome.outcome.place, first, outcome.rank)
 
 
 def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
-    name, detail = _classify(child, hung=hung)
+    known = _of_proven(child, hung=hung) or _of_process(child, hung=hung)
     said = child.stacks if _outlived_its_peers(child) else None
     told = said or child.raised or child.stacks
     if hung and child.woken:
         told = None  # what it entered once it was woken is not what it hung in
+    end = RankEnd(known.pop("outcome"))
+    known |= {} if end == RankEnd.FINISHED else _of_any_end(child)
+    texts = {name: masked(value) for name, value in known.items() if isinstance(value, str)}
     return Outcome(
         rank=rank,
-        outcome=name,
-        detail=masked(detail.strip()),
+        outcome=end,
         collectives=() if told is None else told.collectives,
+        **{**known, **texts},
     )
 
 
-def _classify(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
-    return _of_proven(child, hung=hung) or _of_process(child, hung=hung)
+def _of_any_end(child: Child) -> Known:
+    """Where a rank was, what it printed, and what its backend and its world said."""
+    step, phase = None, "before the first step"
+    if child.spawn_error:
+        phase = ""
+    elif child.progress is not None:
+        step, phase = child.progress.step, child.progress.phase
+    seen = (child.output, "" if child.raised is None else child.raised.traceback)
+    return {
+        "step": step,
+        "phase": phase,
+        "output": "" if child.spawn_error else _output(child),
+        "sizes_differ": any(SIZES_DIFFER in text for text in seen),
+    }
 
 
-def _of_proven(child: Child, *, hung: bool) -> tuple[RankEnd, str] | None:
+def _of_proven(child: Child, *, hung: bool) -> Known | None:
     """A rank of a world that is proven to go no further; or of a simulated one whose process ended,
     or was ended, while another rank had its turn.
     """
     if child.raised is not None or child.done is not None or child.stacks is None:
         return None
     if child.stacks.waits_for_turn:
-        return RankEnd.ENDED, f"{_where(child)}\n{child.stacks.text}{_output(child)}"
+        text = child.stacks.text
+        return {"outcome": RankEnd.ENDED, "silence": "no turn", "text": text}
     if child.proven is None or not hung:
         return None
-    last = f"\nlast collective: {child.stacks.collective}" if child.stacks.collective else ""
-    text = f"{_where(child)}{_why(child)}{last}\n{child.stacks.text}{_output(child)}"
-    return (RankEnd.RAISED if child.proven.how in MISUSES else RankEnd.HUNG), text
+    end = RankEnd.RAISED if child.proven.how in MISUSES else RankEnd.HUNG
+    return {"outcome": end, **_why(child), **_of_stacks(child.stacks)}
 
 
-def _why(child: Child) -> str:
-    """Why the world could go no further, or failed, in a line of its own; or nothing."""
-    if child.proven is None:
-        return ""
-    return f"\n{PROVEN[child.proven.how]}: {child.proven.what}"
+def _why(child: Child) -> Known:
+    """Why the world could go no further, or failed; or nothing."""
+    return {} if child.proven is None else {"proven": child.proven.how, "why": child.proven.what}
 
 
-def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
-    where = _where(child)
+def _of_stacks(said: messages.Stacks | None) -> Known:
+    if said is None:
+        return {}
+    return {"call": said.collective, "text": said.text, "place": _innermost(said.text)}
+
+
+def _of_process(child: Child, *, hung: bool) -> Known:
     if child.spawn_error:
-        return RankEnd.EXITED, f"could not be started: {child.spawn_error}"
+        why = f"could not be started: {child.spawn_error}"
+        return {"outcome": RankEnd.EXITED, "ended_by": why}
     if child.lost:
-        at = "" if child.progress is None else "at "
-        return RankEnd.LOST, f"last heard of {at}{where}\n{child.lost}{_output(child)}"
+        return {"outcome": RankEnd.LOST, "ended_by": child.lost}
     outlived = _outlived_its_peers(child)
     if child.raised is not None and not outlived and not (hung and child.woken):
-        collective = f"\nlast collective: {child.raised.collective}"
-        text = child.raised.traceback + (collective if child.raised.collective else "")
-        if _in_own_code(child):
-            text += f"\nraised in {place_of(child.raised.defect)}: {_OWN_CODE}"
-        victim = f"; its peer was gone{_lost_at(child.raised)}" if is_victim(child) else ""
-        return RankEnd.RAISED, f"{where}{victim}{_why(child)}\n{text}{_output(child)}"
+        return _of_raised(child, child.raised)
     if finished(child, hung=hung):
-        return RankEnd.FINISHED, ""
+        return {"outcome": RankEnd.FINISHED}
+    ends = RankEnd.HUNG if hung else RankEnd.ENDED
     died = child.exit_signal not in (None, signal.SIGKILL)
     if died and child.done is None and child.stacks is None and not child.shaken:
         name = _signal_name(child.exit_signal)
         stack = _without_plumbing(child.low_level_stacks)
-        why = _why(child)
-        return RankEnd.KILLED, f"{where}{why}\nkilled by {name}{_output(child)}\n{stack}"
+        by = f"killed by {name}"
+        return {"outcome": RankEnd.KILLED, **_why(child), "ended_by": by, "text": stack}
     if child.stopped and child.exit_signal == signal.SIGKILL:
-        return (RankEnd.HUNG if hung else RankEnd.ENDED), f"{where}\n{_STOPPED}{_output(child)}"
+        return {"outcome": ends, "silence": "stopped", "ended_by": _STOPPED}
     asked = child.stacks is not None or "most recent call first" in child.low_level_stacks
     answered_late = child.woken and not (outlived and child.raised is not None)
     woken = hung and (child.late or answered_late)
@@ -181,24 +199,34 @@ def _of_process(child: Child, *, hung: bool) -> tuple[RankEnd, str]:
     if woken or (asked and (killed or (died and child.shaken))):
         # Where it hung is what was written first: once woken, it is somewhere else.
         told = None if woken and child.shaken else child.stacks
-        stacks = told.text if told else _without_plumbing(child.low_level_stacks)
-        last = f"\nlast collective: {told.collective}" if told and told.collective else ""
-        went_on = f"\n{_went_on(child)}" if woken else ""
-        text = f"{where}{went_on}{last}\n{stacks}{_output(child)}"
-        return (RankEnd.HUNG if hung else RankEnd.ENDED), text
+        known = _of_stacks(told) or {"text": _without_plumbing(child.low_level_stacks)}
+        return {"outcome": ends, "ended_by": _went_on(child) if woken else "", **known}
     if child.ended and killed:
-        text = f"{where}\n{_NO_ANSWER}{_output(child)}"
-        return (RankEnd.HUNG if hung else RankEnd.ENDED), text
+        return {"outcome": ends, "silence": "no answer", "ended_by": _NO_ANSWER}
     if child.exit_signal is not None:
         hint = "; the kernel's out-of-memory killer does that, and so does kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
-        return RankEnd.KILLED, f"{where}\nkilled by {name}{_output(child)}"
+        return {"outcome": RankEnd.KILLED, "ended_by": f"killed by {name}"}
     after = " after its last step" if child.done is not None else " without a word"
-    told = child.stacks  # where it has called os._exit
-    last = f"\nlast collective: {told.collective}" if told and told.collective else ""
-    stack = f"\n{told.text.rstrip()}" if told else ""
-    left = f"left with exit code {child.exit_code}{after}{last}{stack}"
-    return RankEnd.EXITED, f"{where}\n{left}{_output(child)}"
+    left = f"left with exit code {child.exit_code}{after}"
+    # Its stack is of where it has called os._exit.
+    return {"outcome": RankEnd.EXITED, "ended_by": left, **_of_stacks(child.stacks)}
+
+
+def _of_raised(child: Child, raised: messages.Raised) -> Known:
+    text = raised.traceback.rstrip("\n")
+    if _in_own_code(child):
+        text += f"\nraised in {place_of(raised.defect)}: {_OWN_CODE}"
+    lost = is_victim(child)
+    return {
+        "outcome": RankEnd.RAISED,
+        **_why(child),
+        "lost_peer": lost,
+        "lost_at": _lost_at(raised) if lost else "",
+        "error": f"{raised.kind}: {raised.message}".partition("\n")[0],
+        "call": raised.collective,
+        "text": text,
+    }
 
 
 def _went_on(child: Child) -> str:
@@ -216,12 +244,21 @@ def _lost_at(raised: messages.Raised) -> str:
     """Where a rank was when it lost its peer. Whether its last collective had completed is not
     known: gloo says so of one that has failed, too.
     """
-    frames = _FRAME.findall(raised.traceback)
     own = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "distcheck", "")
+    frames = _FRAME.findall(raised.traceback)
     places = [f"{p}:{line}" for p, line in frames if "/torch/" not in p and not p.startswith(own)]
-    at = f" at {places[-1]}" if places else ""
-    collective = raised.collective.replace(", not finished", "").removesuffix(at)
-    return at + (f" (last collective: {collective})" if collective else "")
+    at = places[-1] if places else ""
+    if (call := raised.collective) is None:
+        return f" at {at}" if at else ""
+    said = call.in_words(unfinished=False, place=call.place != at)
+    return f"{f' at {at}' if at else ''} (last collective: {said})"
+
+
+def _innermost(stacks: str) -> str:
+    """FILE:LINE, the innermost of a stack that is not in Python's own modules; or nothing."""
+    frames = _FRAME.findall(stacks)
+    own = [f for f in frames if not f[0].startswith(_PYTHONS) or "-packages" in f[0]] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def _without_plumbing(stacks: str) -> str:
@@ -239,12 +276,6 @@ def _without_plumbing(stacks: str) -> str:
     return "\n".join(blocks)
 
 
-def _where(child: Child) -> str:
-    if child.progress is None:
-        return "before the first step"
-    return f"step {child.progress.step}, {child.progress.phase}"
-
-
 def _signal_name(number: int | None) -> str:
     try:
         return signal.Signals(number or 0).name
@@ -259,4 +290,4 @@ def _output(child: Child) -> str:
     lines = text.splitlines()
     shown = "\n".join(lines[-20:])
     of = f" of {len(lines)}" if not child.output_left_out else ""
-    return f"\nits output{f' (last 20{of} lines)' if len(lines) > 20 else ''}:\n{shown}"
+    return f"its output{f' (last 20{of} lines)' if len(lines) > 20 else ''}:\n{shown}"

@@ -104,7 +104,7 @@ class Raised(msgspec.Struct, tag=True):
     traceback: str
     at: float
     exit_code: int | None = None
-    collective: str = ""
+    collective: Collective | None = None
     collectives: tuple[Collective, ...] = ()
     defect: str = ""
     within_call: bool = False
@@ -114,9 +114,14 @@ class Stacks(msgspec.Struct, tag=True):
     """What a child was doing when it was asked: Python stacks, and its last collective."""
 
     text: str
-    collective: str
+    collective: Collective | None
     collectives: tuple[Collective, ...] = ()
     waits_for_turn: bool = False  # in a simulated world, where one rank runs at a time
+
+    @property
+    def waits_in_call(self) -> bool:
+        """Whether its last collective had not completed."""
+        return self.collective is not None and not self.collective.finished
 
 
 class Printed(msgspec.Struct, tag=True):

@@ -9,8 +9,9 @@ import signal
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from distcheck.records import odd_ranks, posted_calls
+from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
+from distcheck.worlds.blame import SIZES_DIFFER
 from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
@@ -23,9 +24,7 @@ Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the ranks 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
     """The calls that do not match, if the rank that failed first failed within a call."""
     within = cause.raised is not None and cause.raised.within_call
-    died = cause.exit_signal in _FATAL and (
-        cause.was_within_call or odd_ranks.is_mismatch(cause.output)
-    )
+    died = cause.exit_signal in _FATAL and (cause.was_within_call or SIZES_DIFFER in cause.output)
     if not (within or died):
         return None
     logs = _logs(children)

@@ -307,18 +307,18 @@ CAUSE = Added(
     lines={
         "distcheck/judge/diagnosis/outcomes.py": (
             "    cause = bad[0]",
-            '    if "NoHopeError" in cause.detail:\n'
-            '        return [Diagnosis(cause="no-hope", evidence=cause.detail, suggestion="hope")]',
+            '    if cause.error.startswith("NoHopeError"):\n'
+            '        return [Diagnosis(cause="no-hope", evidence=cause.error, suggestion="hope")]',
         ),
         "distcheck/judge/diagnosis/__init__.py": ("CAUSES = (", '    "no-hope",'),
     },
     use=(),
-    says="no-hope: sync: NoHopeError; hope",
+    says="no-hope: NoHopeError: sync; hope",
 )
 USES_CAUSE = """
 from distcheck.judge import diagnosis
 from distcheck.records import CheckResult, Outcome
-ends = (Outcome(rank=0, outcome="raised", detail="sync: NoHopeError"),)
+ends = (Outcome(rank=0, outcome="raised", error="NoHopeError: sync"),)
 failed = [CheckResult(check="outcome", layer="-", verdict="fail")]
 (found,) = diagnosis.diagnose(ends, failed)
 assert found.cause in diagnosis.CAUSES

@@ -439,7 +439,7 @@ def test_a_failure_reads_as_the_report_of_all_ranks(
     report = RankReport(
         end="failed", exception=f"{kind.__module__}:{kind.__qualname__}", message="told"
     )
-    raised = [Outcome(rank=0, outcome="raised", detail="told")]
+    raised = [Outcome(rank=0, outcome="raised", text="told")]
     ended = Ended(size=1, outcomes=raised, reports={0: report}, outputs={})
     failure = failures.failure_of(ended, pytestconfig)
     assert isinstance(failure, kind)

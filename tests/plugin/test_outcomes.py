@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from distcheck.records import Outcome
+from distcheck.records import Collective, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.testing import failures, front, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
@@ -229,14 +230,14 @@ def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -
 
 
 def test_what_ranks_were_in_when_they_lost_a_peer(pytestconfig: pytest.Config) -> None:
-    there = (
-        "step 0, test; its peer was gone at mine.py:3 (last collective: barrier of [], number 2)"
-    )
+    test: Any = {"step": 0, "phase": "test"}
+    lost: Any = {**test, "outcome": RankEnd.RAISED, "lost_peer": True, "text": "long"}
+    at = " at mine.py:3 (last collective: barrier of [], number 2)"
     ended = Ended(
         size=5,
-        outcomes=[Outcome(rank=1, outcome="killed", detail="step 0, test\nkilled by SIGKILL")]
-        + [Outcome(rank=rank, outcome="raised", detail=f"{there}\nlong") for rank in (2, 0)]
-        + [Outcome(rank=3, outcome="raised", detail="step 0, test; its peer was gone\nlong")]
+        outcomes=[Outcome(rank=1, outcome=RankEnd.KILLED, ended_by="killed by SIGKILL", **test)]
+        + [Outcome(rank=rank, lost_at=at, **lost) for rank in (2, 0)]
+        + [Outcome(rank=3, **lost)]
         + [Outcome(rank=4, outcome="finished")],
         reports={4: RankReport(end="passed")},
         outputs={},
@@ -253,14 +254,15 @@ def test_what_ranks_were_in_when_they_lost_a_peer(pytestconfig: pytest.Config) -
 
 def test_ranks_that_were_ended_with_one_that_was_killed(pytestconfig: pytest.Config) -> None:
     """And one that lost a peer: what became of each is told once."""
-    there = "step 0, test\nlast collective: barrier of [], number 1\n  File ..."
+    test: Any = {"step": 0, "phase": "test"}
+    there = Collective(number=1, name="barrier", shapes="")
     ended = Ended(
         size=4,
         outcomes=[
-            Outcome(rank=3, outcome="killed", detail="step 0, test\nkilled by SIGKILL"),
-            Outcome(rank=1, outcome="raised", detail="step 0, test; its peer was gone\nE"),
-            Outcome(rank=0, outcome="ended", detail=there),
-            Outcome(rank=2, outcome="ended", detail="step 0, test\n  File ..."),
+            Outcome(rank=3, outcome=RankEnd.KILLED, ended_by="killed by SIGKILL", **test),
+            Outcome(rank=1, outcome=RankEnd.RAISED, lost_peer=True, text="E", **test),
+            Outcome(rank=0, outcome=RankEnd.ENDED, call=there, text="  File ...", **test),
+            Outcome(rank=2, outcome=RankEnd.ENDED, text="  File ...", **test),
         ],
         reports={},
         outputs={},
@@ -276,7 +278,7 @@ def test_ranks_that_were_ended_with_one_that_was_killed(pytestconfig: pytest.Con
 
 def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
     """Being asked ends a sleep; a kept rank that had told its end before only waits."""
-    outcomes = [Outcome(rank=rank, outcome="hung", detail="there") for rank in range(3)]
+    outcomes = [Outcome(rank=rank, outcome="hung", text="there") for rank in range(3)]
     reports = {0: RankReport(end="passed"), 1: RankReport(end="passed")}
     told = waiting.Told(reports=reports, in_time={0})
     ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, told)}

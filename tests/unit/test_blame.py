@@ -1,10 +1,12 @@
 """How a rank ended, told from what is known of it."""
 
 import signal
+from typing import Any
 
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
+from distcheck.records import Collective
 from distcheck.worlds import blame, messages
 from distcheck.worlds.remote.links import RemoteChild
 
@@ -18,15 +20,21 @@ RuntimeError: Connection reset by peer
 """
 
 
+def _call(name: str, number: int, shapes: str = "", **about: Any) -> Collective:
+    return Collective(name=name, number=number, shapes=shapes, **about)
+
+
 @pytest.mark.parametrize(
     ("collective", "said"),
     [
-        ("barrier of [], number 2, not finished at /x/mean.py:3", "barrier of [], number 2"),
-        ("barrier of [], number 1 at /x/mine.py:5", "barrier of [], number 1 at /x/mine.py:5"),
-        ("", ""),
+        (_call("barrier", 2, finished=False, place="/x/mean.py:3"), "barrier of [], number 2"),
+        (_call("barrier", 1, place="/x/mine.py:5"), "barrier of [], number 1 at /x/mine.py:5"),
+        (None, ""),
     ],
 )
-def test_a_victim_says_where_it_was_when_it_lost_its_peer(collective: str, said: str) -> None:
+def test_a_victim_says_where_it_was_when_it_lost_its_peer(
+    collective: Collective | None, said: str
+) -> None:
     child = RemoteChild(gone=True, exit_code=1)
     child.take(messages.Raised("RuntimeError", "Connection reset", _FRAMES, 1.0, None, collective))
     first, *_ = blame.outcomes([child], hung=False)[0].detail.splitlines()
@@ -48,7 +56,7 @@ _SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 
 
 
 _LOST = messages.Raised("RuntimeError", "Connection reset by peer", _FRAMES, 1.0, None)
-_ANSWER = messages.Stacks('File "mine.py", line 9 in sync', "all_reduce of [5], number 1")
+_ANSWER = messages.Stacks('File "mine.py", line 9 in sync', _call("all_reduce", 1, "5"))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
     child = RemoteChild(gone=True, exit_code=0, released=True, heard_stacks=_SAID, shaken=shaken)
     child.take(messages.Done(b""))
     assert blame.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
-    child.take(messages.Stacks('File "mine.py", line 9 in later', ""))
+    child.take(messages.Stacks('File "mine.py", line 9 in later', None))
     assert blame.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
     child.take(messages.Done(b""))
     outcome = blame.outcomes([child], hung=True)[0]
@@ -130,7 +138,7 @@ def _child(*events: messages.Event, shaken: bool = False) -> RemoteChild:
 
 
 def _in_call(number: int) -> messages.Stacks:
-    call = f"all_reduce of [5], number {number}, not finished"
+    call = _call("all_reduce", number, "5", finished=False)
     return messages.Stacks('File "mine.py", line 9 in sync', call)
 
 

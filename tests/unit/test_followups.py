@@ -9,16 +9,14 @@ from distcheck.records import Case, CaseReport, Diagnosis, Outcome
 from distcheck.verification.followups import follow_ups, leave_out, take_in
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
-TRACEBACK = 'step 0, sync\n  File "x.py", line 3, in f\nIndexError: slice() of a 0-dim tensor.\n\nx'
-CRASHED = (Outcome(rank=0, outcome="raised", detail=TRACEBACK),)
-BY_DTYPE = TRACEBACK.replace(
-    "IndexError: slice() of a 0-dim tensor.", "RuntimeError: expected scalar type Float, not Double"
-)
+ERROR = "IndexError: slice() of a 0-dim tensor."
+CRASHED = (Outcome(rank=0, outcome="raised", step=0, phase="sync", error=ERROR),)
+BY_DTYPE = "RuntimeError: expected scalar type Float, not Double"
 KILLED = (
-    Outcome(rank=0, outcome="killed", detail="step 0, sync\nby SIGKILL"),
-    Outcome(rank=1, outcome="raised", detail=BY_DTYPE),
+    Outcome(rank=0, outcome="killed", ended_by="killed by SIGKILL"),
+    Outcome(rank=1, outcome="raised", error=BY_DTYPE),
 )
-HUNG = (Outcome(rank=0, outcome="hung", detail="in sync"),)
+HUNG = (Outcome(rank=0, outcome="hung", text="in sync"),)
 
 
 def report(workload: str, dtype: str = "float32", verdict: str = "pass", **said: Any) -> CaseReport:
@@ -40,15 +38,15 @@ def caused(*causes: str) -> tuple[Diagnosis, ...]:
 
 
 CRASHES = {"verdict": "fail", "outcomes": CRASHED}
-TYPED = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="raised", detail=BY_DTYPE),)}
+TYPED = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="raised", error=BY_DTYPE),)}
 DIES = {"verdict": "fail", "outcomes": KILLED}
 STOPS = {
     "verdict": "fail",
     "outcomes": (
-        Outcome(rank=0, outcome="hung", detail="step 0, sync\nstopped (state T), as ..."),
+        Outcome(rank=0, outcome="hung", silence="stopped", ended_by="stopped (state T), as ..."),
     ),
 }
-LEAVES = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="exited", detail=BY_DTYPE),)}
+LEAVES = {"verdict": "fail", "outcomes": (Outcome(rank=0, outcome="exited", error=BY_DTYPE),)}
 SHORT = {"verdict": "fail", "rounded_to": "float32"}
 
 
@@ -230,8 +228,8 @@ def absent(*, rerun: bool = False, **said: Any) -> CaseReport:
     return msgspec.structs.replace(found, case=msgspec.structs.replace(found.case, rerun=rerun))
 
 
-MISMATCH = "step 0, sync\ncalls that do not match: at call 7, rank 2 called another"
-ABORTED = (Outcome(rank=0, outcome="killed", detail=MISMATCH),)  # by gloo
+MISMATCH = "at call 7, rank 2 called another"
+ABORTED = (Outcome(rank=0, outcome="killed", proven="mismatch", why=MISMATCH),)  # by gloo
 
 
 @pytest.mark.parametrize("ended", [DIES, LEAVES, STOPS], ids=["killed", "left", "stopped"])

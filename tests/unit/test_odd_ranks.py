@@ -2,18 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
-from distcheck.records.ends import PROVEN, RankEnd
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import outside_the_majority, usual
 from distcheck.reports.pictures import agreement, timeline
 
-MISMATCH = "step 1, sync\nIs there a distributed collective mismatch in your code?"
-PEER = "step 1, sync; its peer was gone at mine.py:3\nRuntimeError: Connection closed"
+Known = dict[str, Any]
+MISMATCH: Known = {"sizes_differ": True, "text": "a distributed collective mismatch in your code?"}
+PEER: Known = {"lost_peer": True, "lost_at": " at mine.py:3", "error": "RuntimeError: closed"}
 
 
 def calls(*shapes: str) -> tuple[Collective, ...]:
@@ -26,8 +28,11 @@ def calls(*shapes: str) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def rank(number: int, outcome: RankEnd, detail: str = "", shapes: Sequence[str] = ()) -> Outcome:
-    return Outcome(rank=number, outcome=outcome, detail=detail, collectives=calls(*shapes))
+def rank(
+    number: int, outcome: RankEnd, known: Known | None = None, shapes: Sequence[str] = ()
+) -> Outcome:
+    about = {"step": 1, "phase": "sync", **(known or {})}
+    return Outcome(rank=number, outcome=outcome, collectives=calls(*shapes), **about)
 
 
 def both(*ranks: Outcome) -> tuple[str, str]:
@@ -84,9 +89,8 @@ def test_a_mismatch_of_which_nothing_else_is_known_names_the_receiver_as_such() 
 def test_what_the_logs_of_ranks_prove_is_what_both_say() -> None:
     """Also of a rank that was aborted, and gave no data otherwise."""
     what = "at call 2, ranks 1, 2 called this and rank 0 called that; rank 0 did something else"
-    line = f"{PROVEN['mismatch']}: {what}"
     said, shown = both(
-        rank(2, RankEnd.KILLED, f"step 1, sync\n{line}\nkilled by SIGABRT"),
+        rank(2, RankEnd.KILLED, {"proven": "mismatch", "why": what}),
         rank(0, RankEnd.RAISED, PEER, ["8", "5"]),
         rank(1, RankEnd.RAISED, PEER, ["8", "8"]),
     )
@@ -97,8 +101,8 @@ def test_what_the_logs_of_ranks_prove_is_what_both_say() -> None:
 
 def test_a_hang_names_the_same_odd_rank() -> None:
     def hung(number: int, shape: str) -> Outcome:
-        last = f"last collective: all_reduce of [{shape}], number 2, not finished at mine.py:3"
-        return rank(number, RankEnd.HUNG, f"step 1, sync\n{last}", ["8", shape])
+        last = calls("8", shape)[-1]
+        return rank(number, RankEnd.HUNG, {"call": last}, ["8", shape])
 
     said, shown = both(hung(0, "8"), hung(1, "8"), hung(2, "5"))
     words = "t call 2, rank 2 called all_reduce of [5] and ranks 0, 1 called all_reduce of [8]"
@@ -121,13 +125,13 @@ def test_victims_are_never_the_cause() -> None:
 def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
     """Rank 1 was killed; rank 2, which waited for it, had come less far than rank 0."""
     said, shown = both(
-        rank(1, RankEnd.KILLED, "step 1, sync\nkilled by SIGKILL"),
+        rank(1, RankEnd.KILLED, {"ended_by": "killed by SIGKILL"}),
         rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]),
         rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
     assert re.match(r"crash: rank 1 killed", said)
     assert shown == "Rank 1 failed first; the calls that others lack are a consequence."
-    own = rank(2, RankEnd.RAISED, "step 1, sync\nValueError", ["8", "8"])
+    own = rank(2, RankEnd.RAISED, {"error": "ValueError: "}, ["8", "8"])
     said, shown = both(own, rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]))
     assert said.startswith("crash: rank 2 raised")
     assert shown == "Call 3 is missing on rank 2."

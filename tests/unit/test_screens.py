@@ -130,13 +130,18 @@ def mismatch() -> CaseReport:
 
 def crash() -> CaseReport:
     victims = [
-        Outcome(rank=rank, outcome="raised", detail="step 1, sync; its peer was gone\nlong\ntext")
+        Outcome(
+            rank=rank, outcome="raised", step=1, phase="sync", lost_peer=True, text="long\ntext"
+        )
         for rank in (0, 1, 3)
     ]
     cause = Outcome(
         rank=2,
         outcome="raised",
-        detail='step 1, sync\n  File "mine.py", line 8, in sync\n    raise ValueError\nValueError',
+        step=1,
+        phase="sync",
+        error="ValueError: ",
+        text='  File "mine.py", line 8, in sync\n    raise ValueError\nValueError',
     )
     return CaseReport(
         case=case(workload="mlp", strategy="mine.py:sync"),

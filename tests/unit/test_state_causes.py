@@ -93,7 +93,7 @@ def test_a_race_is_no_process_state() -> None:
 
 def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway() -> None:
     shown = Separation(depends=True, factors=("nodes",), worlds=6)
-    ends = [Outcome(rank=0, outcome="raised", detail="ValueError"), *ENDS[1:]]
+    ends = [Outcome(rank=0, outcome="raised", text="ValueError"), *ENDS[1:]]
     causes = [d.cause for d in diagnose(ends, [failed("outcome")], None, shown)]
     assert causes == ["depends-on-process-state", "crash"]
     both = [failed("outcome"), failed("rerun")]

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
-from distcheck.records.odd_ranks import _MISMATCH
 from distcheck.worlds import blame, messages
 from distcheck.worlds.call_log import (
     _OFFSET,
@@ -116,7 +115,7 @@ def test_a_library_that_aborted_the_rank_says_that_sizes_differ() -> None:
     assert mismatch_of(within, [within, *children[1:]]) is not None
     within.exit_signal = signal.SIGTERM
     assert mismatch_of(within, [within, *children[1:]]) is None
-    aborted.take_output(f"what(): is there a {_MISMATCH}?".encode())
+    aborted.take_output(f"what(): is there a {blame.SIZES_DIFFER}?".encode())
     found = mismatch_of(aborted, children)
     assert found is not None
     for child in children:

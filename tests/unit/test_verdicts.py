@@ -32,7 +32,7 @@ FACTS = CaseFacts(
 )  # fmt: skip
 REQUIRED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
-HUNG = [Outcome(rank=1, outcome="hung", detail="in sync"), Outcome(rank=0, outcome="finished")]
+HUNG = [Outcome(rank=1, outcome="hung", text="in sync"), Outcome(rank=0, outcome="finished")]
 OUTCOME = PlannedCheck(check="outcome", layer="-", scope="front", required=Compared(ranks=2))
 GRADIENTS = PlannedCheck(check="gradients", layer="X", scope="step", required=REQUIRED)
 PARAMETERS = PlannedCheck(check="parameters", layer="X", scope="step", required=REQUIRED)

@@ -1,23 +1,16 @@
 """Causes that show in how ranks ended: crash, hang, collective-mismatch, unreachable."""
 
-import os
-import re
 from collections.abc import Sequence
 
 import msgspec
 
 from distcheck.judge.diagnosis.findings import ranks_text
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import MISUSES, PROVEN, STOPPED, RankEnd, proven_in
-from distcheck.records.odd_ranks import Key, calls_apart, is_mismatch, is_victim
+from distcheck.records.ends import MISUSES, RankEnd
+from distcheck.records.odd_ranks import Key, calls_apart
 
-_LAST_COLLECTIVE = re.compile(r"last collective: (\w+) of \[([^]]*)\], number (\d+), not finished")
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
-_NO_ANSWER = "did not answer when it was asked"
-_NO_TURN = "waits for its turn, which rank"  # in a simulated world
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
-_PYTHONS = os.path.dirname(os.__file__)
 
 _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
@@ -41,38 +34,39 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if not bad:
         return []
     cause = bad[0]
-    how, what = proven_in(cause.detail)
-    if how == PROVEN["mismatch"]:
-        return [_of_apart(what)]
-    if is_mismatch(cause.detail):
+    if cause.proven == "mismatch":
+        return [_of_apart(cause.why)]
+    if cause.sizes_differ:
         return [_of_mismatch(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
         lost = [o.rank for o in bad if o.outcome == RankEnd.LOST]
         return [
             Diagnosis(
                 cause="unreachable",
-                evidence=f"{ranks_text(lost)}: {cause.detail.splitlines()[-1]}",
+                evidence=f"{ranks_text(lost)}: {cause.ended_by}",
                 suggestion="look at that machine and at the network between; nothing is known of "
                 "what its ranks did last",
             )
         ]
-    if is_victim(cause.detail):
+    if cause.lost_peer:
         return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
-    if _ZERO_BY_ZERO in cause.detail:
+    by_zero = [o.rank for o in bad if o.error.startswith(_ZERO_BY_ZERO)]
+    if cause.rank in by_zero:
         return [
             Diagnosis(
                 cause="nonfinite",
-                evidence=f"{ranks_text([o.rank for o in bad if _ZERO_BY_ZERO in o.detail])}: where "
+                evidence=f"{ranks_text(by_zero)}: where "
                 "every gradient is zero, as that of a layer is which a batch does not use, the "
                 "step leaves parameters that are infinite or NaN",
                 suggestion="look for a division by a norm or a maximum (0/0), and add a small "
                 "number to the divisor",
             )
         ]
-    if misuse := _of_misuse(cause.detail):
-        return [misuse]
+    if cause.proven in MISUSES:
+        suggestion = _OF_MISUSE[cause.proven]
+        return [Diagnosis(cause=cause.proven, evidence=cause.why, suggestion=suggestion)]
     if cause.outcome != RankEnd.HUNG:
-        last = cause.detail.splitlines()[0] if cause.detail else ""
+        last = cause.where or cause.ended_by or cause.text.partition("\n")[0]
         return [
             Diagnosis(
                 cause="crash",
@@ -82,26 +76,18 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
             )
         ]
     found = _of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])
-    return [_as_proven(found, cause.detail)]
+    return [_as_proven(found, cause)]
 
 
-def _of_misuse(detail: str) -> Diagnosis | None:
-    """What one rank of a simulated world did with a tensor or a work."""
-    said, what = proven_in(detail)
-    cause = next((how for how in MISUSES if PROVEN[how] == said), "")
-    return Diagnosis(cause=cause, evidence=what, suggestion=_OF_MISUSE[cause]) if cause else None
-
-
-def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
+def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
     """What a simulated world says of itself, where it does: calls that do not match, or ranks that
     all wait.
     """
-    how, what = proven_in(detail)
-    if how == PROVEN["unmatched"]:
-        return Diagnosis(cause="unmatched-message", evidence=what, suggestion=_BOTH_ENDS)
-    if how == PROVEN["asleep"]:
-        return msgspec.structs.replace(found, evidence=what)
-    if how != PROVEN["deadlock"]:
+    if hung.proven == "unmatched":
+        return Diagnosis(cause="unmatched-message", evidence=hung.why, suggestion=_BOTH_ENDS)
+    if hung.proven == "asleep":
+        return msgspec.structs.replace(found, evidence=hung.why)
+    if hung.proven != "deadlock":
         return found
     suggestion = found.suggestion
     if found.cause == "hang":
@@ -110,7 +96,7 @@ def _as_proven(found: Diagnosis, detail: str) -> Diagnosis:
             "each is posted before another rank needs it"
         )
     return Diagnosis(
-        cause=found.cause, evidence=f"every rank waits for ever: {what}", suggestion=suggestion
+        cause=found.cause, evidence=f"every rank waits for ever: {hung.why}", suggestion=suggestion
     )
 
 
@@ -150,13 +136,6 @@ def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     )
 
 
-def _innermost(detail: str) -> str:
-    """The innermost line of a stack that is not in Python's own modules, in words."""
-    frames = [(file, line) for file, line in _FRAME.findall(detail)]
-    own = [f for f in frames if not f[0].startswith(_PYTHONS) or "-packages" in f[0]] or frames
-    return f", at {own[-1][0]}:{own[-1][1]}" if own else ""
-
-
 def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
     return {
         o.rank: {
@@ -175,23 +154,22 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     messages: dict[str, list[int]] = {}  # of those backends that record them
     elsewhere = []
     silent = []
-    without_turn = [outcome.rank for outcome in hung if _NO_TURN in outcome.detail]
-    stopped = [outcome.rank for outcome in hung if STOPPED in outcome.detail]
+    without_turn = [outcome.rank for outcome in hung if outcome.silence == "no turn"]
+    stopped = [outcome.rank for outcome in hung if outcome.silence == "stopped"]
     for outcome in hung:
-        match = _LAST_COLLECTIVE.search(outcome.detail)
+        call = outcome.call
         if outcome.rank in stopped or outcome.rank in without_turn:
             continue
-        if _NO_ANSWER in outcome.detail:
+        if outcome.silence == "no answer":
             silent.append(outcome.rank)
-        elif match is None:
+        elif call is None or call.finished:
             elsewhere.append(outcome.rank)
         else:
-            call = f"{match[1]} of [{match[2]}], number {match[3]}"
-            of_its_kind = messages if match[1] in _MESSAGES else calls
-            of_its_kind.setdefault(call, []).append(outcome.rank)
+            of_its_kind = messages if call.name in _MESSAGES else calls
+            of_its_kind.setdefault(call.call, []).append(outcome.rank)
     parts = [f"{ranks_text(ranks)} in {call}" for call, ranks in (calls | messages).items()]
     if elsewhere:
-        place = next((_innermost(o.detail) for o in hung if [o.rank] == elsewhere), "")
+        place = next((f", at {o.place}" for o in hung if [o.rank] == elsewhere and o.place), "")
         kept = ", and kept its turn" if without_turn else ""
         parts.append(f"{ranks_text(elsewhere)} in no collective{place}{kept}")
     parts += [f"{ranks_text(without_turn)} waited for a turn"] if without_turn else []

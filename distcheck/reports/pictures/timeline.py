@@ -3,7 +3,7 @@
 from typing import Any
 
 from distcheck.records import odd_ranks
-from distcheck.records.ends import PROVEN, RankEnd, proven_in
+from distcheck.records.ends import RankEnd
 from distcheck.records.odd_ranks import (
     Key,
     calls_apart,
@@ -149,22 +149,17 @@ def _legend(drawing: Drawing, y: float) -> float:
 def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
     """What the diagnosis says as well: who called something else, or had not come as far."""
     parts = []
-    details = [str(o["detail"]) for o in outcomes]
     apart = calls_apart(calls)
-    proven = [what for how, what in map(proven_in, details) if how == PROVEN["mismatch"]]
+    proven = [str(o["why"]) for o in outcomes if o.get("proven") == "mismatch"]
     if proven or apart is not None:
         words = proven[0] if proven else apart.in_words() if apart else ""
         parts.append(f"{words[0].upper()}{words[1:]}.")
     bad = [
         o for o in outcomes if o["outcome"] not in (RankEnd.FINISHED, RankEnd.HUNG, RankEnd.ENDED)
     ]
-    culprits = [
-        o["rank"]
-        for o in bad
-        if not odd_ranks.is_victim(o["detail"]) and not odd_ranks.is_mismatch(o["detail"])
-    ]
+    culprits = [o["rank"] for o in bad if not o.get("lost_peer") and not o.get("sizes_differ")]
     victims = {o["rank"] for o in outcomes if o["rank"] not in culprits} if culprits else set()
-    victims |= {o["rank"] for o in bad if odd_ranks.is_victim(o["detail"])}
+    victims |= {o["rank"] for o in bad if o.get("lost_peer")}
     behind = first_not_called(calls, besides=victims)
     if behind is not None:
         number, ranks = behind

@@ -18,10 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import msgspec
+
 from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
+from distcheck.records import Collective
 from distcheck.worlds import flight, linux, messages, postings
 from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
@@ -288,20 +291,17 @@ def _is_own(filename: str) -> bool:
     return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 
-def last_collective(found: list[dict[str, Any]] | None = None) -> str:
+def last_collective(found: list[dict[str, Any]] | None = None) -> Collective | None:
     """The last collective that this process entered, with the line that called it; or that of the
     recorder's entries `found`.
 
-    Empty where there was none, or none is recorded.
+    None where there was none, or none is recorded.
     """
     found = flight.entries() if found is None else found
     if not found:
-        return ""
-    entry = found[-1]
-    shapes = flight.shapes_of(entry)
-    names = [f for f in entry["frames"] if "/torch/" not in f["filename"]]
+        return None
+    names = [f for f in found[-1]["frames"] if "/torch/" not in f["filename"]]
     frames = [f for f in names if not _is_own(f["filename"])]
-    where = f" at {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
-    state = ", not finished" if flight.is_open(entry) else ""
-    number = flight.number_of(entry)
-    return f"{flight.name_of(entry)} of [{shapes}], number {number}{state}{where}"
+    place = f"{frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+    (call,) = flight.latest(found[-1:])
+    return msgspec.structs.replace(call, place=place)

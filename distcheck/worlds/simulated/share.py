@@ -137,7 +137,7 @@ class HostProcess(Child):
             died = self.exit_signal is None or not rank.cut_short
             if died and rank.rank != ran and not self.spawn_error:
                 rank.cut_short, rank.exit_code, rank.exit_signal = True, None, signal.SIGKILL
-                rank.stacks = rank.stacks or messages.Stacks(_NO_WORD, "", waits_for_turn=True)
+                rank.stacks = rank.stacks or messages.Stacks(_NO_WORD, None, waits_for_turn=True)
 
 
 class SimulatedShare(Share):
