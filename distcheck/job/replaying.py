@@ -92,15 +92,23 @@ def replay(
         mode="replay", steps=len(job.steps), recording=str(job.folder),
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
         spawns=job.world if spawned and not command else 0, project=str(copy.folder),
+        gpus=job.world if spawned else 1,
     )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     variables |= {} if in_processes else _WITHOUT_GPUS
     variables |= {} if spawned else _ONE_RANK
-    file = settings.write(asked, folder)
-    ran = running.run_kept(
-        copy.words(words), file, folder=place, variables={} if command else variables,
-        without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"), deadline_s=deadline_s,
-    )  # fmt: skip
+
+    def run(asked: Settings) -> running.Ran:
+        return running.run_kept(
+            copy.words(words), settings.write(asked, folder), folder=place,
+            variables={} if command else variables,
+            without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"), deadline_s=deadline_s,
+        )  # fmt: skip
+
+    ran = run(asked)
+    if on_cpu and not ran.code and not (folder / "replayed.json").exists():
+        # It has left: there are scripts that do where they see fewer GPUs than they want.
+        ran = run(msgspec.structs.replace(asked, gpus=job.world))
     if ran.hung:
         raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")
     return _read(folder, ran, replaced)
@@ -155,8 +163,14 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
         raise NoReferenceError(f"the reference run failed: {said[:300]}")
     file = folder / "replayed.json"
     if not file.exists():
-        why = ran.raised[0][1][:300] if ran.raised else f"it ended with exit code {ran.code}"
-        raise NoReferenceError(f"as one process the script fails before its first step: {why}")
+        if not ran.raised:
+            why = f"ends with exit code {ran.code}"
+        else:
+            why = f"raises {ran.raised[0][1][:300]}"
+        raise NoReferenceError(
+            f"as one process the script {why} before its first step; give the command that trains "
+            "as one process, --reference COMMAND"
+        )
     try:
         replayed = decode_json(read_bounded(file), Replayed)
     except (OSError, msgspec.MsgspecError) as error:

@@ -99,6 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     role, role_mode   in such a process: what it is, in which mode of the replay
     weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
     on_cpu            whether a script that asks for a GPU gets the CPU
+    gpus              in a replay: how many GPUs are said to be there then; 0: as many as ranks
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
     randomness        of a guard: whether ranks must draw different random numbers
@@ -117,6 +118,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     role_mode: str = ""
     weights: str = ""
     on_cpu: bool = False
+    gpus: int = 0
     every: int = 100
     warns: bool = False
     bundles: str = ""

@@ -30,7 +30,7 @@ def install(file: str) -> None:
     if settings.on_cpu:
         from distcheck.job.inside import on_cpu
 
-        on_cpu.install()
+        on_cpu.install(settings.gpus)
     if settings.mode == "guard":
         from distcheck.job.inside.guarded import Guarded
 

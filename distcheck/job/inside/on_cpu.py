@@ -101,9 +101,12 @@ class _Stream:
         return True
 
 
-def install() -> None:
-    """Called once in a process, before the script's own code."""
-    _replace_cuda()
+def install(gpus: int) -> None:
+    """Called once in a process, before the script's own code. It sees so many GPUs, or where that
+    is 0, as many as its machine has ranks or it was to see.
+    """
+    seen = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    _replace_cuda(gpus or int(os.environ.get("LOCAL_WORLD_SIZE") or max(2, seen)))
     _replace_accelerator()
     _replace_autocast()
     _replace_wrappers()
@@ -127,18 +130,17 @@ def install() -> None:
     devices.__enter__()
 
 
-def _replace_cuda() -> None:
+def _replace_cuda(gpus: int) -> None:
     cuda: Any = torch.cuda
     for name in _NOTHING:
         setattr(cuda, name, lambda *_, **__: None)
     for name in _ZERO:
         setattr(cuda, name, lambda *_, **__: 0)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 8)
     about = SimpleNamespace(
         name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1
     )
     cuda.is_available = lambda: True
-    cuda.device_count = lambda: ranks
+    cuda.device_count = lambda: gpus
     cuda.get_device_name = lambda *_: "CPU"
     cuda.get_device_capability = lambda *_: (8, 0)
     cuda.get_device_properties = lambda *_: about
