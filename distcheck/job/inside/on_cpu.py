@@ -251,12 +251,29 @@ def _replace_wrappers() -> None:
         begin(self, module, None, None, *args, **kwargs)
 
     wrapper.__init__ = init  # type: ignore[method-assign]
+    # It refuses a SyncBatchNorm that is on a CPU.
+    wrapper._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks; a gradient of it is the sum of theirs."""
+
+    @staticmethod
+    def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
+        context.group = group
+        total = given.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
 
 
 def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
     """SyncBatchNorm, which is there for GPUs alone: statistics of the batches of all ranks."""
-    from torch.distributed.nn.functional import all_reduce
-
     group = self.process_group or dist.group.WORLD
     if not self.training or dist.get_world_size(group) == 1:
         kind = torch.nn.modules.batchnorm._BatchNorm
@@ -264,7 +281,7 @@ def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
     axes = [axis for axis in range(given.dim()) if axis != 1]
     count = given.new_full((1,), given.numel() / given.shape[1])
     sums = torch.cat([given.sum(axes), given.square().sum(axes), count])
-    total, squares, number = all_reduce(sums, group=group).split([*[given.shape[1]] * 2, 1])
+    total, squares, number = _Summed.apply(sums, group).split([*[given.shape[1]] * 2, 1])
     mean, shape = total / number, [1, -1, *[1] * (given.dim() - 2)]
     variance = squares / number - mean.square()
     if self.track_running_stats and self.running_mean is not None:
