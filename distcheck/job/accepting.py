@@ -1,11 +1,16 @@
 """Deviations from one process that a script means: `distcheck job --accept CAUSE`.
 
+Two of them are so common that they are remarks, unless `--strict` is given: one seed for the
+dropout of all ranks, and a learning rate that is multiplied by the number of ranks, or its root.
+Something else is expected of them as of an accepted cause.
+
 An accepted cause fails no check. What it promises instead is checked: a learning rate that grows
 with the number of ranks is that of one process times one factor at every step, and a schedule that
 steps once per rank is that of one process so many steps later. Of random streams nothing is left
 to be checked.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from distcheck.errors import UsageError
@@ -28,6 +33,7 @@ _CHECKS = {
     RATES: ("learning rate", IN_FLOAT32),
     SCHEDULE: ("learning rate", IN_FLOAT32),
 }
+_OF_RANKS = ("learning rate", NO_LAYER)
 # Chosen: a schedule computes a rate in double precision, by a chain of some thousand roundings at
 # most (1e-13); a rate that is another one differs by more than a millionth.
 _SAME_RATE = 1e-9
@@ -47,6 +53,18 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
             f"--accept takes one of {RATES} and {SCHEDULE}: together they would let every learning "
             "rate pass"
         )
+
+
+def remarkable(
+    job: Recording, reference: Reference | None, results: Sequence[CheckResult]
+) -> tuple[str, ...]:
+    """The kinds that are remarks where they are named."""
+    alike = all(r.verdict != "fail" for r in results if (r.check, r.layer) == _OF_RANKS)
+    if reference is None or not alike:
+        return (RANDOMNESS,)
+    scaling = (float(job.world), math.sqrt(job.world))
+    is_rule = any(abs(_factor(job, reference) - by) <= _SAME_RATE * by for by in scaling)
+    return (RANDOMNESS, RATES) if is_rule else (RANDOMNESS,)
 
 
 def accept(
@@ -112,21 +130,25 @@ def _pairs(job: Recording, reference: Reference) -> Compared:
                 yield seen.step, f"param_groups[{number}]/{key}", mine[key], other[key]
 
 
-def _is_rate(name: str) -> bool:
+def is_rate(name: str) -> bool:
+    """Whether a setting is a learning rate, or one that a schedule begins with."""
     return name.rpartition("/")[2].rpartition("_")[2] == "lr"
+
+
+def _factor(job: Recording, reference: Reference) -> float:
+    """The factor of the first learning rate that is not zero; 0 where there is none."""
+    for _, name, actual, expected in _pairs(job, reference):
+        if is_rate(name) and expected:
+            return actual / expected
+    return 0.0
 
 
 def _scaled(job: Recording, reference: Reference, tally: Tally) -> Compared:
     """Every rate is the reference's times the factor of the first one that is not zero."""
-    factor = 0.0
+    factor = _factor(job, reference)
+    tally.remark(f"learning rates are {factor:.6g} times those of one process")
     for step, name, actual, expected in _pairs(job, reference):
-        if not _is_rate(name):
-            yield step, name, actual, expected
-            continue
-        if not factor and expected:
-            factor = actual / expected
-            tally.remark(f"accepted: learning rates are {factor:.6g} times those of one process")
-        yield step, name, actual, factor * expected
+        yield step, name, actual, factor * expected if is_rate(name) else expected
 
 
 def _later(job: Recording, reference: Reference, tally: Tally) -> Compared:
@@ -143,7 +165,7 @@ def _later(job: Recording, reference: Reference, tally: Tally) -> Compared:
             later += step > first
             yield step, name, actual, rates[then, name]
     if later:
-        tally.remark("accepted: the schedule steps once per rank")
+        tally.remark("the schedule steps once per rank")
     else:
         tally.missing(
             f"the reference covers no step that is {job.world} steps later; give more --steps"

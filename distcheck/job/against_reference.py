@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from distcheck.job.accepting import is_rate
 from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.reading import Recording
@@ -144,6 +145,12 @@ def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
     at_once = first.step == job.steps[0]
     by = float(first.actual) / float(first.expected) if float(first.expected or 0.0) else 0.0
     said = result.reason.partition("; ")[0]
+    if not is_rate(first.parameter):
+        return Diagnosis(
+            cause="settings-differ",
+            evidence=said,
+            suggestion="compute the optimizer's settings from what does not depend on the world",
+        )
     if at_once:
         return Diagnosis(
             cause="learning-rate-differs",

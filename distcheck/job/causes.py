@@ -5,14 +5,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from distcheck.job import against_reference
+from distcheck.job.accepting import is_rate
 from distcheck.job.between_passes import between_passes
 from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before
+from distcheck.job.checks.samples import ALIKE
 from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
-from distcheck.records.layers import NO_LAYER, ROUNDING
+from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
 # Chosen: a factor is named where what it leaves is a thousandth of the gradient; rounding leaves
 # 1e-6 of it, and another mistake beside the factor leaves more.
@@ -27,6 +29,8 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
+    if ("finite", NO_LAYER) in failed:
+        return [_of_numbers(failed["finite", NO_LAYER])]
     found = [*_of_data(failed), *_of_state(failed)]
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
@@ -69,8 +73,21 @@ def _first_step(failed: dict[tuple[str, str], CheckResult]) -> int:
 
 def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
-    if "data" in checks:
-        reason = _reason(failed, "data")
+    if ("data", IN_FLOAT32) in failed:
+        yield Diagnosis(
+            cause="data-differs",
+            evidence=failed["data", IN_FLOAT32].reason.partition("; ")[0],
+            suggestion="look at what a data set, its transforms and collate_fn take from the rank "
+            "or the process: the order of a set or of a folder, numbers of classes, shifts",
+        )
+    if "data" in checks and ALIKE in (reason := _reason(failed, "data")):
+        yield Diagnosis(
+            cause="same-randomness",
+            evidence=f"{reason}, so their augmentations are copies",
+            suggestion="seed the random streams by the rank once the data set is there, or give "
+            "the DataLoader a generator and a worker_init_fn that do",
+        )
+    elif ("data", NO_LAYER) in failed:
         same = "have the same" in reason
         yield Diagnosis(
             cause="same-data" if same else "overlapping-data",
@@ -141,6 +158,32 @@ def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
         )
 
 
+def _of_numbers(result: CheckResult) -> Diagnosis:
+    return Diagnosis(
+        cause="nonfinite",
+        evidence=result.reason,
+        suggestion="look for what made them: a sample, a division by zero, a logarithm of zero, a "
+        "learning rate that is too large. What follows from it is not judged",
+    )
+
+
+def average_differs(job: Recording) -> Iterator[Diagnosis]:
+    """A remark: averages of the model that every rank has moved, and each elsewhere."""
+    if len(job.steps) < 2:
+        return
+    first, last = (job.at(step) for step in (job.steps[0], job.steps[-1]))
+    for name in last[0].averages:
+        pairs = zip(first, last, strict=True)
+        moved = all(a.averages.get(name) != b.averages.get(name) for a, b in pairs)
+        if moved and len({record.averages.get(name) for record in last}) > 1:
+            yield Diagnosis(
+                cause="average-differs",
+                evidence=f"after step {job.steps[-1]} ranks hold different averages of the model "
+                f"({name}, of those that look like it)",
+                suggestion="save and evaluate that of one rank, or have all ranks average alike",
+            )
+
+
 def _of_scaler(reason: str) -> Diagnosis:
     if BEFORE_UNSCALE in reason:
         return Diagnosis(
@@ -157,8 +200,11 @@ def _of_scaler(reason: str) -> Diagnosis:
 
 
 def _of_settings(failed: dict[tuple[str, str], CheckResult]) -> Diagnosis:
+    first = failed["learning rate", NO_LAYER].first
     return Diagnosis(
-        cause="learning-rate-differs",
+        cause="learning-rate-differs"
+        if first is None or is_rate(first.parameter)
+        else "settings-differ",
         evidence=_reason(failed, "learning rate"),
         suggestion="step the scheduler equally often on all ranks, and compute settings from "
         "numbers that all ranks share",

@@ -31,6 +31,7 @@ FOLDER = "distcheck-guard"
 _NOT_SHOWN = (
     "a mistake that all ranks make alike: replicas agree on a wrong model, too",
     "what differed between two checks and was made alike again",
+    "models that no optimizer has, as averages (EMA)",
 )
 
 
@@ -136,6 +137,12 @@ def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> C
         steps = max(one.steps for one in found)
         verdict = "unknown"
         reason = f"in {steps} steps no tensor was compared; give a smaller --every"
+    elif late := [one for one in found if one.checked_at < one.steps]:
+        verdict = "unknown"
+        reason = (
+            f"the last check was after step {late[0].checked_at} of {late[0].steps}; call "
+            "destroy_process_group() at the end, or give a smaller --every"
+        )
     return CheckResult(
         check="agreement",
         layer=NO_LAYER,

@@ -13,7 +13,7 @@ from distcheck.job import recording
 from distcheck.job.recording import RankRecord, StepRecord
 from distcheck.records.decoding import read_bounded
 
-MOST_RANKS = 1024
+MOST_RANKS, MOST_NOTES = 1024, 1 << 16
 MOST_BYTES = 64 << 30  # of one step of one rank
 
 
@@ -26,6 +26,7 @@ class Recording:
     steps: tuple[int, ...]
     records: dict[tuple[int, int], StepRecord]
     uneven: dict[int, int] = field(default_factory=dict)  # rank: steps, where they are not alike
+    drawn: dict[int, set[str]] = field(default_factory=dict)  # rank: streams of its loaders
     _loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -98,7 +99,12 @@ def read(folder: Path) -> Recording:
     common = [s for _, s in records if all((rank, s) in records for rank in range(world))]
     steps = tuple(sorted(set(common)))
     alike = len(set(counts.values())) == 1
-    return Recording(folder, ranks, steps, records, {} if alike else counts)
+    drawn: dict[int, set[str]] = {}
+    for file in sorted(folder.glob("drawn-*"))[:MOST_NOTES]:
+        rank, _, stream = file.name.removeprefix("drawn-").partition("-")
+        if rank.isdecimal():
+            drawn.setdefault(int(rank), set()).add(stream)
+    return Recording(folder, ranks, steps, records, {} if alike else counts, drawn)
 
 
 def _records(folder: Path, world: int) -> Iterator[StepRecord]:

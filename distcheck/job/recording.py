@@ -163,6 +163,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     exchanged  whether `raw/` was taken when DistributedDataParallel had exchanged, and not when
                the script first used the gradients
     evaluations  how often the optimizer called its closure
+    averages     at the first and last step: digests of models that look like one that trains
+    not_finite   what had infinities or NaN in a step that was not skipped: inputs, loss, gradients
     """
 
     step: int
@@ -184,10 +186,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str] = {}
     dtypes: dict[str, str] = {}
     absent: tuple[str, ...] = ()
+    not_finite: tuple[str, ...] = ()
     scale: float | None = None
     skipped: bool = False
     whole: bool = True
     batchnorm: bool = False
+    averages: dict[str, str] = {}
     checksum: str = ""
 
     @property
@@ -208,6 +212,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     threads: int
     variables: dict[str, str] = {}
+    process: int = 0
+    parent: int = 0  # the process that has started it
     wrapper: str = ""
     divided_by: str = ""
 

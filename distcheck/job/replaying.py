@@ -1,9 +1,9 @@
-"""Starts the reference: the script of rank 0 as one process, in a copy of the job's folder."""
+"""Starts the reference: the script of rank 0 as one process, in a copy of the project."""
 
-import functools
-import os
-import shutil
-from collections.abc import Iterator, Sequence
+import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,18 @@ from safetensors.torch import load
 
 from distcheck.errors import UsageError
 from distcheck.job import running, settings
+from distcheck.job.copying import Copy
 from distcheck.job.reading import MOST_BYTES, Recording
-from distcheck.job.settings import Replayed, Settings
+from distcheck.job.settings import Replayed, Seen, Settings
 from distcheck.records.decoding import decode_json, read_bounded
 
-MOST_COPIED = 1 << 30
-MOST_FILES = 20_000
-_LEFT_OUT = (".git", "__pycache__", ".distcheck", "node_modules", ".venv", "venv")
+_MOST_PARENTS = 8
+# Options that say how many ranks there are, or how many machines or GPUs.
+_COUNTS = re.compile(
+    r"--?(?:dist[-_])?(?:world(?:[-_]size)?|n(?:um)?[-_]?(?:nodes|gpus?|processes|procs|ranks|devices)"
+    r"|nproc(?:[-_]per[-_]node)?|(?:n?gpus|devices)(?:[-_]per[-_]node)?|ranks|nodes)",
+    re.IGNORECASE,
+)
 _ONE_RANK = {
     "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
     "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
@@ -37,10 +42,16 @@ class NoReferenceError(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """What the script reached as one process; `why` says why ranks were replayed one by one."""
+    """What the script reached as one process; `replaced`: options of its command that say one."""
 
     folder: Path
     replayed: Replayed
+    replaced: tuple[str, ...] = ()
+
+    def until(self, steps: tuple[Seen, ...]) -> "Reference":
+        """The same, of fewer steps."""
+        fewer = msgspec.structs.replace(self.replayed, steps=steps)
+        return dataclasses.replace(self, replayed=fewer)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All that was written of one step. Raises UsageError where that is damaged."""
@@ -51,99 +62,119 @@ class Reference:
             raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
 
 
-def copy_folder(target: Path) -> str:
-    """Copies the folder that the job starts in; why it cannot be copied, or ""."""
-    here, own = Path.cwd(), target.parent  # which may be within, where TMPDIR is
-    size = 0
-    for count, file in enumerate(_files(here, own)):
-        size += 0 if file.is_symlink() else file.stat().st_size
-        if count > MOST_FILES or size > MOST_COPIED:
-            return (
-                f"the folder {here} holds more than {MOST_FILES:,} files or {MOST_COPIED >> 30} "
-                "GiB, and the reference runs in a copy; start the job in a smaller folder"
-            )
-    try:
-        shutil.copytree(here, target, symlinks=True, ignore=functools.partial(_ignored, own))
-    except (OSError, shutil.Error) as error:
-        return f"the folder {here} cannot be copied for the reference: {error}"
-    return ""
-
-
-def _ignored(own: Path, folder: str, names: list[str]) -> set[str]:
-    paths = {name: Path(folder, name) for name in names}
-    return {
-        name for name, path in paths.items() if name in _LEFT_OUT or path == own or path.is_socket()
-    }
-
-
-def _files(folder: Path, own: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if n not in _LEFT_OUT and Path(parent, n) != own]
-        for name in names:
-            file = Path(parent, name)
-            if os.path.lexists(file):
-                yield file
-
-
-def replay(job: Recording, copy: Path, folder: Path, *, on_cpu: bool = False) -> Reference:
-    """Runs rank 0's script as one process. Raises NoReferenceError where that cannot be done."""
+def replay(
+    job: Recording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
+    command: str = "", deadline_s: float = 300.0,
+) -> Reference:  # fmt: skip
+    """Runs rank 0's script as one process, or the `command` that does. Raises NoReferenceError
+    where that cannot be done.
+    """
     first = job.ranks[0]
-    words = list(first.arguments)
-    if "-c" in words[:3] or any("multiprocessing" in word for word in words):
-        raise NoReferenceError(
-            "the script starts its ranks itself, so it cannot be run as one of them; start it by "
-            "torchrun"
-        )
     if first.backend == "mpi":
         raise NoReferenceError("the reference cannot stand in for MPI's own start of ranks")
     if not all(record.whole for record in job.at(job.steps[0])):
         raise NoReferenceError(
             "the first step was beyond --budget, so its parameters were not kept"
         )
-    words = in_copy(words, Path.cwd(), copy)
+    there = Path.cwd() if command else Path(first.folder)
+    place = copy.of(there)
+    if place is None or not place.is_dir():
+        raise NoReferenceError(
+            f"ranks work in {there}, which is not in {copy.project}, of which there is a copy; "
+            "start the job there"
+        )
+    is_forked = first.process and not (job.folder / f"python-{first.process}").exists()
+    spawned = bool(is_forked) or _is_spawned(first.arguments)
+    words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
+    words, replaced = (words, ()) if command else of_one(words, job.world)
     in_processes = _is_lost_in_a_fork(first.device)
     asked = Settings(
         mode="replay", steps=len(job.steps), recording=str(job.folder),
-        on_cpu=on_cpu, in_processes=in_processes,
+        on_cpu=on_cpu, in_processes=in_processes, weights=weights,
+        spawns=job.world if spawned and not command else 0, project=str(copy.folder),
+        gpus=job.world if spawned else 1,
     )  # fmt: skip
     variables = {k: v for k, v in first.variables.items() if not k.startswith(_OF_MPI)}
     variables |= {} if in_processes else _WITHOUT_GPUS
-    file = settings.write(asked, folder)
-    ran = running.run_kept(
-        words, file, folder=copy, variables={**variables, **_ONE_RANK},
-        without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"),
-    )  # fmt: skip
-    return _read(folder, ran)
+    variables |= {} if spawned else _ONE_RANK
+
+    def run(asked: Settings) -> running.Ran:
+        return running.run_kept(
+            copy.words(words), settings.write(asked, folder), folder=place,
+            variables={} if command else variables,
+            without=(_OF_MPI, "PMIX_", "TORCHELASTIC_"), deadline_s=deadline_s,
+        )  # fmt: skip
+
+    ran = run(asked)
+    if on_cpu and not ran.code and not (folder / "replayed.json").exists():
+        # It has left: there are scripts that do where they see fewer GPUs than they want.
+        ran = run(msgspec.structs.replace(asked, gpus=job.world))
+    if ran.hung:
+        raise NoReferenceError(f"as one process the script made no progress for {deadline_s:g} s")
+    return _read(folder, ran, replaced)
 
 
 def _is_lost_in_a_fork(device: str) -> bool:
     return device != "cpu"
 
 
-def in_copy(words: Sequence[str], here: Path, copy: Path) -> list[str]:
-    """Paths into the folder `here` lead into its copy."""
-    found = []
-    for word in words:
-        path = Path(word)
-        inside = (
-            path.is_absolute() and path.is_relative_to(here) and (copy / path.relative_to(here))
-        )
-        found.append(str(inside) if inside and inside.exists() else word)
-    return found
+def _is_spawned(words: Sequence[str]) -> bool:
+    """Whether Python's multiprocessing has started a rank."""
+    return "-c" in words[:3] or any("multiprocessing" in word for word in words)
 
 
-def _read(folder: Path, ran: running.Ran) -> Reference:
+def _of_launcher(job: Recording) -> Sequence[str]:
+    """The command of the process that has started rank 0, or that of the one before it."""
+    process = job.ranks[0].parent
+    for _ in range(_MOST_PARENTS):
+        note = job.folder / f"python-{process}"
+        said = note.read_text(errors="surrogateescape").split("\0") if note.exists() else []
+        if len(said) < 2:
+            break
+        if not _is_spawned(said[1:]):
+            return said[1:]
+        process = int(said[0]) if said[0].isdecimal() else 0
+    raise NoReferenceError(
+        "the script starts its ranks itself, and its own command is not known; give the one that "
+        "trains as one process, --reference COMMAND"
+    )
+
+
+def of_one(words: Sequence[str], world: int) -> tuple[list[str], tuple[str, ...]]:
+    """A command of which options that say how many ranks, machines or GPUs there are say one; and
+    what was replaced, for the report.
+    """
+    found, replaced = list(words), []
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not _COUNTS.fullmatch(name):
+            continue
+        at = place if equals else place + 1
+        given = value if equals else next(iter(words[at : at + 1]), "")
+        if given.isdecimal() and int(given) > 1 and (int(given) == world or "node" in name):
+            found[at] = f"{name}=1" if equals else "1"
+            replaced.append(f"{name} {given}")
+    return found, tuple(replaced)
+
+
+def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Reference:
     if (folder / "defect").exists():
         said = (folder / "defect").read_text(errors="backslashreplace").strip().rpartition("\n")[2]
         raise NoReferenceError(f"the reference run failed: {said[:300]}")
     file = folder / "replayed.json"
     if not file.exists():
-        why = ran.raised[0][1][:300] if ran.raised else f"it ended with exit code {ran.code}"
-        raise NoReferenceError(f"as one process the script fails before its first step: {why}")
+        if not ran.raised:
+            why = f"ends with exit code {ran.code}"
+        else:
+            why = f"raises {ran.raised[0][1][:300]}"
+        raise NoReferenceError(
+            f"as one process the script {why} before its first step; give the command that trains "
+            "as one process, --reference COMMAND"
+        )
     try:
         replayed = decode_json(read_bounded(file), Replayed)
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
     if not replayed.steps:
         raise NoReferenceError(replayed.failure or "as one process the script makes no step")
-    return Reference(folder, replayed)
+    return Reference(folder, replayed, replaced)

@@ -1,6 +1,7 @@
 """Starts a job's command with recording switched on, and says why nothing was recorded."""
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ import psutil
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
+from distcheck.job.watching import Watch
+from distcheck.records import Outcome
 from distcheck.worlds.keeping import start_kept
 
 _HOOK = Path(__file__).parent / "hook"
@@ -35,6 +38,7 @@ class Ran:
 
     code: int
     raised: tuple[tuple[int, str], ...]
+    hung: tuple[Outcome, ...] = ()
 
 
 def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
@@ -63,8 +67,10 @@ def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def run(command: Sequence[str], settings: Path) -> Ran:
-    """Runs the job's command, its output passed on, and returns when it has ended."""
+def run(command: Sequence[str], settings: Path, *, deadline_s: float = math.inf) -> Ran:
+    """Runs the job's command, its output passed on, and returns when it has ended, or when it was
+    ended since it had hung.
+    """
     with relayed() as streams:
         try:
             process = subprocess.Popen(
@@ -74,11 +80,14 @@ def run(command: Sequence[str], settings: Path) -> Ran:
         except OSError as error:
             raise UsageError(f"the command {command[0]!r} cannot be started: {error}") from error
         try:
-            code = process.wait()
+            hung = Watch(process, settings.parent, deadline_s).wait()
         except BaseException:
             _end(process)
             raise
-    return Ran(code, raised_in(settings.parent))
+        if hung:
+            _end(process)
+        code = process.wait()
+    return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
 def run_kept(
@@ -88,9 +97,10 @@ def run_kept(
     folder: Path,
     variables: Mapping[str, str],
     without: tuple[str, ...],
+    deadline_s: float,
 ) -> Ran:
-    """Runs a command in `folder`, its output thrown away, and returns when it has ended; what it
-    has started ends with it. Variables whose names begin with one of `without` are left out.
+    """Runs a command in `folder`, its output thrown away, as `run` does; what it has started ends
+    with it. Variables whose names begin with one of `without` are left out.
     """
     given = {**os.environ, **variables}
     left = {name: value for name, value in given.items() if not name.startswith(without)}
@@ -102,18 +112,18 @@ def run_kept(
         )  # fmt: skip
         theirs.close()
         try:
-            code = keeper.wait()
-        except BaseException:
+            hung = Watch(keeper, settings.parent, deadline_s).wait()
+        finally:
             ours.close()  # which ends it
-            keeper.wait(_PATIENCE_S)
-            raise
-    return Ran(code, raised_in(settings.parent))
+            code = keeper.wait(_PATIENCE_S)
+    return Ran(code, () if hung else raised_in(settings.parent), hung)
 
 
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
     """The environment in which every Python begins with the hook."""
     path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
-    return {**given, VARIABLE: str(settings), "PYTHONPATH": path}
+    started = {**given, VARIABLE: str(settings), "PYTHONPATH": path}
+    return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # ranks that hang say in which call
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

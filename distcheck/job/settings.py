@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from distcheck.errors import UsageError
+from distcheck.records import Collective
 
 VARIABLE = "DISTCHECK_JOB"
 FILE = "settings.json"
@@ -32,6 +33,27 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     clips: tuple[tuple[float, float], ...] = ()
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says when it is asked where it is."""
+
+    rank: int
+    world: int
+    step: int
+    stack: str
+    collectives: tuple[Collective, ...]
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process read of a rank's samples: each part of them is the `same` as the rank had,
+    or `other`, `random` where it is made by chance, `constant` where all samples have it; and how
+    large parts are.
+    """
+
+    rank: int
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """How a replay went: by which batches, `pads` if they were padded, at which steps, or why it
     could not go on; and why the passes of an accumulation could not be made as one. A right job has
@@ -46,6 +68,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     scales: tuple[float, ...] = (1.0,)
     scale: float = 1.0
     pads: bool = False
+    reads: tuple[Read, ...] = ()
 
 
 class Role(msgspec.Struct, frozen=True):
@@ -70,10 +93,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget            bytes of whole tensors, of all ranks and steps together
     keep_going        whether the job goes on after the last recorded step
     recording         in a replay: the folder of the recording
+    spawns            in a replay: how many ranks the script starts itself; 0 where it does not
+    project           in a replay: the copy of the project
     in_processes      in a replay: whether copies are processes of their own, and no forks
     role, role_mode   in such a process: what it is, in which mode of the replay
     weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
     on_cpu            whether a script that asks for a GPU gets the CPU
+    gpus              in a replay: how many GPUs are said to be there then; 0: as many as ranks
     every, warns      of a guard: how often it checks, and whether a job goes on when ranks differ
     bundles           of a guard: the folder for what it finds
     randomness        of a guard: whether ranks must draw different random numbers
@@ -86,10 +112,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_going: bool = False
     recording: str = ""
     in_processes: bool = False
+    spawns: int = 0
+    project: str = ""
     role: Role | None = None
     role_mode: str = ""
     weights: str = ""
     on_cpu: bool = False
+    gpus: int = 0
     every: int = 100
     warns: bool = False
     bundles: str = ""

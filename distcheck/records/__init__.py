@@ -141,7 +141,7 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, how its ranks ended, and what every check said; `contents` is None where it was given
-    up before it was looked at.
+    up before it was looked at. `remarks` are causes that may be meant, and fail no check.
     """
 
     case: Case
@@ -154,6 +154,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     timings_s: dict[str, float] = {}
     replay: str = ""
     notes: tuple[str, ...] = ()
+    remarks: tuple[Diagnosis, ...] = ()
     accepted: Allowance | None = None
     contents: Contents | None = None
     unfinished: bool = False  # an interruption came before it was judged

@@ -22,12 +22,14 @@ _MARKS = {"pass": "✅ pass", "unknown": "❔ unknown", "fail": "❌ fail"}
 
 def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
     """A line of standard output for each cell that did not pass, at the file and line of its
-    strategy, as seen from `root`: an error where it failed, a warning where too little is known.
+    strategy, as seen from `root`: an error where it failed, a warning where too little is known, a
+    notice where it passed with a remark.
     """
     document = shown(document)
     lines = []
-    for verdict, command in (("fail", "error"), ("unknown", "warning")):
+    for verdict, command in (("fail", "error"), ("unknown", "warning"), ("pass", "notice")):
         cases = [case for case in document["cases"] if case["verdict"] == verdict]
+        cases = [case for case in cases if verdict != "pass" or case.get("remarks")]
         # The last place goes to the number of those that have none.
         named = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
         lines += [_annotation(command, case, root) for case in cases[:named]]
@@ -44,14 +46,17 @@ def error(message: str) -> str:
 
 def _annotation(command: str, case: Entry, root: Path) -> str:
     found = finding_of(case)
+    remarks = case.get("remarks") or []
     parts = [
         *(f"cause: {cause}" for cause in found.causes),
+        *(f"remark: {d['cause']}: {d['evidence']}; {d['suggestion']}" for d in remarks),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         found.headline if found.ranks else "",
-        found.first or found.headline,
+        found.first or found.headline if case["verdict"] != "pass" else "",
         f"replay: {found.replay}" if found.replay else "",
     ]
-    named = f" ({case['diagnosis'][0]['cause']})" if case["diagnosis"] else ""
+    first = next(iter([*case["diagnosis"], *remarks]), None)
+    named = f" ({first['cause']})" if first else ""
     title = f"distcheck: {case['verdict']}{named}: {case['strategy']}, {name_of(case)}"
     place = []
     if case["strategy_file"]:

@@ -1,7 +1,7 @@
 """The report as `distcheck.report/1`: what a gate or a dashboard reads."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from distcheck.records import (
     Allowance,
     CaseReport,
     CheckResult,
+    Diagnosis,
     Difference,
     Outcome,
     Report,
@@ -156,10 +157,8 @@ def _case(report: CaseReport) -> dict[str, Any]:
         "verdict": report.verdict,
         "outcomes": [_outcome(outcome) for outcome in report.outcomes],
         "checks": [_check(result) for result in report.checks],
-        "diagnosis": [
-            {"cause": d.cause, "evidence": d.evidence, "suggestion": d.suggestion}
-            for d in report.diagnosis
-        ],
+        "diagnosis": _causes(report.diagnosis),
+        **({"remarks": _causes(report.remarks)} if report.remarks else {}),
         "timings_s": report.timings_s,
         "replay": report.replay,
         "command": case.command_line,
@@ -167,6 +166,10 @@ def _case(report: CaseReport) -> dict[str, Any]:
         "accepted": None if report.accepted is None else _accepted(report.accepted),
         "contents": None if report.contents is None else msgspec.to_builtins(report.contents),
     }
+
+
+def _causes(found: Sequence[Diagnosis]) -> list[dict[str, str]]:
+    return [{"cause": d.cause, "evidence": d.evidence, "suggestion": d.suggestion} for d in found]
 
 
 def _accepted(allowance: Allowance) -> dict[str, Any]:

@@ -82,7 +82,11 @@ def _test_case(case: Entry, name: str) -> ElementTree.Element:
         element.set("file", _clean(case["strategy_file"]))
     if case.get("strategy_line"):
         element.set("line", str(case["strategy_line"]))
+    remarks = case.get("remarks") or []
+    said = [f"remark: {d['cause']}: {d['evidence']}; {d['suggestion']}" for d in remarks]
     if case["verdict"] == "pass":
+        if said:
+            ElementTree.SubElement(element, "system-out").text = _clean("\n".join(said) + "\n")
         return element
     found = finding_of(case)
     failed = case["verdict"] == "fail" and not ranks_failed(case)
@@ -96,11 +100,12 @@ def _test_case(case: Entry, name: str) -> ElementTree.Element:
         *(f"cause: {cause}" for cause in found.causes),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         *([f"replay: {found.replay}"] if found.replay else []),
+        *said,
     ]
     ElementTree.SubElement(element, "system-out").text = _clean("\n".join(about) + "\n")
     if found.ranks:
-        said = "\n\n".join(f"{rank}\n{detail}" for rank, detail in found.ranks)
-        ElementTree.SubElement(element, "system-err").text = _clean(said + "\n")
+        details = "\n\n".join(f"{rank}\n{detail}" for rank, detail in found.ranks)
+        ElementTree.SubElement(element, "system-err").text = _clean(details + "\n")
     return element
 
 

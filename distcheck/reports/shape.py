@@ -156,6 +156,7 @@ class CaseRead(msgspec.Struct):
     timings_s: dict[str, float]
     replay: str
     notes: list[str]
+    remarks: list[Diagnosis] = []
     batch: Count = 0
     steps: Count = 0
     data: str = ""

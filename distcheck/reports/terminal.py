@@ -171,6 +171,9 @@ def _print_headline(
     first.stylize("bold", _VERDICT, _VERDICT + len(of))
     for text in (first, *map(Text, lines[1:])):
         console.print(text, soft_wrap=True)
+    for one in dict.fromkeys(one for c in cases for one in c.remarks):
+        said = f"remark: {one.cause}: {one.evidence}; {one.suggestion}"
+        _print_sentence(said, console, indent=2, style=_STYLE["unknown"])
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console, failures: Failures) -> None:

@@ -59,7 +59,8 @@ def watch_registrations() -> None:
 
     @functools.wraps(original)
     def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
-        return original(tensor, _noting(tensor, hook) if tensor.is_leaf else hook)
+        given = _noting(tensor, hook) if tensor.is_leaf else hook
+        return original(tensor, given)  # type: ignore[no-untyped-call]
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
 

@@ -36,6 +36,7 @@ class Facts:
         self.after: Tensors | None = None
         self.groups: tuple[dict[str, float], ...] = ({"lr": LR},)
         self.rows = tuple(f"{rank}-{step}-{i}" for i in range(4))
+        self.epoch = step
         self.passes = [self.a_pass(0)]
         self.sampler_epoch: int | None = step
         self.sampler = "DistributedSampler"
@@ -48,7 +49,7 @@ class Facts:
         call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
         given = {"loss": 2.0, "losses": (call,), "rows": self.rows, **about}
         random = {"torch": f"{self.rank}-{self.step}-{number}"}
-        return Pass(inputs=(), random=random, **given)
+        return Pass(inputs=(), random=random, batches=((0, self.epoch, self.step),), **given)
 
     def write(self, folder: Path, budget: int) -> None:
         file = StepFile(recording.rank_folder(folder, self.rank), self.step)
@@ -64,10 +65,12 @@ class Facts:
             budget, rank=self.rank, world=self.world, optimizer="torch.optim.sgd.SGD",
             groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
             skipped=self.skipped, carried=self.carried, backwards=len(self.passes),
-            batches=(Batch(loader=0, epoch=0, number=self.step, leaves=(), rows=self.rows),),
+            batches=(
+                Batch(loader=0, epoch=self.epoch, number=self.step, leaves=(), rows=self.rows),
+            ),
             iterations=(
                 Iteration(
-                    loader=0, epoch=self.step, length=4, sampler=self.sampler, shuffles=True,
+                    loader=0, epoch=self.epoch, length=4, sampler=self.sampler, shuffles=True,
                     sampler_epoch=self.sampler_epoch,
                 ),
             ),

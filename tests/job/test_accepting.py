@@ -7,7 +7,7 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
-from distcheck.job.command import Asked
+from distcheck.job.asked import Asked
 from distcheck.job.guard_command import Asked as OfGuard
 from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 

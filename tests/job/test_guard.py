@@ -305,9 +305,12 @@ def test_what_is_not_an_optimizer_is_refused() -> None:
             distcheck.guard(given, **about)  # type: ignore[arg-type]
 
 
-def rows(**changes: list[int]) -> list[dict[str, int]]:
+def rows(**changes: list[Any]) -> list[dict[str, Any]]:
     """What three ranks say that agree, each with samples and masks of its own, and changes."""
-    found = [dict.fromkeys(FIELDS, 5) | {"samples": r + 1, "cpu_random": r + 1} for r in range(3)]
+    found: list[dict[str, Any]] = [
+        dict.fromkeys(FIELDS, 5) | {"rows": {3 * r, 3 * r + 1}, "cpu_random": r + 1}
+        for r in range(3)
+    ]
     for row in found:
         row |= {"failed": 0, "device_random": 0}
     for name, values in changes.items():
@@ -318,8 +321,10 @@ def rows(**changes: list[int]) -> list[dict[str, int]]:
 
 def test_numbers_that_agree_are_no_finding() -> None:
     assert comparing.differing(rows(), first=True) == []
-    no_masks: dict[str, list[int]] = {"samples": [0, 0, 0], "cpu_random": [0, 0, 0]}
-    assert comparing.differing(rows(**no_masks), first=True) == []
+    nothing_seen: dict[str, list[Any]] = {"rows": [set()] * 3, "cpu_random": [0, 0, 0]}
+    assert comparing.differing(rows(**nothing_seen), first=True) == []
+    one_in_common: list[Any] = [{1, 2, 3}, {3, 4, 5}, {6, 7, 8}]
+    assert comparing.differing(rows(rows=one_in_common), first=True) == []
 
 
 @pytest.mark.parametrize(
@@ -335,10 +340,15 @@ def test_every_number_that_differs_is_one_finding(field_: str, kind: str) -> Non
     assert comparing.differing(rows(**{field_: [5, 5, 6]}), first=True) == [kind]
 
 
-@pytest.mark.parametrize("name", ["samples", "cpu_random", "device_random"])
+@pytest.mark.parametrize("name", ["cpu_random", "device_random"])
 def test_numbers_that_must_not_be_alike(name: str) -> None:
-    kind = comparing.SAMPLES if name == "samples" else comparing.RANDOMNESS
-    assert comparing.differing(rows(**{name: [7, 8, 7]}), first=True) == [kind]
+    assert comparing.differing(rows(**{name: [7, 8, 7]}), first=True) == [comparing.RANDOMNESS]
+
+
+@pytest.mark.parametrize("second", [{1, 2, 3}, {2, 3, 4}], ids=["all", "most"])
+def test_samples_that_two_ranks_have(second: set[int]) -> None:
+    found = comparing.differing(rows(rows=[{1, 2, 3}, {7, 8, 9}, second]), first=True)
+    assert found == [comparing.SAMPLES]
 
 
 def test_parts_are_compared_among_ranks_that_hold_the_same_one() -> None:

@@ -56,7 +56,8 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
 
 
 def checked(rank: int, **about: Any) -> Checked:
-    given = {"rank": rank, "world": 2, "optimizer": "SGD", "steps": 9, "checks": 3, "compared": 4}
+    given = {"rank": rank, "world": 2, "optimizer": "SGD", "steps": 9, "checks": 3,
+             "checked_at": 9, "compared": 4}  # fmt: skip
     return Checked(**{**given, **about})
 
 
@@ -89,6 +90,7 @@ def judged(
         ({"first": "step 4: w differs"}, 7, ("fail", 1)),
         ({"checks": 0}, 0, ("unknown", 5)),
         ({"compared": 0}, 0, ("unknown", 5)),
+        ({"checked_at": 8}, 0, ("unknown", 5)),
         ({"world": 1}, 0, ("unknown", 5)),
     ],
 )

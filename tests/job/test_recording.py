@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, UsageError
 from distcheck.job import reading, running, settings, sketches
-from distcheck.job.command import Asked
+from distcheck.job.asked import Asked
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.recorder import Recorder

@@ -19,14 +19,21 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               help="Whole tensors to keep, of all ranks; gradients beyond it as sums.")  # fmt: skip
 @click.option("--keep-going", is_flag=True,
               help="Let the job go on after the last recorded step, to its own end.")  # fmt: skip
-@click.option("--reference/--no-reference", default=True,
-              help="Whether the script runs as one process too, to be compared with. "
-              "[default: --reference]")  # fmt: skip
+@click.option("--reference", metavar="COMMAND",
+              help="What trains as one process, where the job's own script cannot.")  # fmt: skip
+@click.option("--no-reference", is_flag=True, help="Compare with no run as one process.")
+@click.option("--weights", type=click.Choice(["samples", "targets", "equal"]),
+              help="What each rank counts for, where its loss does not say so.")  # fmt: skip
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
               help="A deviation that is meant: same-randomness, learning-rate-differs or "
               "scheduler-steps-per-rank.")  # fmt: skip
+@click.option("--deadline-s", type=float, default=300.0, show_default=True, metavar="S",
+              help="Seconds without progress after which the job has hung.")  # fmt: skip
+@click.option("--strict", is_flag=True,
+              help="Fail for what is a remark otherwise: one seed for the dropout of all ranks, a "
+              "learning rate that is scaled by their number.")  # fmt: skip
 @click.option("--guard", is_flag=True,
               help="Let the job run to its own end; compare the ranks' replicas.")  # fmt: skip
 @click.option("--every", type=int, metavar="N",
@@ -94,7 +101,8 @@ def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
         )
     if every is not None or warns:
         raise UsageError("--every and --warn belong to --guard; give --guard as well")
-    from distcheck.job.command import Asked, judge_job
+    from distcheck.job.asked import Asked
+    from distcheck.job.command import judge_job
 
     report = judge_job(Asked(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
     return report, int(report.exit_code)

@@ -55,6 +55,21 @@ def _distance(job: Recording, rank: int, step: int, name: str) -> Place:
     )
 
 
+def finite(job: Recording) -> Iterator[CheckResult]:
+    """Inputs, losses and gradients are finite numbers; said where they are not."""
+    for step in job.steps:
+        for rank, record in enumerate(job.at(step)):
+            if record.not_finite:
+                tally = Tally("finite", NO_LAYER)
+                several = ", ".join(record.not_finite[:4])
+                tally.fail(
+                    f"step {step}: rank {rank} has infinities or NaN in {several}",
+                    parameter=record.not_finite[0], rank=rank, step=step,
+                )  # fmt: skip
+                yield tally.result()
+                return
+
+
 def initial_state(job: Recording) -> CheckResult:
     """Before the first recorded step all ranks have the same parameters and buffers."""
     tally = Tally("initial state", NO_LAYER)

@@ -69,7 +69,7 @@ def with_reference(
             _add(given, at_step, seen.step)
     of_step = given.result()
     others = [of_step] if of_step.compared.elements or of_step.verdict != "pass" else []
-    results = [*losses(job, reference, agreed), raw.result(), *others]
+    results = [*losses(job, reference, agreed), *contents(reference), raw.result(), *others]
     return [*results, settings(job, reference), updated], frozenset(agreed)
 
 
@@ -137,6 +137,34 @@ def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> d
 def norm_of(tensor: torch.Tensor) -> float:
     """The L2 norm."""
     return float(tensor.double().norm())
+
+
+def contents(reference: Reference) -> Iterator[CheckResult]:
+    """The samples of a rank are what one process reads for the same indices. Where the largest part
+    of them is and another one is not, they are put together differently: labels of other samples,
+    or classes with other numbers. Inputs that differ may be augmented by rank.
+    """
+    tally = Tally("data", IN_FLOAT32)
+    for read in reference.replayed.reads:
+        known = [n for n, part in enumerate(read.parts) if part in ("same", "other")]
+        tally.count(parameter="samples", rank=read.rank, step=0, elements=len(known))
+        largest = max(known, key=lambda part: read.sizes[part], default=0)
+        others = [part for part in known if read.parts[part] == "other"]
+        if not others or not known:
+            continue
+        if read.parts[largest] == "same":
+            tally.fail(
+                f"rank {read.rank} has the samples that its sampler gave, and part {others[0]} of "
+                "them (from 0) is not the one that one process reads for the same indices",
+                parameter="samples", rank=read.rank,
+            )  # fmt: skip
+        elif "same" in read.parts:
+            tally.remark(
+                f"rank {read.rank}: part {others[0]} of samples (from 0) is not the one that one "
+                "process reads for the same indices, and others are"
+            )
+    if tally.result().compared.elements:
+        yield tally.result()
 
 
 def losses(job: Recording, reference: Reference, agreed: Collection[int]) -> Iterator[CheckResult]:

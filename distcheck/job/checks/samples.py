@@ -1,62 +1,165 @@
-"""Ranks have different samples, and every epoch has another order."""
+"""Ranks have different samples, and every epoch has another order.
+
+Which sample it is, says the index that a loader's sampler gave. Where there is none, its content
+does, and rows that one rank has twice in an epoch of its own say nothing. Where ranks have the same
+indices and what they read for them differs, each has a data set of its own: unless reading them
+draws random numbers, or leaves some part of every sample the same.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
+from distcheck.job.inside import tensors
 from distcheck.job.reading import Recording
-from distcheck.job.recording import Iteration
+from distcheck.job.recording import Batch, Iteration, StepRecord
 from distcheck.judge.checks.tally import Tally
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
 
 WITH_REPLACEMENT = "replacement"
+ALIKE = "draw the same random numbers to make their samples"
+_MOST = 8  # batches of two ranks whose parts are looked at
+Place = tuple[int, int, int]
+Key = object  # what says which sample it is
 
 
-def rows(job: Recording, rank: int, step: int) -> list[str]:
-    """The digests of a rank's samples at a step: of its forward passes' inputs."""
-    return [row for one in job.records[rank, step].passes for row in one.rows]
+@dataclass
+class _Trained:
+    """The batches that ranks trained on, by place, and the step that each was handed out in."""
+
+    batches: dict[tuple[int, Place], tuple[int, Batch]] = field(default_factory=dict)
+    own: set[int] = field(default_factory=set)  # loaders of which each rank has its own data
+
+
+def samples(job: Recording, rank: int, step: int, trained: "_Trained") -> list[Key]:
+    """What says which samples a rank trained a step on."""
+    record = job.records[rank, step]
+    passes = [one for one in record.passes if one.live]
+    places = dict.fromkeys(place for one in passes for place in one.batches)
+    batches = [trained.batches[rank, p][1] for p in places if (rank, p) in trained.batches]
+    if batches and all(b.indices and b.loader not in trained.own for b in batches):
+        return [(batch.loader, index) for batch in batches for index in batch.indices]
+    return [row for one in passes for row in one.rows]
 
 
 def disjoint(job: Recording) -> CheckResult:
     """No sample is on two ranks at the same step, nor within what was recorded of one epoch."""
-    tally = Tally("data", NO_LAYER)
+    tally, trained = Tally("data", NO_LAYER), _trained(job)
     if job.world == 1:
         tally.remark("one rank has all samples")
     for step in job.steps:
-        found = {rank: rows(job, rank, step) for rank in range(job.world)}
+        found = {rank: samples(job, rank, step, trained) for rank in range(job.world)}
         for rank, own in found.items():
             tally.count(parameter="samples", rank=rank, step=step, elements=len(own))
         for one, two in combinations(range(job.world), 2):
+            shared = (Counter(found[one]) & Counter(found[two])).total()
             if found[one] and Counter(found[one]) == Counter(found[two]):
-                tally.fail(
-                    f"step {step}: ranks {one} and {two} have the same {len(found[one])} samples",
-                    parameter="samples", rank=two, step=step,
-                )  # fmt: skip
+                said = f"have the same {len(found[one])} samples"
+            elif 2 * shared > min(len(found[one]), len(found[two])) and shared > 1:
+                said = f"have {shared} samples in common"
+            else:
+                continue
+            tally.fail(
+                f"step {step}: ranks {one} and {two} {said}",
+                parameter="samples", rank=two, step=step,
+            )  # fmt: skip
     result = tally.result()
     if result.verdict != "fail":
-        _within_epochs(job, tally)
+        _within_epochs(job, tally, trained)
+        _drawn_alike(job, tally, trained)
     if not result.compared.elements:
         tally.missing("no tensor with samples was seen among the arguments of the model")
     return tally.result()
 
 
-def _within_epochs(job: Recording, tally: Tally) -> None:
-    """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank."""
-    seen: dict[tuple[int, int], dict[int, set[str]]] = {}
+def _trained(job: Recording) -> _Trained:
+    found = _Trained()
     for (rank, step), record in job.records.items():
         for batch in record.batches:
-            if step in job.steps and _divides(job, batch.loader):
-                of_epoch = seen.setdefault((batch.loader, batch.epoch), {})
-                of_epoch.setdefault(rank, set()).update(batch.rows)
+            place = (batch.loader, batch.epoch, batch.number)
+            found.batches[rank, place] = (step, batch)
+    used = {
+        (rank, place)
+        for (rank, step), record in job.records.items()
+        if step in job.steps
+        for one in record.passes
+        if one.live
+        for place in one.batches
+    }
+    found.batches = {key: value for key, value in found.batches.items() if key in used}
+    for loader in {batch.loader for _, batch in found.batches.values()}:
+        if _each_has_its_own(job, found, loader):
+            found.own.add(loader)
+    return found
+
+
+def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> bool:
+    """Whether one index of a loader is another sample on every rank."""
+    by_index: dict[int, dict[int, tuple[int, Batch, int]]] = {}
+    for (rank, place), (step, batch) in trained.batches.items():
+        for row, index in enumerate(batch.indices if place[0] == loader else ()):
+            by_index.setdefault(index, {}).setdefault(rank, (step, batch, row))
+    met = [[*ranks.items()][:2] for ranks in by_index.values() if len(ranks) > 1]
+    if not met or any(batch.drawn for pair in met for _, (_, batch, _) in pair):
+        return False
+    kept = [0] * max(len(pair[0][1][1].leaves) for pair in met)
+    for pair in met[:_MOST]:
+        one, two = (_parts(job, rank, *about) for rank, about in pair)
+        kept = [count + (a == b) for count, a, b in zip(kept, one, two, strict=False)]
+    return len(met[:_MOST]) not in kept
+
+
+def _parts(job: Recording, rank: int, step: int, batch: Batch, row: int) -> list[str]:
+    """A digest of each part of a sample."""
+    found = []
+    for name in batch.leaves:
+        leaf = job.tensors(rank, step).get(f"data/{name}")
+        rows = tensors.rows_of([leaf]) if leaf is not None else ()
+        found.append(rows[row] if row < len(rows) else "")
+    return found
+
+
+def _within_epochs(job: Recording, tally: Tally, trained: _Trained) -> None:
+    """Of an epoch's samples few are on two ranks: DistributedSampler repeats at most one a rank."""
+    seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
+    for (rank, place), (_, batch) in trained.batches.items():
+        if _divides(job, batch.loader):
+            is_known = batch.indices and batch.loader not in trained.own
+            of_epoch = seen.setdefault(place[:2], {})
+            of_epoch.setdefault(rank, Counter()).update(batch.indices if is_known else batch.rows)
     for (_, epoch), by_rank in seen.items():
+        twice = {key for own in by_rank.values() for key, count in own.items() if count > 1}
         for one, two in combinations(sorted(by_rank), 2):
-            shared = len(by_rank[one] & by_rank[two])
+            shared = len((by_rank[one].keys() & by_rank[two].keys()) - twice)
             if shared >= job.world:
                 tally.fail(
                     f"epoch {epoch}: {shared} samples of rank {one} are among those of rank {two}",
                     parameter="samples", rank=two, step=job.steps[0],
                 )  # fmt: skip
+
+
+def _drawn_alike(job: Recording, tally: Tally, trained: _Trained) -> None:
+    """Two ranks that make their samples from the same random numbers."""
+    for (rank, place), (step, batch) in trained.batches.items():
+        for other in range(rank):
+            _, theirs = trained.batches.get((other, place), (0, None))
+            same = theirs is not None and batch.drawn.items() & theirs.drawn.items()
+            if same:
+                streams = ", ".join(sorted(name for name, _ in same))
+                tally.fail(
+                    f"step {step}: ranks {other} and {rank} {ALIKE} ({streams})",
+                    parameter="samples", rank=rank, step=step,
+                )  # fmt: skip
+
+    for one, two in combinations(sorted(job.drawn), 2):
+        if common := job.drawn[one] & job.drawn[two]:
+            names = ", ".join(sorted({stream.partition("-")[0] for stream in common}))
+            tally.fail(
+                f"ranks {one} and {two} {ALIKE} ({names}, in the processes of their loaders)",
+                parameter="samples", rank=two, step=job.steps[0],
+            )  # fmt: skip
 
 
 def _divides(job: Recording, loader: int) -> bool:
@@ -71,9 +174,11 @@ def order(job: Recording) -> Iterator[CheckResult]:
     compared = False
     for rank in range(job.world):
         by_loader: dict[int, list[tuple[int, Iteration]]] = {}
+        used = {place[:2] for step in job.steps for place in _places(job.records[rank, step])}
         for step in job.steps:
             for begun in job.records[rank, step].iterations:
-                if begun.shuffles and begun.sampler_epoch is not None:
+                is_used = (begun.loader, begun.epoch) in used or not used
+                if begun.shuffles and begun.sampler_epoch is not None and is_used:
                     by_loader.setdefault(begun.loader, []).append((step, begun))
         for found in by_loader.values():
             for (_, before), (step, after) in pairwise(found):
@@ -87,3 +192,7 @@ def order(job: Recording) -> Iterator[CheckResult]:
                     )  # fmt: skip
     if compared:
         yield tally.result()
+
+
+def _places(record: StepRecord) -> Iterator[Place]:
+    return (place for one in record.passes if one.live for place in one.batches)

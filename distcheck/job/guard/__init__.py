@@ -1,5 +1,6 @@
 """The guard of production runs: `distcheck.guard(optimizer, every=100)`.
 
+starting    begins a guard, and its last check
 guarding    counts steps, has ranks compare, and acts on a difference
 watched     the model: found when it is called; samples, buffers and random streams
 state       what one rank holds after a step, as digests
@@ -49,7 +50,7 @@ def guard(
 
     All ranks must call it, after `init_process_group`, and make the same steps. Raises UsageError.
     """
-    from distcheck.job.guard.guarding import start
+    from distcheck.job.guard.starting import start
 
     return start(
         optimizer,

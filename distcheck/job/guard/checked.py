@@ -17,6 +17,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str
     steps: int
     checks: int
+    checked_at: int = -1
     compared: int
     first: str = ""
     file: str = ""

@@ -1,6 +1,8 @@
 """Compares what ranks say of themselves; pure functions, so that all ranks conclude the same."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
 
 from distcheck.job.guard.records import Finding
 
@@ -16,7 +18,7 @@ ALIKE = {
     STATE: ("state", "state"),
     SETTINGS: ("settings", "settings"),
 }
-Numbers = Mapping[str, int]
+Numbers = Mapping[str, Any]
 
 
 def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
@@ -35,7 +37,7 @@ def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
             found.append(kind)
     if divided_groups(rows) and PARAMETERS not in found:
         found.append(PARAMETERS)
-    if alike(rows, "samples"):
+    if overlapping(rows):
         found.append(SAMPLES)
     if alike(rows, "cpu_random") or alike(rows, "device_random"):
         found.append(RANDOMNESS)
@@ -61,6 +63,17 @@ def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
         if row[field]:
             by_value.setdefault(row[field], []).append(place)
     return [tuple(places) for places in by_value.values() if len(places) > 1]
+
+
+def overlapping(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, int], int, int]]:
+    """Pairs of places that share more than half of their samples: how many, of how many."""
+    found = []
+    for one, two in combinations(range(len(rows)), 2):
+        own, other = rows[one]["rows"], rows[two]["rows"]
+        shared, least = len(own & other), min(len(own), len(other))
+        if own and (own == other or (shared > 1 and 2 * shared > least)):
+            found.append(((one, two), shared, least))
+    return found
 
 
 def is_state_divided(states: Sequence[Mapping[str, object]]) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from distcheck.job.guard.records import Divergence, Finding, Sums, named
+from distcheck.job.guard.records import Divergence, Finding, Sums, named, sentence
 from distcheck.records import Diagnosis
 
 # Chosen: rounding moves a parameter by about 1e-7 of its norm a step, and a missing exchange by
@@ -45,9 +45,8 @@ def causes(found: Divergence) -> list[Diagnosis]:
 def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
     if "samples" in by_kind:
         yield Diagnosis(
-            cause="same-data",
-            evidence=f"step {found.step}: {named(by_kind['samples'].groups[0])} trained on the "
-            "same samples",
+            cause="overlapping-data" if by_kind["samples"].is_partly else "same-data",
+            evidence=sentence(by_kind["samples"], found),
             suggestion="give the DataLoader a DistributedSampler; where these ranks are to share "
             "samples (tensor parallelism), give guard the group of replicas: group=",
         )

@@ -1,6 +1,5 @@
 """The guard of one optimizer: after every so many steps, ranks compare what they hold."""
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +10,11 @@ import msgspec
 import torch
 
 from distcheck import __version__
-from distcheck.errors import UsageError
 from distcheck.job.guard import comparing, records, state
 from distcheck.job.guard.exchange import Peers
 from distcheck.job.guard.records import Divergence, Finding, Sums
 from distcheck.job.guard.state import FIELDS, State
-from distcheck.job.guard.watched import Finder, Watched
+from distcheck.job.guard.watched import MOST_ROWS, Finder, Watched
 from distcheck.job.sketches import sketch
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
@@ -47,7 +45,7 @@ class Guard:
     """Compares replicas; made by `distcheck.guard`. `with` closes it, and so does `close()`.
 
     checks       how many checks were made
-    compared     how many tensors the last one compared
+    compared     how many tensors the last one compared; `checked_at`: after which step that was
     divergences  what was found, the oldest first; the first 64 of them
     remarks      what a check cannot compare, or what differs and may be meant
     """
@@ -65,13 +63,15 @@ class Guard:
         samples: bool,
         randomness: bool,
         timeout_s: float,
+        initial: int | None = None,
     ) -> None:
         self._optimizer, self._every, self._action = optimizer, every, action
         self._watched, self._finder = watched, finder
         self._save, self._samples, self._randomness = save, samples, randomness
         self._peers = Peers(group, timeout_s)
         self._is_state_divided = False
-        self._agreed_at = -1
+        self._initial = initial
+        self._agreed_at = self.checked_at = -1
         self._seen: set[str] = set()
         self.steps = self.checks = self.compared = 0
         self.divergences: list[Divergence] = []
@@ -96,6 +96,13 @@ class Guard:
         if len(self._peers.ranks) == 1:
             self._remark("there is one rank, and nothing is compared")
         return self
+
+    def finish(self) -> None:
+        """A last check, where steps were made since the one before: training is over."""
+        if not self.is_closed and self.checked_at < self.steps:
+            if self._watched is not None:
+                self._watched.forget()
+            self.check()
 
     def __enter__(self) -> "Guard":
         return self
@@ -143,14 +150,20 @@ class Guard:
         if self._peers.arrivals is not None:
             self._peers.arrivals.arrive(self.steps)
         try:
-            rows = self._peers.gather([said[name] for name in FIELDS])
+            own_rows = sorted(self._watched.rows) if self._watched is not None else []
+            sent = [*own_rows, *[0] * (MOST_ROWS - len(own_rows))] if self._samples else []
+            gathered = self._peers.gather([*(said[name] for name in FIELDS), *sent])
         except RuntimeError as error:
             arrivals = self._peers.arrivals
             missing = {} if arrivals is None else arrivals.missing(self.steps)
             self.close()
             self._lost(error, missing)
             return None
-        return self._judge(own, [dict(zip(FIELDS, row, strict=True)) for row in rows])
+        self.checked_at = self.steps
+        rows: list[dict[str, Any]] = [dict(zip(FIELDS, row, strict=False)) for row in gathered]
+        for row, numbers in zip(rows, gathered, strict=True):
+            row["rows"] = set(numbers[len(FIELDS) :]) - {0}
+        return self._judge(own, rows)
 
     def _own(self) -> tuple[State, dict[str, int]]:
         """What this rank holds. A failure here ends the checks on all ranks, not the training."""
@@ -164,12 +177,13 @@ class Guard:
                 watched=self._watched,
                 samples=self._samples,
                 randomness=self._randomness,
+                initial=self._initial,
             )
         except Exception as error:
             self._remark(f"it failed ({type(error).__name__}: {error}), and has ended")
             return State(), dict(_FAILED)
 
-    def _judge(self, own: State, rows: Sequence[dict[str, int]]) -> Divergence | None:
+    def _judge(self, own: State, rows: Sequence[dict[str, Any]]) -> Divergence | None:
         if any(row["failed"] for row in rows):
             ranks = tuple(
                 r for r, row in zip(self._peers.ranks, rows, strict=True) if row["failed"]
@@ -211,7 +225,7 @@ class Guard:
             )
 
     def _look_closer(
-        self, kinds: Sequence[str], own: State, rows: Sequence[dict[str, int]]
+        self, kinds: Sequence[str], own: State, rows: Sequence[dict[str, Any]]
     ) -> tuple[tuple[Finding, ...], tuple[Sums, ...]]:
         """Makes ranks send their names and digests, and then sums of the first that differ."""
         others = self._documents(own)
@@ -242,12 +256,17 @@ class Guard:
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine))
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
-    def _of_rows(self, kind: str, rows: Sequence[dict[str, int]]) -> Finding:
+    def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> Finding:
         """A finding that the numbers alone give."""
         ranks = self._peers.ranks
+        if kind == comparing.SAMPLES:
+            (one, two), shared, least = comparing.overlapping(rows)[0]
+            return Finding(
+                kind=kind, first=kind, groups=((ranks[one], ranks[two]),), differing=shared,
+                compared=least,
+            )  # fmt: skip
         field = {comparing.STEPS: "step", comparing.NAMES: "names", comparing.INITIAL: "initial"}
         alike = {
-            comparing.SAMPLES: comparing.alike(rows, "samples"),
             comparing.RANDOMNESS: comparing.alike(rows, "cpu_random")
             or comparing.alike(rows, "device_random"),
         }
@@ -341,7 +360,7 @@ class Guard:
 
 def _of_divided(
     documents: Sequence[dict[str, dict[str, Any]]],
-    rows: Sequence[dict[str, int]],
+    rows: Sequence[dict[str, Any]],
     ranks: Sequence[int],
 ) -> Finding | None:
     """The first tensor of which ranks hold one part, and not the same of it."""
@@ -351,48 +370,3 @@ def _of_divided(
         if found is not None:
             return found
     return None
-
-
-def start(
-    optimizer: Any,
-    *,
-    every: int,
-    action: Any,
-    model: torch.nn.Module | None,
-    watched: Watched | None = None,
-    hears: bool = True,
-    **about: Any,
-) -> Guard:
-    """Checks what was given, and begins. Raises UsageError."""
-    optimizer = _inner_of(optimizer)
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
-    if not callable(action) and action not in ("raise", "warn"):
-        raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
-    finder = None
-    if watched is None and model is not None:
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        watched = Watched(model)
-    elif watched is None:
-        finder = Finder(functools.partial(has_parameters_of, optimizer))
-    guard = Guard(optimizer, every=every, action=action, watched=watched, finder=finder, **about)
-    return guard.begin(hears=hears)
-
-
-def has_parameters_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
-    """Whether an optimizer trains a parameter of the module."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in own for p in module.parameters())
-
-
-def _inner_of(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside those that accelerate and Fabric put around it."""
-    seen = 0
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer, seen = inner, seen + 1
-        if seen > 8:
-            break
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"guard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    return optimizer

@@ -17,7 +17,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     first        the first parameter, buffer or setting
     groups       ranks that agree about it; the largest group first
-    differing    how many names differ, of `compared`; `names` has the first 64 of them
+    differing    how many names differ, of `compared`; `names` has the first 64 of them. Of samples:
+                 how many ranks have in common
     values       by rank, where they are numbers
     """
 
@@ -28,6 +29,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 1
     names: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+
+    @property
+    def is_partly(self) -> bool:
+        """Of samples: whether only some are those of another rank."""
+        return self.differing < self.compared
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +82,10 @@ def sentence(found: Finding, of: Divergence) -> str:
     groups = " and ".join(named(group) for group in found.groups[:4])
     groups += f" and {len(found.groups) - 4} more groups" if len(found.groups) > 4 else ""
     if found.kind == "samples":
-        return f"step {of.step}: {named(found.groups[0])} trained on the same samples"
+        which = f"{found.differing} of {found.compared}" if found.is_partly else "the same"
+        return f"step {of.step}: {named(found.groups[0])} trained on {which} samples" + (
+            " in common" if found.is_partly else ""
+        )
     if found.kind == "random streams":
         return f"step {of.step}: {named(found.groups[0])} drew the same random numbers in forward"
     if found.kind == "steps":

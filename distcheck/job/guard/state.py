@@ -13,8 +13,7 @@ from distcheck.job.inside.rank import numbers_of
 # What a rank says of itself in every check, as one number each.
 FIELDS = (
     "failed", "step", "names", "parameters", "part", "divided", "buffers", "statistics",
-    "state_names", "state", "settings", "initial", "samples", "count", "cpu_random",
-    "device_random",
+    "state_names", "state", "settings", "initial", "count", "cpu_random", "device_random",
 )  # fmt: skip
 
 
@@ -42,18 +41,21 @@ class State:
 def take(optimizer: torch.optim.Optimizer, watched: Watched | None) -> State:
     """The state of this rank. `watched` is None where no model was seen in training."""
     found = State()
-    names: dict[int, str] = {}
-    if watched is not None and is_in_one_piece(watched.model):
-        names = {id(p): name for name, p in watched.parameters()}
-        _put(found, "parameters", list(watched.parameters()))
+    named = list(watched.parameters()) if watched is not None else []
+    is_whole = watched is None or is_in_one_piece(watched.model)
+    known = {id(p) for _, p in named}
+    named += [(n, p) for n, p in of_optimizer(optimizer) if id(p) not in known]
+    names = {id(p): name for name, p in named} if is_whole else {}
+    if is_whole:
+        _put(found, "parameters", named)
     of_state = [
         (f"{key} of {names[id(p)]}", value)
-        for p in _parameters_of(optimizer)
+        for _, p in of_optimizer(optimizer)
         if id(p) in names
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
     ]
     _put(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
-    found.left_out += sum(id(p) not in names for p in _parameters_of(optimizer))
+    found.left_out += sum(id(p) not in names for _, p in of_optimizer(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         found.settings |= {f"{k} of group {number}": v for k, v in numbers_of(group).items()}
     found.settings |= {n: float(v) for n, v in of_state if isinstance(v, bool | int | float)}
@@ -64,9 +66,17 @@ def take(optimizer: torch.optim.Optimizer, watched: Watched | None) -> State:
     return found
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of an optimizer, by their place in it."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {place} of group {number}", parameter
+
+
+def initial(optimizer: torch.optim.Optimizer) -> int:
+    """The parameters of an optimizer before its first step, as a number."""
+    held = [p for _, p in of_optimizer(optimizer) if not is_divided(p) and part_of(p)[0] is p]
+    return combined(digests(held))
 
 
 def _put(found: State, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -91,8 +101,9 @@ def _put(found: State, kind: str, named: list[tuple[str, torch.Tensor]]) -> None
 
 
 def numbers(
-    state: State, *, step: int, watched: Watched | None, samples: bool, randomness: bool
-) -> dict[str, int]:
+    state: State, *, step: int, watched: Watched | None, samples: bool, randomness: bool,
+    initial: int | None = None,
+) -> dict[str, int]:  # fmt: skip
     """What this rank says of itself, by the names of `FIELDS`."""
     of_state = [shape for shape in state.shapes if shape.startswith("state ")]
     drawn = watched.drawn if watched is not None and randomness else [0, 0]
@@ -113,8 +124,9 @@ def numbers(
         "state_names": combined(of_state),
         "state": of(state.state),
         "settings": of(state.settings),
-        "initial": watched.initial or 0 if watched is not None else 0,
-        "samples": watched.samples if has_samples and watched is not None else 0,
+        "initial": (watched.initial or 0 if watched is not None else 0)
+        if initial is None
+        else initial,
         "count": watched.count if has_samples and watched is not None else 0,
         "cpu_random": drawn[0],
         "device_random": drawn[1],

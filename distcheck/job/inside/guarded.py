@@ -1,5 +1,6 @@
 """Puts a guard on every optimizer of a job, when it makes its first step."""
 
+import atexit
 import contextlib
 import os
 import traceback
@@ -14,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distcheck.job.guard import guarding
+from distcheck.job.guard import starting, state
 from distcheck.job.guard.checked import Checked
 from distcheck.job.guard.guarding import Guard
 from distcheck.job.guard.watched import Finder, Watched
@@ -43,8 +44,15 @@ class Guarded:
 
     def install(self) -> None:
         """Puts the hooks in, once a process."""
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._note_all)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
+
+    def _forget(self) -> None:
+        """What a rank forks is none."""
+        self._has_failed = True
+        self._entries.clear()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost not in (None, id(optimizer)):
@@ -61,11 +69,12 @@ class Guarded:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)
-        guard = guarding.start(
+        guard = starting.start(
             optimizer, every=self._settings.every,
             action="warn" if self._settings.warns else "raise", model=None, watched=watched,
-            hears=False, group=None, save=self._settings.bundles, samples=True,
-            randomness=self._settings.randomness, timeout_s=1800.0,
+            hears=False, initial=state.initial(optimizer), group=None,
+            save=self._settings.bundles, samples=True, randomness=self._settings.randomness,
+            timeout_s=1800.0,
         )  # fmt: skip
         self._entries[id(optimizer)] = _Entry(guard, optimizer, len(self._entries))
 
@@ -80,10 +89,19 @@ class Guarded:
         try:
             entry.guard.stepped()
         finally:
-            said = (entry.guard.checks, len(entry.guard.remarks))
-            if said != entry.noted:
-                entry.noted = said
-                note(entry.guard, entry.number, type(optimizer).__qualname__, self._folder)
+            self._note(entry)
+
+    def _note_all(self) -> None:
+        for entry in self._entries.values():
+            entry.noted = None
+            self._note(entry)
+
+    def _note(self, entry: _Entry) -> None:
+        said = (entry.guard.checks, len(entry.guard.remarks))
+        if said != entry.noted:
+            entry.noted = said
+            name = type(entry.optimizer).__qualname__
+            note(entry.guard, entry.number, name, self._folder)
 
 
 def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
@@ -91,7 +109,8 @@ def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
     first = guard.divergences[0] if guard.divergences else None
     checked = Checked(
         rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,
-        checks=guard.checks, compared=guard.compared, remarks=tuple(guard.remarks),
+        checks=guard.checks, checked_at=guard.checked_at, compared=guard.compared,
+        remarks=tuple(guard.remarks),
         first="" if first is None else first.text, file="" if first is None else first.file,
     )  # fmt: skip
     file = folder / f"guard-{guard.rank:04d}-{os.getpid()}-{number}.json"
@@ -106,4 +125,4 @@ def _trains(module: torch.nn.Module) -> bool:
 
 
 def _is_of(watched: Watched, optimizer: torch.optim.Optimizer) -> bool:
-    return guarding.has_parameters_of(optimizer, watched.model)
+    return starting.has_parameters_of(optimizer, watched.model)

@@ -6,10 +6,11 @@ from typing import Any, NoReturn
 import torch
 
 from distcheck.job.inside import tensors
+from distcheck.job.inside.contents import read_again
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError, Pairs
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.reading import Recording
-from distcheck.job.settings import BY_RANK, IN_TURN, Settings
+from distcheck.job.settings import BY_RANK, IN_TURN, Read, Settings
 
 
 class HandingOut:
@@ -24,6 +25,7 @@ class HandingOut:
         self.feeding = Feeding(job)
         self._loaders = Loaders()
         self.copy, self.mode = settings.role, settings.role_mode
+        self.reads: list[Read] = []
         self.step = 0
         self.passes = self.calls = 0  # forward passes of the step, losses since the last one
 
@@ -65,6 +67,9 @@ class HandingOut:
         place, _ = self._loaders.next_place(iterator)
         if place is None:
             return
+        loader = self._loaders.datasets.pop(place[0], None)
+        if loader is not None and self.copy is None:
+            self.reads += read_again(self._job, place[0], loader)
         pairs = self.source(self.passes)
         loader, epoch, number = place
         if self.makes_one:

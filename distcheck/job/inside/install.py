@@ -9,8 +9,18 @@ import torch
 
 from distcheck.errors import ExitCode
 from distcheck.job import settings as asked
-from distcheck.job.inside import hooks
+from distcheck.job.inside import hooks, start
+from distcheck.job.inside.answering import Answering
+from distcheck.job.inside.loaders import InWorker
+from distcheck.job.inside.rank import world_of
 from distcheck.job.inside.recorder import Recorder
+
+
+def _in_child(folder: Path) -> None:
+    """What a rank forks is not a rank; its data loaders' processes note what they draw from."""
+    if start.is_of_a_rank():
+        hooks.listen(InWorker(folder, world_of()[0]))
+        hooks.beat = lambda: None
 
 
 def install(file: str) -> None:
@@ -20,7 +30,7 @@ def install(file: str) -> None:
     if settings.on_cpu:
         from distcheck.job.inside import on_cpu
 
-        on_cpu.install()
+        on_cpu.install(settings.gpus)
     if settings.mode == "guard":
         from distcheck.job.inside.guarded import Guarded
 
@@ -34,12 +44,17 @@ def install(file: str) -> None:
             os._exit(ExitCode.INTERNAL)
 
     if settings.mode == "record":
-        hooks.install(Recorder(settings, folder), give_up)
+        recorder = Recorder(settings, folder)
+        hooks.install(recorder, give_up)
+        hooks.beat = Answering(folder, lambda: recorder.steps_over).beat
+        os.register_at_fork(after_in_child=lambda: _in_child(folder))
         return
-    from distcheck.job.inside import alone
+    from distcheck.job.inside import alone, spawned
     from distcheck.job.inside.replayer import Replayer
 
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
     alone.install(forks=not settings.in_processes)
+    if settings.spawns:
+        spawned.install(settings.spawns)
     hooks.install(Replayer(settings, folder), give_up)

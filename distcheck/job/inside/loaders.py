@@ -4,11 +4,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distcheck.job.inside import tensors
+from distcheck.job.inside.listening import Deaf
 from distcheck.job.recording import Batch, Iteration
 
 if TYPE_CHECKING:
@@ -172,6 +174,32 @@ class Loaders:
         """The passes that began since the last step."""
         taken, self._iterations = tuple(self._iterations), []
         return taken
+
+
+class InWorker(Deaf):
+    """In a process that a data loader has started: notes the streams that its first batch drew
+    from, by the state that they had. Ranks that have such a note in common make their samples
+    alike.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._before: dict[str, str] = {}
+        self._is_over = False
+
+    def fetches(self) -> None:
+        """A batch is about to be made."""
+        if torch.utils.data.get_worker_info() is not None and not self._is_over:
+            self._before = tensors.random_digests()
+
+    def fetched(self) -> None:
+        """It is made."""
+        now = tensors.random_digests() if self._before else {}
+        for name, state in self._before.items():
+            if now.get(name) != state:
+                self._is_over = True
+                (self._folder / f"drawn-{self._rank:04d}-{name}-{state}").touch()
+        self._before = {}
 
 
 def _noting(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:

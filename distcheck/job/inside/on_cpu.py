@@ -8,6 +8,8 @@ way (kernels, TF32, the order in which NCCL adds) is not seen.
 import contextlib
 import functools
 import os
+import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +25,16 @@ _NOTHING = (
 )  # fmt: skip
 _ZERO = (
     "current_device", "memory_allocated", "max_memory_allocated", "memory_reserved",
-    "max_memory_reserved", "utilization",
+    "max_memory_reserved", "memory_cached", "max_memory_cached", "utilization", "memory_usage",
 )  # fmt: skip
+_TYPES = (
+    "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
+)  # fmt: skip
+_NO_GRAPHS = (
+    "--on-cpu: a CUDA graph that a script captures itself cannot run on a CPU; have the script run "
+    "without it, for this run"
+)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _MEMORY = 16 << 30  # of a GPU, for scripts that size their batches by it
 
 
@@ -41,6 +51,8 @@ class _Devices(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to:
             args = (args[0], *(_device(one) for one in args[1:]))
+        elif func is torch.Tensor.type:
+            args = tuple(_type(one) for one in args)
         else:
             args = tuple(_cpu() if _is_gpu(one) else one for one in args)
         if "device" in kwargs:
@@ -64,6 +76,11 @@ def _device(value: Any) -> Any:
     return _cpu() if is_named or is_number or _is_gpu(value) else value
 
 
+def _type(value: Any) -> Any:
+    """The name of a type on the CPU in place of one on a GPU."""
+    return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
+
+
 class _Stream:
     """A stream, or an event, in which everything is done already."""
 
@@ -84,11 +101,18 @@ class _Stream:
         return True
 
 
-def install() -> None:
-    """Called once in a process, before the script's own code."""
-    _replace_cuda()
+def install(gpus: int) -> None:
+    """Called once in a process, before the script's own code. It sees so many GPUs, or where that
+    is 0, as many as its machine has ranks or it was to see.
+    """
+    seen = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    _replace_cuda(gpus or int(os.environ.get("LOCAL_WORLD_SIZE") or max(2, seen)))
+    _replace_accelerator()
     _replace_autocast()
-    _replace_wrapper()
+    _replace_wrappers()
+    _replace_loaders()
+    for name in ("set_default_device", "set_default_tensor_type"):
+        setattr(torch, name, _on_a_cpu(getattr(torch, name)))
     load = torch.load
 
     @functools.wraps(load)
@@ -106,18 +130,17 @@ def install() -> None:
     devices.__enter__()
 
 
-def _replace_cuda() -> None:
+def _replace_cuda(gpus: int) -> None:
     cuda: Any = torch.cuda
     for name in _NOTHING:
         setattr(cuda, name, lambda *_, **__: None)
     for name in _ZERO:
         setattr(cuda, name, lambda *_, **__: 0)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 8)
     about = SimpleNamespace(
         name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1
     )
     cuda.is_available = lambda: True
-    cuda.device_count = lambda: ranks
+    cuda.device_count = lambda: gpus
     cuda.get_device_name = lambda *_: "CPU"
     cuda.get_device_capability = lambda *_: (8, 0)
     cuda.get_device_properties = lambda *_: about
@@ -125,15 +148,68 @@ def _replace_cuda() -> None:
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state_all = list
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
-    cuda.stream = lambda *_: _Stream()
-    cuda.device = lambda *_: contextlib.nullcontext()
-    # torch asks here whether it is to look after streams, graphs and pinned memory of a device.
+    cuda.Stream = cuda.Event = cuda.ExternalStream = _Stream
+    cuda.current_stream = cuda.default_stream = cuda.stream = lambda *_, **__: _Stream()
+    cuda.device = cuda.device_of = lambda *_, **__: contextlib.nullcontext()
+    for name in _TYPES:
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    cuda.memory_stats = lambda *_, **__: defaultdict(int)
+    cuda.memory_summary = lambda *_, **__: ""
+    cuda.memory_snapshot = lambda *_, **__: []
+    cuda.make_graphed_callables = lambda callables, *_, **__: callables
+    cuda.CUDAGraph = cuda.graph = _refuse_graphs
+    for name in ("range_push", "range_pop", "mark", "range"):
+        setattr(cuda.nvtx, name, lambda *_, **__: contextlib.nullcontext())
+
+
+def _refuse_graphs(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(_NO_GRAPHS)
+
+
+def _replace_accelerator() -> None:
+    """torch.accelerator says to a script what torch.cuda says. Where torch itself asks whether it
+    is to look after streams, graphs and pinned memory of a device, there is none.
+    """
     accelerator: Any = torch.accelerator
-    accelerator.current_accelerator = lambda *_, **__: None
-    accelerator.is_available = lambda: False
-    accelerator.device_count = lambda: 0
+    answers: dict[str, tuple[Any, Any]] = {
+        "current_accelerator": (None, torch.device("cuda")),
+        "is_available": (False, True),
+        "device_count": (0, torch.cuda.device_count()),
+        "current_device_index": (0, 0),
+        "current_stream": (None, _Stream()),
+    }
+    for name, (own, theirs) in answers.items():
+
+        def answer(*_: Any, own: Any = own, theirs: Any = theirs, **__: Any) -> Any:
+            file = sys._getframe(1).f_code.co_filename
+            return own if file.startswith(_TORCH) else theirs
+
+        setattr(accelerator, name, answer)
+    for name in ("synchronize", "set_device_index", "set_device_idx", "set_stream", "empty_cache"):
+        setattr(accelerator, name, lambda *_, **__: None)
+
+
+def _on_a_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one device, or of a type, for the CPU's."""
+
+    @functools.wraps(original)
+    def call(given: Any = None) -> Any:
+        return original(_type(_device(given)))
+
+    return call
+
+
+def _replace_loaders() -> None:
+    """Memory is not pinned: a loader would do that in a thread, which no mode reaches."""
+    loader = torch.utils.data.DataLoader
+    begin = loader.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.pin_memory = False
+
+    loader.__init__ = init  # type: ignore[method-assign]
 
 
 def _replace_autocast() -> None:
@@ -157,7 +233,15 @@ def _replace_autocast() -> None:
     own.__init__ = of_cuda
 
 
-def _replace_wrapper() -> None:
+def _replace_wrappers() -> None:
+    several = torch.nn.DataParallel
+
+    def of_one(self: Any, module: Any, *_: Any, **__: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.module, self.device_ids = module, []
+
+    several.__init__ = of_one  # type: ignore[method-assign]
+    setattr(torch.nn.SyncBatchNorm, "forward", _normalise)  # noqa: B010
     wrapper = torch.nn.parallel.DistributedDataParallel
     begin = wrapper.__init__
 
@@ -167,6 +251,47 @@ def _replace_wrapper() -> None:
         begin(self, module, None, None, *args, **kwargs)
 
     wrapper.__init__ = init  # type: ignore[method-assign]
+    # It refuses a SyncBatchNorm that is on a CPU.
+    wrapper._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks; a gradient of it is the sum of theirs."""
+
+    @staticmethod
+    def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
+        context.group = group
+        total = given.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
+def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
+    """SyncBatchNorm, which is there for GPUs alone: statistics of the batches of all ranks."""
+    group = self.process_group or dist.group.WORLD
+    if not self.training or dist.get_world_size(group) == 1:
+        kind = torch.nn.modules.batchnorm._BatchNorm
+        return kind.forward(self, given)
+    axes = [axis for axis in range(given.dim()) if axis != 1]
+    count = given.new_full((1,), given.numel() / given.shape[1])
+    sums = torch.cat([given.sum(axes), given.square().sum(axes), count])
+    total, squares, number = _Summed.apply(sums, group).split([*[given.shape[1]] * 2, 1])
+    mean, shape = total / number, [1, -1, *[1] * (given.dim() - 2)]
+    variance = squares / number - mean.square()
+    if self.track_running_stats and self.running_mean is not None:
+        self.num_batches_tracked += 1
+        by = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance.detach() * number / (number - 1)
+        self.running_mean.lerp_(mean.detach(), by)
+        self.running_var.lerp_(unbiased, by)
+    out: torch.Tensor = (given - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
+    return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
 
 
 def _replace_groups() -> None:
@@ -188,6 +313,12 @@ def _replace_groups() -> None:
         kwargs.pop("device_id", None)
         return subgroup(*args, **kwargs)
 
+    wait = dist.barrier
+
+    @functools.wraps(wait)
+    def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        return wait(*args, **kwargs)
+
     @functools.wraps(mesh)
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -195,9 +326,10 @@ def _replace_groups() -> None:
     for module in (dist, dist.distributed_c10d):
         setattr(module, "init_process_group", init_process_group)  # noqa: B010
         setattr(module, "new_group", new_group)  # noqa: B010
+        setattr(module, "barrier", barrier)  # noqa: B010
     for module in (dist, device_mesh):
         setattr(module, "init_device_mesh", init_device_mesh)  # noqa: B010
 
 
 def _is_nccl(backend: Any) -> bool:
-    return backend is None or "nccl" in str(backend)
+    return backend is None or "nccl" in str(backend).lower()

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distcheck.job import running, settings
-from distcheck.job.replaying import in_copy
+from distcheck.job.copying import Copy
 from distcheck.job.settings import Role, Settings
 
 _MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
@@ -60,11 +60,12 @@ class Processes:
 
     def __init__(self, folder: Path, asked: Settings) -> None:
         self._folder, self._asked = folder, asked
-        self._here, self._environment = Path.cwd(), dict(os.environ)
+        self._project, self._environment = Path(asked.project), dict(os.environ)
+        self._here = Path.cwd().relative_to(self._project)
         self._copies: dict[Key, _Copy] = {}
         self.why: dict[Role, str] = {}  # of copies that failed
         if asked.role is None:  # before the script writes anything
-            shutil.copytree(self._here, folder / "clean", symlinks=True)
+            shutil.copytree(self._project, folder / "clean", symlinks=True)
 
     def run(
         self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
@@ -115,10 +116,10 @@ class Processes:
         shutil.copytree(self._folder / "clean", place, symlinks=True)
         asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode)
         file = settings.write(asked, copy.folder)
-        words = in_copy(sys.orig_argv, self._here, place)
+        words = Copy(self._project, place).words(sys.orig_argv)
         nothing = subprocess.DEVNULL
         copy.process = subprocess.Popen(
-            words, cwd=place, env={**self._environment, settings.VARIABLE: str(file)},
+            words, cwd=place / self._here, env={**self._environment, settings.VARIABLE: str(file)},
             stdin=nothing, stdout=nothing, stderr=nothing,
         )  # fmt: skip
         copy.begun = time.monotonic()

@@ -1,5 +1,7 @@
 """Who this rank is, how its script was started, and what can be asked of its modules."""
 
+import atexit
+import gc
 import os
 import sys
 import time
@@ -9,10 +11,10 @@ from typing import Any
 import torch
 
 from distcheck.job import recording
-from distcheck.job.inside import ending
+from distcheck.job.inside import ending, start, tensors
 from distcheck.job.inside.parameters import Parameters
 
-_WAIT_S = 60.0  # for the other ranks' last step
+_WAIT_S = 30.0  # chosen: for the other ranks' last step, behind which one may save its state
 _LAUNCHERS = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_WORLD_")
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -31,6 +33,8 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
     """Makes the folder of a rank, and writes who it is."""
     mine = recording.rank_folder(folder, rank)
     mine.mkdir()
+    start.mark_rank()
+    atexit.register((mine / "ended").touch)
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = next(iter(parameters.by_name.values()), torch.empty(0))
     recording.write_json(
@@ -39,6 +43,8 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
             rank=rank,
             world=world,
             arguments=tuple(sys.orig_argv),
+            process=os.getpid(),
+            parent=os.getppid(),
             folder=os.getcwd(),
             backend=torch.distributed.get_backend() if grouped else "",
             device=first.device.type,
@@ -56,13 +62,19 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
 
 
 def end(folder: Path, rank: int, world: int) -> None:
-    """Ends the process when every rank has written its last step, as one that succeeded."""
-    (recording.rank_folder(folder, rank) / "ended").touch()
+    """Ends the process when every rank has written its last step, as one that succeeded. Where
+    others do not come to that they may wait for this one: it goes on, and is asked again after a
+    step.
+    """
+    mine = recording.rank_folder(folder, rank) / "ended"
+    mine.touch()
     until = time.monotonic() + _WAIT_S
     others = [recording.rank_folder(folder, other) for other in range(world)]
-    while time.monotonic() < until and not all((one / "ended").exists() for one in others):
+    while time.monotonic() < until:
+        if all((one / "ended").exists() for one in others):
+            ending.leave()
         time.sleep(0.01)
-    ending.leave()
+    mine.unlink()
 
 
 def divided_by(parameters: Parameters) -> str:
@@ -79,11 +91,33 @@ def divided_by(parameters: Parameters) -> str:
     return ""
 
 
+def averages(parameters: Parameters) -> dict[str, str]:
+    """Digests of models that are made as one that trains and do not train, as averages of it are:
+    by the order in which they were made.
+    """
+    own = {id(part) for root in parameters.roots for part in root.modules()}
+    shapes = {_shapes(root) for root in parameters.roots}
+    found: dict[str, str] = {}
+    for one in gc.get_objects():
+        # Not isinstance: an object that stands in for another may do something when it is asked.
+        if issubclass(type(one), torch.nn.Module) and id(one) not in own and _shapes(one) in shapes:
+            held = [tensors.digest_of(tensors.whole(p)) for p in one.parameters()]
+            found[f"{type(one).__name__} {len(found)}"] = recording.digest("".join(held).encode())
+    return found
+
+
+def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
+    try:
+        return tuple(one.shape for one in module.parameters())
+    except (AttributeError, RuntimeError):  # one that is not made yet
+        return ()
+
+
 def normalises(parameters: Parameters) -> bool:
     """Whether BatchNorm is among the modules, which normalises by the batch."""
     kind = torch.nn.modules.batchnorm._BatchNorm
     return any(
-        isinstance(part, kind) and part.training
+        isinstance(part, kind) and part.training and not isinstance(part, torch.nn.SyncBatchNorm)
         for root in parameters.roots
         for part in root.modules()
     )

@@ -14,6 +14,7 @@ from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.losses import Losses
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import (
+    averages,
     ddp_in,
     end,
     exchange_seconds,
@@ -35,12 +36,13 @@ class Recorder(Deaf):
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
-        self._steps = 0  # that are over
+        self.steps_over = 0  # that are over
         self.parameters = Parameters()
         self.loaders = Loaders()
         for heard in ("iterates", "samples_from", "fetches", "fetched"):
             setattr(self, heard, getattr(self.loaders, heard))
         self._added = Contributions(lambda *given: hooks.say("gradient", *given))
+        self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
         self._left = -1  # bytes of whole tensors that may still be written
         self._rank, self._world = 0, 1
         self._reached: dict[int, set[tuple[int, int]]] = {}  # by backward pass: forward passes
@@ -66,18 +68,18 @@ class Recorder(Deaf):
         self._groups: tuple[dict[str, float], ...] = ()
         self._scale: float | None = None
         self._is_scaled = False
+        self._not_finite: list[str] = []
         self._made = -1  # steps that were over when a scaler was asked for one
 
     @property
     def _active(self) -> bool:
-        first = self._settings.from_step
-        return first <= self._steps < first + self._settings.steps
+        return self._ends[0] <= self.steps_over <= self._ends[1]
 
     # -- data ------------------------------------------------------------------------------------
 
     def batch(self, iterator: Any, batch: Any) -> None:
         """Notes the samples."""
-        if self._steps <= self._settings.from_step + self._settings.steps:
+        if self.steps_over <= self._ends[1]:
             self.loaders.batch(iterator, batch)
             self._origin = tensors.random_state()
 
@@ -99,10 +101,13 @@ class Recorder(Deaf):
             return
         new = self.parameters.add_root(model)
         file = self._open_step(new)
-        if self._passes and not self.parameters.hold() and self._have_changed(file):
+        looks = self._passes and not self.parameters.has_parts  # to look is a collective then
+        if looks and not self.parameters.hold() and file.differ(self.parameters.by_name):
             file.restart()
             self._take_state(file, list(self.parameters.by_name))
         given, random = tensors.inputs_of((args, kwargs)), tensors.random_state()
+        inputs = {f"input {place} of a forward pass": one for place, one in enumerate(given)}
+        self._not_finite += tensors.not_finite(inputs)
         autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
         self._roots.append(model)
         self._passes.append(
@@ -130,7 +135,7 @@ class Recorder(Deaf):
         """
         if not self._passes:
             return
-        key = (self._steps, len(self._passes) - 1)
+        key = (self.steps_over, len(self._passes) - 1)
         self._change_pass(-1, draws=tensors.random_digests() != self._passes[-1].random)
         self._origin = tensors.random_state()
         nodes = {t.grad_fn for t in tensors.leaves(result) if t.grad_fn is not None}
@@ -166,6 +171,7 @@ class Recorder(Deaf):
         self._through = set(self._opaque)
         self._runs = True
         if self._passes and loss.numel() == 1:
+            self._not_finite += tensors.not_finite({"the loss": loss})
             terms, unread = terms_of(loss, self._losses.heard)
             one, again = self._passes[-1], self._passes[-1].loss is not None
             self._change_pass(
@@ -201,7 +207,7 @@ class Recorder(Deaf):
             self._change_pass(-1, losses=losses, terms=terms)
         self._losses, self._opaque = Losses(), []
         for step, number in self._through:
-            if step == self._steps and self._passes[number].exchanges:
+            if step == self.steps_over and self._passes[number].exchanges:
                 wrapped = ddp_in(self._roots[number])
                 self._raw |= self.parameters.gradients(
                     self.parameters.names_of(wrapped.parameters())
@@ -245,12 +251,12 @@ class Recorder(Deaf):
         """Notes the scale that gradients were multiplied by."""
         if self._active and scaler.is_enabled():
             self._scale = float(scaler.get_scale())
-            self._made = self._steps
+            self._made = self.steps_over
             self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
         """A step that the scaler skipped is a step."""
-        if self._active and scaler.is_enabled() and self._made == self._steps:
+        if self._active and scaler.is_enabled() and self._made == self.steps_over:
             self.steps(optimizer)
             self._finish(optimizer, skipped=True)
 
@@ -270,7 +276,8 @@ class Recorder(Deaf):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters after the step, and writes it."""
         if not self._active:
-            self._steps += 1
+            self.steps_over += 1
+            self._end_if_over()
             return
         if self._at_step is None and self._file is not None:
             self.steps(optimizer)
@@ -299,14 +306,14 @@ class Recorder(Deaf):
         file.add_gradients("sizes", _of(names, self._added.sizes), by)
         for name, norm in _of(names, self._added.norms).items():
             file.add(f"norms/{name}", norm * by)
-        raw = _of(names, self._raw)
+        raw, wrong = _of(names, self._raw), tensors.not_finite(given)
         file.add_gradients("raw", raw, by)
         file.add_gradients("step", given, 1.0)
         number = self.parameters.number_of(optimizer)
         backwards = self._added.backwards_of(names, self._since(optimizer))
         live = {key for one in backwards for key in self._reached.get(one, ())}
         for place in range(len(self._passes)):
-            self._change_pass(place, live=(self._steps, place) in live)
+            self._change_pass(place, live=(self.steps_over, place) in live)
         self._left -= file.write(
             self._left,
             rank=self._rank,
@@ -315,7 +322,7 @@ class Recorder(Deaf):
             number=number,
             groups=self._groups,
             passes=tuple(self._passes),
-            earlier=tuple(sorted(key for key in live if key[0] < self._steps)),
+            earlier=tuple(sorted(key for key in live if key[0] < self.steps_over)),
             backwards=self._backwards,
             carried=any(one <= self._of_step.get(number, -1) for one in backwards),
             exchanged=bool(raw) and self._exchanged.issuperset(raw),
@@ -325,15 +332,21 @@ class Recorder(Deaf):
             clips=tuple(self._clips),
             calls=tuple(self._calls),
             absent=tuple(name for name in names if name not in raw),
+            not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
             batchnorm=normalises(self.parameters),
+            averages=averages(self.parameters) if self.steps_over in self._ends else {},
         )
         self._of_step[number] = self._added.backward
-        self._steps += 1
+        self.steps_over += 1
         self._begin()
         self._origin = tensors.random_state()
-        if not self._active and not self._settings.keep_going:
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        is_over = self.steps_over > self._ends[1]
+        if is_over and not self._settings.keep_going:
             end(self._folder, self._rank, self._world)
 
     # -- what this process holds -----------------------------------------------------------------
@@ -349,7 +362,7 @@ class Recorder(Deaf):
         if self._left < 0:
             self._left = self._settings.budget // self._world
             introduce(self._folder, self._rank, self._world, self.parameters)
-        self._file = StepFile(recording.rank_folder(self._folder, self._rank), self._steps)
+        self._file = StepFile(recording.rank_folder(self._folder, self._rank), self.steps_over)
         self._take_state(self._file, list(self.parameters.by_name))
         return self._file
 
@@ -361,14 +374,6 @@ class Recorder(Deaf):
         for name, buffer in self.parameters.buffers().items():
             if file.digest(f"buffer/{name}") is None:
                 file.add_state(f"buffer/{name}", buffer, keep=self._rank == 0)
-
-    def _have_changed(self, file: StepFile) -> bool:
-        if self.parameters.has_parts:  # to put them together is a collective
-            return False
-        return any(
-            file.digest(f"before/{name}") != tensors.digest_of(tensors.whole(one))
-            for name, one in self.parameters.by_name.items()
-        )
 
     def _has_drawn(self, now: torch.Tensor) -> bool:
         return self._origin is not None and not torch.equal(self._origin, now)

@@ -3,10 +3,10 @@
 Imports little: it runs at the start of every Python that the job starts.
 """
 
+import atexit
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -20,21 +20,56 @@ _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, of what a rank has raised a
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 
+# In the environment of a rank: its own process, and what a launcher calls it.
+_RANK = "DISTCHECK_JOB_RANK"
+_CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
+
+
 def begin(settings: str) -> None:
-    """Leaves a note that this Python was reached, and waits for torch."""
+    """Leaves a note that this Python was reached, and waits for torch; not in what a rank
+    starts.
+    """
     in_use.hold(os.path.dirname(settings))
-    note(settings, "python")
+    own, of = f"{os.getpid()} {_called()}", os.environ.get(_RANK, "")
+    if of and of != own and of.partition(" ")[2] == _called():
+        return
+    if _called():
+        mark_rank()
+    note(settings, "python", "\0".join([str(os.getppid()), *sys.orig_argv]))
     _note_what_ends_it(settings)
     if "torch" in sys.modules:
         _install(settings)
     else:
         sys.meta_path.insert(0, _Waiting(settings))
+        atexit.register(_note_what_was_missed, settings)
 
 
-def note(settings: str, what: str) -> None:
+def _called() -> str:
+    """What a launcher calls this process, if one has started it."""
+    return ",".join(os.environ.get(name, "") for name in _CALLED).strip(",")
+
+
+def mark_rank() -> None:
+    """What this process starts from now on is not a rank, unless a launcher calls it otherwise."""
+    os.environ[_RANK] = f"{os.getpid()} {_called()}"
+
+
+def is_of_a_rank() -> bool:
+    """Whether a rank has forked this process."""
+    return os.environ.get(_RANK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
+
+
+def note(settings: str, what: str, text: str = "") -> None:
     """Leaves a file for the front: it says what a process reached before it ended."""
     with contextlib.suppress(OSError):  # the front says that nothing was recorded
-        Path(os.path.dirname(settings), f"{what}-{os.getpid()}").touch()
+        file = Path(os.path.dirname(settings), f"{what}-{os.getpid()}")
+        file.write_text(text, errors="surrogateescape")
+
+
+def _note_what_was_missed(settings: str) -> None:
+    """At the end: torch was imported, and no hook was asked for it."""
+    if "torch" in sys.modules and not _Waiting.has_installed:
+        note(settings, "missed")
 
 
 def _note_what_ends_it(settings: str) -> None:
@@ -64,7 +99,11 @@ def _install(settings: str) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds torch as usual, and installs the hooks after its import."""
+    """Finds torch as usual, and installs the hooks after its import; to ask for its place
+    alone changes nothing.
+    """
+
+    has_installed = False
 
     def __init__(self, settings: str) -> None:
         self._settings = settings
@@ -74,8 +113,9 @@ class _Waiting(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((one for one in found if one is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -83,7 +123,9 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _install(self._settings)
+            if not _Waiting.has_installed:
+                _Waiting.has_installed = True
+                _install(self._settings)
 
         loader.exec_module = exec_module
         return spec

@@ -1,6 +1,7 @@
 """The tensors of one step of one rank, until they are written: whole, or as sums."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ class StepFile:
     def digest(self, name: str) -> str | None:
         """The digest of what has a name."""
         return self._digests.get(name)
+
+    def differ(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Whether some parameter is not what was taken of it."""
+        return any(
+            self._digests.get(f"before/{name}") != tensors.digest_of(tensors.whole(one))
+            for name, one in parameters.items()
+        )
 
     def restart(self) -> None:
         """Parameters are taken again: what was taken is the state before the first pass alone."""

@@ -58,6 +58,12 @@ def any_held(parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
+def not_finite(found: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors with infinities or NaN."""
+    numbers = {n: t for n, t in found.items() if t.is_floating_point() or t.is_complex()}
+    return [name for name, one in numbers.items() if not bool(one.detach().isfinite().all())]
+
+
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
     """The absolute values of the elements, of complex ones those of both parts."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).abs()

@@ -1,0 +1,77 @@
+"""Begins a guard, and has all that run check once more when the script takes its groups apart."""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distcheck.errors import UsageError
+from distcheck.job.guard.guarding import Guard
+from distcheck.job.guard.watched import Finder, Watched
+
+_ending: list["weakref.ref[Guard]"] = []
+
+
+@functools.cache
+def _check_at_the_end() -> None:
+    """Has every guard check once more before the script takes its groups apart."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            for guard in [one for ref in _ending if (one := ref()) is not None]:
+                guard.finish()
+        destroy(group)
+
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, "destroy_process_group", destroy_process_group)  # noqa: B010
+
+
+def start(
+    optimizer: Any,
+    *,
+    every: int,
+    action: Any,
+    model: torch.nn.Module | None,
+    watched: Watched | None = None,
+    hears: bool = True,
+    **about: Any,
+) -> Guard:
+    """Checks what was given, and begins. Raises UsageError."""
+    optimizer = _inner_of(optimizer)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UsageError(f"every must be a whole number of at least 1, not {every!r}")
+    if not callable(action) and action not in ("raise", "warn"):
+        raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
+    finder = None
+    if watched is None and model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        watched = Watched(model)
+    elif watched is None:
+        finder = Finder(functools.partial(has_parameters_of, optimizer))
+    guard = Guard(optimizer, every=every, action=action, watched=watched, finder=finder, **about)
+    _ending.append(weakref.ref(guard))
+    _check_at_the_end()
+    return guard.begin(hears=hears)
+
+
+def has_parameters_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bool:
+    """Whether an optimizer trains a parameter of the module."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in own for p in module.parameters())
+
+
+def _inner_of(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside those that accelerate and Fabric put around it."""
+    seen = 0
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer, seen = inner, seen + 1
+        if seen > 8:
+            break
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"guard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    return optimizer

@@ -1,0 +1,74 @@
+"""What one process reads of the samples that ranks were given: the same indices, read once more.
+
+A part of a sample that is another one each time is made by chance, and is not compared.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from distcheck.job.inside import tensors
+from distcheck.job.reading import Recording
+from distcheck.job.recording import Batch
+from distcheck.job.settings import Read
+
+_LEAST_ROWS = 8  # chosen: labels of ten classes are then alike by chance once in 10^8
+_MOST_BATCHES = 8
+
+
+def read_again(job: Recording, number: int, loader: Any) -> list[Read]:
+    """What one process reads of the first samples of every rank, next to what the rank had."""
+    before = tensors.random_state()
+    try:
+        return [read for rank in range(job.world) if (read := _of_rank(job, rank, number, loader))]
+    except Exception:  # the script's own code: it may have another data set as one process
+        return []
+    finally:
+        tensors.set_random_state(before)
+
+
+def _of_rank(job: Recording, rank: int, number: int, loader: Any) -> Read | None:
+    collates = getattr(loader, "_auto_collation", True)
+    fetcher = _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
+    parts: list[list[tuple[str, ...]]] = []
+    sizes: list[int] = []
+    rows = 0
+    for step, batch in _batches(job, rank, number):
+        recorded = [job.tensors(rank, step)[f"data/{name}"] for name in batch.leaves]
+        asked: Any = list(batch.indices) if collates else batch.indices[0]
+        once, again = (tensors.leaves(fetcher.fetch(asked)) for _ in range(2))
+        several = (recorded, once, again)
+        if len({len(one) for one in several}) != 1:
+            return None
+        for place, leaves in enumerate(zip(*several, strict=True)):
+            if place == len(parts):
+                parts.append([(), (), ()])
+                sizes.append(leaves[0].numel())
+            for kind, leaf in enumerate(leaves):
+                parts[place][kind] += tensors.rows_of([leaf.detach().cpu()])
+        rows += len(batch.indices)
+        if rows >= _LEAST_ROWS:
+            return Read(rank=rank, parts=tuple(map(_kind, parts)), sizes=tuple(sizes))
+    return None
+
+
+def _batches(job: Recording, rank: int, number: int) -> Iterator[tuple[int, Batch]]:
+    """Of the first ones that a rank had of a loader."""
+    found = [
+        (step, batch)
+        for step in job.steps
+        for batch in job.records[rank, step].batches
+        if batch.loader == number and batch.indices and batch.epoch == 0
+    ]
+    yield from found[:_MOST_BATCHES]
+
+
+def _kind(part: list[tuple[str, ...]]) -> str:
+    """How a part of samples was read: always alike, as it was recorded, or otherwise."""
+    recorded, once, again = part
+    if once != again:
+        return "random"
+    if recorded == once:
+        return "same" if len(set(once)) > 1 else "constant"
+    return "other"

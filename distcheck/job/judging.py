@@ -1,0 +1,265 @@
+"""The judgement of a job that was recorded: every check, causes, remarks and notes, as a case."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distcheck.job import accepting, causes, checks, settings
+from distcheck.job.asked import Asked
+from distcheck.job.checks.exchange import NOT_SEEN, needless
+from distcheck.job.checks.folded import accumulation
+from distcheck.job.checks.ranks import finite
+from distcheck.job.checks.reference import with_reference
+from distcheck.job.reading import Recording
+from distcheck.job.replaying import Reference
+from distcheck.job.running import Ran
+from distcheck.job.settings import Settings
+from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
+from distcheck.records.ends import RankEnd
+from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
+
+
+def judge(
+    asked: Asked, job: Recording, ran: Ran, reference: Reference | None, missing: str
+) -> CaseReport:
+    """Judges what was recorded; `missing` says why there is no reference."""
+    ends = _outcomes(job, ran)
+    results = [_outcome_check(asked, job, ends)]
+    if job.divided_by:
+        results.append(_divided(job.divided_by))
+        job = dataclasses.replace(job, steps=())  # nothing of them can be compared
+    not_finite = [*finite(job)]
+    if not_finite and not_finite[0].first is not None:  # what follows from it is not judged
+        results += not_finite
+        earlier = tuple(step for step in job.steps if step < not_finite[0].first.step)
+        job = dataclasses.replace(job, steps=earlier)
+        kept = () if reference is None else reference.replayed.steps
+        seen = tuple(one for one in kept if one.step in earlier)
+        reference = None if reference is None or not seen else reference.until(seen)
+    compared: list[CheckResult] = []
+    agreed: frozenset[int] = frozenset()
+    if reference is not None:
+        compared, agreed = with_reference(job, reference)
+    if job.steps:
+        results += checks.without_reference(job, agreed)
+    if reference is not None:
+        results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
+        results += compared
+        folded = [*accumulation(job, reference)]
+        # It has judged the scale of losses that are not torch's, too, but not that of terms.
+        if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
+            results = [r for r in results if r.check != "loss scale" or r.compared.elements]
+        results += folded
+    elif not asked.no_reference and not asked.from_step and job.world > 1 and not job.divided_by:
+        results.append(_no_reference(missing))
+    results = [_not_vacuous(result) if job.world > 1 else result for result in results]
+    of_job = [result for result in results if result.check != "outcome"]
+    diagnosis = causes.diagnose(job, of_job, reference)
+    accepted = accepting.allowance(asked.accept, diagnosis)
+    common = () if asked.strict else accepting.remarkable(job, reference, results)
+    before = diagnosis
+    if accepted is not None or any(one.cause in common for one in diagnosis):
+        kinds = [*dict.fromkeys((*asked.accept, *common))]
+        results = accepting.accept(kinds, job, reference, results, diagnosis)
+        of_job = [result for result in results if result.check != "outcome"]
+        diagnosis = causes.diagnose(job, of_job, reference)
+    left = {one.cause for one in diagnosis} | set(asked.accept)
+    remarks = [one for one in before if one.cause in common and one.cause not in left]
+    remarks += causes.average_differs(job)
+    if asked.strict and remarks:
+        said = "ranks average the model differently"
+        results.append(CheckResult(check="averages", layer=NO_LAYER, verdict="fail", reason=said))
+        diagnosis, remarks = [*diagnosis, *remarks], []
+    return CaseReport(
+        case=_case_of(asked, job),
+        strategy_file=script_of(job.ranks[0].arguments),
+        verdict=merge_verdicts([result.verdict for result in results]),
+        outcomes=ends,
+        checks=tuple(results),
+        diagnosis=tuple(diagnosis),
+        replay=_case_of(asked, job).command_line,
+        notes=tuple(_notes(asked, job, reference, missing)),
+        remarks=tuple(remarks),
+        accepted=accepted,
+    )
+
+
+def _case_of(asked: Asked, job: Recording) -> Case:
+    first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
+    if not job.steps:
+        return case_of_words(asked, script=script, world=job.world)
+    records = job.at(job.steps[0])
+    return case_of_words(
+        asked, script=script, world=job.world, backend=first.backend or "none",
+        device=first.device, dtype=next(iter(records[0].dtypes.values()), "float32"),
+        batch=sum(len(one.rows) for record in records for one in record.passes if one.live),
+        steps=len(job.steps),
+    )  # fmt: skip
+
+
+def case_of_words(asked: Asked, *, script: str, world: int, **about: Any) -> Case:
+    """The case of a job, of which `about` is known; its command line is what was asked for."""
+    options = ["--no-reference"] if asked.no_reference else []
+    options += ["--reference", asked.reference] if asked.reference else []
+    options += ["--weights", asked.weights] if asked.weights else []
+    options += ["--steps", str(asked.steps)] if asked.steps != Settings().steps else []
+    options += ["--from-step", str(asked.from_step)] if asked.from_step else []
+    options += ["--on-cpu"] if asked.on_cpu else []
+    options += [word for kind in asked.accept for word in ("--accept", kind)]
+    options += ["--strict"] if asked.strict else []
+    options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []
+    default = {"backend": "none", "device": "cpu", "dtype": "float32", "batch": 0, "steps": 0}
+    return Case(
+        id="job",
+        strategy=Path(script).name or "job",
+        world=world,
+        workload="job",
+        data="job",
+        layers=(ROUNDING,),
+        rerun=False,
+        job=(*options, "--", *asked.words),
+        **{**default, **about},
+    )
+
+
+def script_of(arguments: Sequence[str]) -> str:
+    """The script that a command line runs, as far as it names one."""
+    return next((word for word in arguments[1:] if word.endswith(".py")), "")
+
+
+def _outcomes(job: Recording, ran: Ran) -> tuple[Outcome, ...]:
+    raised = dict(ran.raised)
+    found = []
+    for rank in range(job.world):
+        if rank in raised:
+            found.append(Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank]))
+        else:
+            found.append(Outcome(rank=rank, outcome=RankEnd.FINISHED))
+    if ran.code and not raised:
+        detail = f"the command ended with exit code {ran.code}"
+        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
+    return tuple(found)
+
+
+def _outcome_check(asked: Asked, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:
+    """Every rank made all steps that were asked for."""
+    reasons = []
+    verdict = "pass"
+    if any(one.outcome is not RankEnd.FINISHED for one in outcomes):
+        verdict = "fail"
+    elif job.uneven:
+        verdict = "unknown"
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in job.uneven.items())
+        reasons.append(
+            f"ranks made different numbers of steps ({counts}), and only those that all made are "
+            "compared: right where Join or the like looks after the last ones; give --steps "
+            f"{min(job.uneven.values())}"
+        )
+    elif job.world == 1:
+        verdict = "unknown"
+        reasons.append(
+            "the job has one rank, which exchanges nothing; start at least 2: distcheck job "
+            "--nproc 2 -- python train.py"
+        )
+    elif len(job.steps) < asked.steps:
+        verdict = "unknown"
+        last = asked.from_step + len(job.steps)
+        reasons.append(
+            f"the job ended after step {last - 1}; {asked.steps} steps were to be recorded: give "
+            f"--steps {len(job.steps)}"
+        )
+    return CheckResult(
+        check="outcome",
+        layer=NO_LAYER,
+        verdict=verdict,  # type: ignore[arg-type]
+        compared=Compared(ranks=job.world, steps=len(job.steps)),
+        reason="; ".join(reasons),
+    )
+
+
+def _not_vacuous(result: CheckResult) -> CheckResult:
+    """A check that passed and compared nothing is unknown."""
+    if result.check == "outcome" or result.verdict != "pass" or result.compared.elements:
+        return result
+    said = "; ".join(filter(None, ["nothing was there to be compared", result.reason]))
+    return msgspec.structs.replace(result, verdict="unknown", reason=said)
+
+
+def _divided(by: str) -> CheckResult:
+    return CheckResult(
+        check="agreement",
+        layer=NO_LAYER,
+        verdict="unknown",
+        reason=f"ranks hold parts of one model ({by}), which are not put together here: have the "
+        "job judged with DistributedDataParallel or fully_shard in its place, and judge the layout "
+        "by distcheck verify",
+    )
+
+
+def _no_reference(missing: str) -> CheckResult:
+    return CheckResult(
+        check="reference",
+        layer=IN_FLOAT32,
+        verdict="unknown",
+        reason=f"{missing}; --no-reference judges the job without one",
+    )
+
+
+def _of_reference(job: Recording, reference: Reference | None, missing: str) -> str:
+    """What the job was compared with, in a sentence."""
+    if reference is None:
+        return f"no reference run, since {missing}: judged by what the ranks show of each other"
+    replayed = reference.replayed
+    how = {
+        settings.TOGETHER: "the ranks' batches put together",
+        settings.IN_TURN: "the ranks' batches one after the other",
+        settings.BY_RANK: "each rank's batches by themselves, and the mean of their gradients",
+    }.get(replayed.mode, "batches of the ranks")
+    text = f"the reference is the same script as one process, with {how}"
+    text += f" ({replayed.why})" if replayed.why else ""
+    if reference.replaced:
+        text += f"; its options say one rank in place of {', '.join(reference.replaced)}"
+    text += f"; it covers {len(replayed.steps)} of {len(job.steps)} steps"
+    text += f", since {replayed.failure}" if replayed.failure else ""
+    text += "; its tolerances are measured by moving every parameter by one ULP"
+    text += "" if replayed.steps[0].draws else ", which failed"
+    if len(replayed.scales) > 1 and replayed.scale != 1:
+        text += (
+            f"; gradients are {replayed.scale:g} times those of one process, whose loss is a sum "
+            "over samples that has no scale of its own"
+        )
+    if replayed.unfolded:
+        text += f"; accumulation is not compared with one batch, since {replayed.unfolded}"
+    return text
+
+
+def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: str) -> list[str]:
+    notes = [_of_reference(job, reference, missing)]
+    if asked.on_cpu:
+        notes.append(
+            "the job ran on CPUs in place of GPUs, over gloo (--on-cpu): kernels and NCCL are "
+            "not judged"
+        )
+    count, size, seconds = needless(job)
+    if count:
+        measured = "" if seconds is None else f" and {1000 * seconds:.3g} ms of waiting"
+        notes.append(
+            f"DistributedDataParallel exchanged in {count} backward passes that another one of the "
+            f"same step followed, {size / 1e6:.3g} MB{measured} each: right and slower than "
+            "no_sync()"
+        )
+    sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
+    if sums:
+        notes.append(
+            f"from step {sums[0]} on gradients were beyond --budget and kept as 64 sums each; what "
+            "cancels in all of them is not seen"
+        )
+    if any(not [n for n in r.digests if n.startswith("local/")] for r in job.records.values()):
+        notes.append(
+            "gradients before the exchange were not seen (parameters that are divided among the "
+            "ranks, as by FSDP, have none)"
+        )
+    return notes
