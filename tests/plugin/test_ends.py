@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distcheck.records import Collective
 from distcheck.testing import interrupts
 from distcheck.worlds import messages
 from distcheck.worlds.remote.links import RemoteChild
@@ -158,8 +159,9 @@ def assert_told(printed: str) -> None:
 def test_an_answer_to_an_interrupt_is_shown_once_for_ranks_alike() -> None:
     children = [RemoteChild() for _ in range(5)]
     for child in children[:2]:
-        child.stacks = messages.Stacks("there\n", "barrier of [], number 1, not finished at x.py:3")
-    children[2].stacks = messages.Stacks("elsewhere\n", "")
+        call = Collective(number=1, name="barrier", shapes="", finished=False, place="x.py:3")
+        child.stacks = messages.Stacks("there\n", call)
+    children[2].stacks = messages.Stacks("elsewhere\n", None)
     assert interrupts.describe(children, {4}).splitlines() == [
         "rank 2 of 5",
         "elsewhere",
