@@ -3,12 +3,22 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import click
+
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.reports import summary
+from distcheck.reports.document import json_schema
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.findings import describe_origin
+from distcheck.reports.json_report import render
+
+
+def schema_command() -> int:
+    """Prints the JSON Schema of a report, which is made from what writes and reads it."""
+    click.echo(render(json_schema()), nl=False)
+    return int(ExitCode.PASS)
 
 
 def report_command(run: str, *, files: Mapping[str, str]) -> int:

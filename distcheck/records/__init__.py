@@ -3,11 +3,12 @@
 import math
 import shlex
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from distcheck.errors import ExitCode, VerdictError
+from distcheck.records.bounded import Count, Int
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
 from distcheck.records.case import Adaptation as Adaptation
@@ -26,7 +27,8 @@ from distcheck.records.searches import PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
 ChangeKind = Literal["code", "machine", "software", "settings", "other"]
-Number = float | str  # a float, or "nan", "inf", "-inf", which JSON cannot write as numbers
+# A float, or what JSON cannot write as a number.
+Number = float | Annotated[str, msgspec.Meta(pattern=r"^(nan|inf|-inf)$")]
 
 
 _RANK_OF_VERDICT: dict[VerdictName, int] = {"pass": 0, "unknown": 1, "fail": 2}
@@ -73,10 +75,10 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """What a check really compared: distinct tensors, ranks, steps, and elements over all."""
 
-    tensors: int = 0
-    elements: int = 0
-    ranks: int = 0
-    steps: int = 0
+    tensors: Count = 0
+    elements: Count = 0
+    ranks: Count = 0
+    steps: Count = 0
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +89,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     parameter: str
-    rank: int
-    step: int
-    index: tuple[int, ...]
+    rank: Int
+    step: Int
+    index: tuple[Int, ...]
     actual: Number
     expected: Number
     error: Number
     bound: Number
-    ulp: int | None = None
+    ulp: Int | None = None
     unit: str = "absolute"
     actual_bits: str = ""
     expected_bits: str = ""

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from distcheck.records.bounded import Int
+
 # end: its place among the causes of a failed run (the least is the cause), what it means
 _TABLE = {
     "lost": (-1, "its machine could not be reached"),
@@ -58,7 +60,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     whether it was seen to complete, and the line that made it, where stacks were asked for.
     """
 
-    number: int
+    number: Int
     name: str
     shapes: str
     group: str = ""

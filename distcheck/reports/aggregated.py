@@ -5,6 +5,13 @@ from typing import Any
 
 from distcheck.records import CheckResult
 from distcheck.records.picture_sums import NONFINITE, Aggregates, Element, Losses
+from distcheck.reports.document import (
+    DigestsEntry,
+    ElementEntry,
+    HistogramEntry,
+    LossesEntry,
+    MapEntry,
+)
 
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a map; beyond, several tensors or steps share a cell
 _MOST_POINTS = 256  # of a series over steps
@@ -12,8 +19,8 @@ _MOST_POINTS = 256  # of a series over steps
 _ALWAYS_MAPPED = ("gradients", "parameters", "agreement")
 
 
-def as_keys(result: CheckResult) -> dict[str, Any]:
-    """The optional keys of a check; those that have nothing to say are left out."""
+def as_entries(result: CheckResult) -> dict[str, Any]:
+    """The optional entries of a check, by key; those that have nothing to say are left out."""
     sums = result.aggregates
     keys: dict[str, Any] = {}
     if sums.shares and _shows_something(result):
@@ -37,7 +44,7 @@ def _shows_something(result: CheckResult) -> bool:
     return wrong and result.check not in ("data", "loss")
 
 
-def _map(sums: Aggregates) -> dict[str, Any]:
+def _map(sums: Aggregates) -> MapEntry:
     names = list(sums.shares)
     steps = sorted({step for row in sums.shares.values() for step in row})
     tall, wide = -(-len(names) // MOST_ROWS), -(-len(steps) // MOST_COLUMNS)
@@ -55,14 +62,14 @@ def _map(sums: Aggregates) -> dict[str, Any]:
             ]
             cells.append(max(found, default=None))
         rows.append(_row(cells, in_bits=sums.in_bits))
-    return {
-        "kind": "bits" if sums.in_bits else "bound",
-        "parameters": labels,
-        "steps": steps[::wide],
-        "rows": rows,
-        "parameters_per_row": tall,
-        "steps_per_column": wide,
-    }
+    return MapEntry(
+        kind="bits" if sums.in_bits else "bound",
+        parameters=labels,
+        steps=steps[::wide],
+        rows=rows,
+        parameters_per_row=tall,
+        steps_per_column=wide,
+    )
 
 
 def _row(cells: list[float | None], *, in_bits: bool) -> str:
@@ -71,31 +78,30 @@ def _row(cells: list[float | None], *, in_bits: bool) -> str:
     return " ".join("-" if cell is None else f"{cell:.3g}" for cell in cells)
 
 
-def _histogram(sums: Aggregates) -> dict[str, Any]:
+def _histogram(sums: Aggregates) -> HistogramEntry:
     bins = {b: count for b, count in sorted(sums.ulps.items()) if b != NONFINITE}
-    return {
-        "bins": {str(b): count for b, count in bins.items()},
-        "nonfinite": sums.ulps.get(NONFINITE, 0),
-    }
+    return HistogramEntry(
+        bins={str(b): count for b, count in bins.items()}, nonfinite=sums.ulps.get(NONFINITE, 0)
+    )
 
 
-def _element(element: Element) -> dict[str, Any]:
-    return {
-        "parameter": element.parameter,
-        "step": element.step,
-        "index": list(element.index),
-        "ranks": list(element.ranks),
-        "actual": element.actual,
-        "expected": element.expected,
-        "actual_bits": element.actual_bits,
-        "expected_bits": element.expected_bits,
-        "error": element.error,
-        "bound": element.bound,
-        "ulp": element.ulp,
-    }
+def _element(element: Element) -> ElementEntry:
+    return ElementEntry(
+        parameter=element.parameter,
+        step=element.step,
+        index=list(element.index),
+        ranks=list(element.ranks),
+        actual=element.actual,
+        expected=element.expected,
+        actual_bits=element.actual_bits,
+        expected_bits=element.expected_bits,
+        error=element.error,
+        bound=element.bound,
+        ulp=element.ulp,
+    )
 
 
-def _losses(sums: Aggregates) -> dict[str, Any]:
+def _losses(sums: Aggregates) -> LossesEntry:
     """Of very many steps, the one of every stretch whose mean is furthest off."""
     every = sorted(sums.losses)
     stretch = -(-len(every) // _MOST_POINTS)
@@ -104,13 +110,13 @@ def _losses(sums: Aggregates) -> dict[str, Any]:
         for at in range(0, len(every), stretch)
     ]
     points = [sums.losses[step] for step in steps]
-    return {
-        "steps": steps,
-        "ranks": [list(of_rank) for of_rank in zip(*(p.ranks for p in points), strict=True)],
-        "mean": [p.mean for p in points],
-        "expected": [p.expected for p in points],
-        "bound": [p.bound for p in points],
-    }
+    return LossesEntry(
+        steps=steps,
+        ranks=[list(of_rank) for of_rank in zip(*(p.ranks for p in points), strict=True)],
+        mean=[p.mean for p in points],
+        expected=[p.expected for p in points],
+        bound=[p.bound for p in points],
+    )
 
 
 def _off(losses: Losses) -> float:
@@ -118,7 +124,7 @@ def _off(losses: Losses) -> float:
     return math.inf if math.isnan(off) else off
 
 
-def _digests(sums: Aggregates) -> dict[str, Any]:
+def _digests(sums: Aggregates) -> DigestsEntry:
     """Per kind and step, which ranks held which bits. Of very many steps, those are kept where
     ranks disagree, and the first and the last.
     """
@@ -126,14 +132,14 @@ def _digests(sums: Aggregates) -> dict[str, Any]:
     if len(steps) > _MOST_POINTS:
         apart = [s for s in steps if any(len(set(d)) > 1 for d in sums.digests[s].values())]
         steps = sorted({steps[0], steps[-1], *apart[: _MOST_POINTS // 2]})
-    return {
-        "steps": steps,
-        "ranks": len(next(iter(sums.digests[steps[0]].values()))),
-        "kinds": {
+    return DigestsEntry(
+        steps=steps,
+        ranks=len(next(iter(sums.digests[steps[0]].values()))),
+        kinds={
             kind: [_groups(sums.digests[step][kind]) for step in steps]
             for kind in sums.digests[steps[0]]
         },
-    }
+    )
 
 
 def _groups(digests: tuple[str, ...]) -> str:

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UnsetType
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.records import RunPlan, VerdictName, merge_verdicts
+from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
 from distcheck.reports import earlier
 from distcheck.reports.asked_for import has_plan, not_in_plan
+from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_shape
 from distcheck.reports.json_report import read_document, totals_of
-from distcheck.reports.shape import CaseRead, CheckRead, DocumentRead, PlaceRead, check_shape
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
 # Planned for every case, besides its outcome; a guard compares ranks alone.
@@ -47,7 +48,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return document
 
 
-def check_document(document: dict[str, Any], name: str) -> DocumentRead:
+def check_document(document: dict[str, Any], name: str) -> Document:
     """The document in its form. Raises UsageError where it contradicts itself."""
     found = check_shape(document, name)
     for problem in _contradictions(found):
@@ -55,7 +56,7 @@ def check_document(document: dict[str, Any], name: str) -> DocumentRead:
     return found
 
 
-def code_of(document: DocumentRead) -> ExitCode:
+def code_of(document: Document) -> ExitCode:
     """The exit code that the verdicts stand for, as `Report.exit_code` has it."""
     failed = [case for case in document.cases if case.verdict == "fail"]
     if any(not ranks_failed(case) for case in failed):
@@ -67,18 +68,18 @@ def code_of(document: DocumentRead) -> ExitCode:
     return ExitCode.PASS if _verdict_of(document) == "pass" else ExitCode.UNKNOWN
 
 
-def _verdict_of(document: DocumentRead) -> VerdictName:
+def _verdict_of(document: Document) -> VerdictName:
     searched = [one.verdict for one in document.explored if one.verdict != "not run"]
     return merge_verdicts([*(case.verdict for case in document.cases), *searched])
 
 
-def ranks_failed(case: CaseRead) -> bool:
+def ranks_failed(case: CaseEntry) -> bool:
     """Whether a rank crashed, hung or was lost, and not by a defect of distcheck's own."""
     own = any(check.check == _OUTCOME and check.defect for check in case.checks)
     return not own and any(outcome.outcome != RankEnd.FINISHED for outcome in case.outcomes)
 
 
-def _contradictions(document: DocumentRead) -> Iterator[str]:
+def _contradictions(document: Document) -> Iterator[str]:
     for name, times in Counter(case.id for case in document.cases).items():
         if times > 1:
             yield f"case {name!r} is in it {times} times"
@@ -112,7 +113,7 @@ def _contradictions(document: DocumentRead) -> Iterator[str]:
     yield from _of_totals(document)
 
 
-def _of_totals(document: DocumentRead) -> Iterator[str]:
+def _of_totals(document: Document) -> Iterator[str]:
     """What does not add up: a case that has failed is not one that was left out."""
     totals = totals_of([case.verdict for case in document.cases], document.left_out)
     if document.totals is None and document.left_out:
@@ -137,7 +138,7 @@ def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
         )
 
 
-def _of_case(case: CaseRead) -> Iterator[str]:
+def _of_case(case: CaseEntry) -> Iterator[str]:
     """What of a case does not follow from the rest of it."""
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
@@ -161,7 +162,7 @@ def _of_case(case: CaseRead) -> Iterator[str]:
         yield from _of_pass(case, ended)
 
 
-def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
+def _of_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
     """What a case must have that has passed: the checks that every case has, each of which
     compared something, and no error beyond a bound.
     """
@@ -178,7 +179,7 @@ def _of_pass(case: CaseRead, ended: Collection[str]) -> Iterator[str]:
             yield f"passed the check {check.check!r}, although it compared {less}"
 
 
-def _compared_too_little(case: CaseRead, check: CheckRead) -> str:
+def _compared_too_little(case: CaseEntry, check: CheckEntry) -> str:
     """What a check that has passed did not compare, as far as that follows from its case alone."""
     seen = check.compared
     if not any(msgspec.structs.astuple(seen)):
@@ -193,18 +194,19 @@ def _compared_too_little(case: CaseRead, check: CheckRead) -> str:
     return next((f"no {name}" for name in needed if not getattr(seen, name)), "")
 
 
-def _is_beyond(worst: PlaceRead) -> bool:
+def _is_beyond(worst: Difference) -> bool:
     error, bound = float(worst.error), float(worst.bound)
     return not 0 <= error <= bound
 
 
-def _wrong_bound(check: CheckRead) -> str:
+def _wrong_bound(check: CheckEntry) -> str:
     """What is wrong with a bound. No error is within one that is infinite or not a number, so what
     has passed has none; what has failed may, where a reference overflows.
     """
-    places = [place for place in (check.worst, check.first, *check.elements) if place is not None]
+    elements = [] if isinstance(check.elements, UnsetType) else check.elements
+    places = [place for place in (check.worst, check.first, *elements) if place is not None]
     bounds = [float(place.bound) for place in places]
-    bounds += [] if check.loss is None else map(float, check.loss.bound)
+    bounds += map(float, check.loss.bound) if check.loss else []
     if any(bound < 0 for bound in bounds):
         return "is below zero"
     if check.verdict == "pass" and not all(map(math.isfinite, bounds)):
@@ -221,7 +223,7 @@ def _is_command(text: str) -> bool:
     return words[:1] == ["distcheck"] and shlex.join(words) == text
 
 
-def _of_plan(document: DocumentRead) -> Iterator[str]:
+def _of_plan(document: Document) -> Iterator[str]:
     if document.plan is not None:
         yield from _unlike_plan(document, document.plan)
         yield from _not_planned(document, document.plan)
@@ -229,7 +231,7 @@ def _of_plan(document: DocumentRead) -> Iterator[str]:
         yield "its command line plans cases, but it has no plan"
 
 
-def _unlike_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
+def _unlike_plan(document: Document, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
         yield "the plan holds a case twice"
@@ -255,7 +257,7 @@ def _unlike_plan(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
             yield f"case {name!r} is listed as left out, but is not in the plan"
 
 
-def _missing(document: DocumentRead) -> Iterator[str]:
+def _missing(document: Document) -> Iterator[str]:
     """What a report must have that says that everything planned has passed. A merge of parts adds
     what is missing, as unknown.
     """
@@ -272,8 +274,8 @@ def _missing(document: DocumentRead) -> Iterator[str]:
             yield f"the report passed, but the search of {search.strategy!r} is not in it"
 
 
-def _not_planned(document: DocumentRead, plan: RunPlan) -> Iterator[str]:
+def _not_planned(document: Document, plan: RunPlan) -> Iterator[str]:
     """What a command line asks for and the plan lacks."""
-    for made in (document.made, *(part.made for part in document.parts)):
+    for made in (document.made, *(part.made for part in document.parts or ())):
         if made is not None:
             yield from not_in_plan(made.command, plan)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from distcheck.records import VerdictName
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, layer_name
+from distcheck.reports.document import ScaleEntry
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -20,7 +22,7 @@ class Point:
     """A world of a curve. `error` and `bound` are None where no rank came so far."""
 
     world: int
-    verdict: str
+    verdict: VerdictName
     error: float | None = None
     bound: float | None = None
     where: str = ""
@@ -86,23 +88,23 @@ def curves(cases: Sequence[dict[str, Any]]) -> list[Curve]:
     ]
 
 
-def as_rows(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_rows(cases: Sequence[dict[str, Any]]) -> list[ScaleEntry]:
     """The curves for `--json`: a row for each world and order."""
     return [
-        {
-            "strategy": curve.strategy,
-            "workload": curve.workload,
-            "dtype": curve.dtype,
-            "order": curve.order,
-            "world": point.world,
-            "verdict": point.verdict,
-            "layer": curve.layer,
-            "error": _number(point.error),
-            "bound": _number(point.bound),
-            "where": point.where,
-            "cause": point.cause,
-            "reason": point.reason if point.verdict == "unknown" else "",
-        }
+        ScaleEntry(
+            strategy=curve.strategy,
+            workload=curve.workload,
+            dtype=curve.dtype,
+            order=curve.order,
+            world=point.world,
+            verdict=point.verdict,
+            layer=curve.layer,
+            error=_number(point.error),
+            bound=_number(point.bound),
+            where=point.where,
+            cause=point.cause,
+            reason=point.reason if point.verdict == "unknown" else "",
+        )
         for curve in curves(cases)
         for point in curve.points
     ]

@@ -31,7 +31,8 @@ from distcheck.records import Case
 from distcheck.records.case_ids import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.sources import read_source
-from distcheck.reports.json_report import CaseInReport, cases_read, read_document
+from distcheck.reports.document import CaseEntry, check_shape
+from distcheck.reports.json_report import read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
 from distcheck.training import loading
@@ -88,7 +89,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
     report = read_document(place) if place.exists() else None
-    seen = [] if report is None else cases_read(report, place)
+    seen = [] if report is None else check_shape(report, place).cases
     remarks: list[str] = []
     members: dict[str, bytes] = {}
     sources = list(_sources(cases, files, seen, members, remarks))
@@ -243,7 +244,7 @@ def _moved(case: Case, moved: dict[str, str]) -> Case:
 def _sources(
     cases: list[Case],
     files: list[Path],
-    seen: list[CaseInReport],
+    seen: list[CaseEntry],
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[Source]:

@@ -18,10 +18,11 @@ from distcheck.errors.shown_text import say
 from distcheck.records import VerdictName, merge_verdicts
 from distcheck.records.searches import Explored
 from distcheck.reports import summary
+from distcheck.reports.document import SCHEMA
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
 from distcheck.reports.findings import ranks_failed
-from distcheck.reports.json_report import SCHEMA, read_document, totals_of
+from distcheck.reports.json_report import read_document, totals_of
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown, of_document
 

@@ -17,7 +17,7 @@ from distcheck.judge.checks.ulps import ulp_bins
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.records import Case, CaseReport, CheckResult
 from distcheck.records.picture_sums import MOST_ELEMENTS, NONFINITE, merge_aggregates
-from distcheck.reports.aggregated import as_keys
+from distcheck.reports.aggregated import as_entries
 from distcheck.store.last_pass import since_last_green
 from distcheck.store.run_folder import Store
 from tests import documents
@@ -136,12 +136,12 @@ def test_parts_of_several_judges_are_put_together() -> None:
     result = CheckResult(
         check="gradients", layer="X", verdict="pass", aggregates=merge_aggregates(parts)
     )
-    keys = as_keys(result)
-    assert keys["map"]["rows"] == ["=="]
-    assert keys["map"]["steps"] == [0, 1]
-    assert keys["ulp"] == {"bins": {"0": 4}, "nonfinite": 0}
-    assert keys["loss"]["ranks"] == [[1.0, 1.0], [3.0, 3.0]]
-    assert keys["digests"]["kinds"] == {"gradient": ["0,2=aa 1=bb 3=-"] * 2}
+    keys = as_entries(result)
+    assert keys["map"].rows == ["=="]
+    assert keys["map"].steps == [0, 1]
+    assert (keys["ulp"].bins, keys["ulp"].nonfinite) == ({"0": 4}, 0)
+    assert keys["loss"].ranks == [[1.0, 1.0], [3.0, 3.0]]
+    assert keys["digests"].kinds == {"gradient": ["0,2=aa 1=bb 3=-"] * 2}
 
 
 def test_what_was_not_compared_is_no_equality() -> None:
@@ -150,10 +150,10 @@ def test_what_was_not_compared_is_no_equality() -> None:
     sums.add(same, parameter="a", rank=0, step=0)
     sums.add(same, parameter="b", rank=0, step=1)
     sums.fail(parameter="b", step=1)
-    keys = as_keys(
+    keys = as_entries(
         CheckResult(check="gradients", layer="X", verdict="fail", aggregates=sums.result())
     )
-    assert keys["map"]["rows"] == ["=.", ".x"]
+    assert keys["map"].rows == ["=.", ".x"]
 
 
 def test_a_case_that_is_noted_for_a_restart_keeps_them() -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.reports import html_report, json_report
-from distcheck.reports.aggregated import as_keys
+from distcheck.reports.aggregated import as_entries
 from distcheck.reports.pictures import histogram, losses
 from tests import documents
 
@@ -235,12 +235,12 @@ def test_a_long_series_keeps_its_worst_steps() -> None:
     checks = {(c.check, c.layer): c for c in case.checks}
     wrong = documents.losses(4, 1000)
     wrong.losses[617] = documents.losses(4, 1, off=1e-3).losses[0]
-    loss = as_keys(msgspec.structs.replace(checks["loss", "S32"], aggregates=wrong))["loss"]
-    assert len(loss["steps"]) == 250
-    assert 617 in loss["steps"]
-    digests = as_keys(checks["agreement", "-"])["digests"]
-    assert digests["steps"][:3] == [0, 41, 42]  # the first, and where rank 2 is odd
-    assert len(digests["steps"]) <= 130
+    loss = as_entries(msgspec.structs.replace(checks["loss", "S32"], aggregates=wrong))["loss"]
+    assert len(loss.steps) == 250
+    assert 617 in loss.steps
+    digests = as_entries(checks["agreement", "-"])["digests"]
+    assert digests.steps[:3] == [0, 41, 42]  # the first, and where rank 2 is odd
+    assert len(digests.steps) <= 130
     document = documents.document(case)
     assert len(json_report.render(document)) < 500_000
     assert len(html_report.render(document)) < 1_000_000
@@ -379,7 +379,8 @@ def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
 
 @pytest.mark.parametrize(("off", "kind"), [(0.0, "within"), (1e-5, "off")])
 def test_a_loss_within_its_bound_is_not_drawn_as_an_error(off: float, kind: str) -> None:
-    loss = as_keys(documents.check("loss", "S32", sums=documents.losses(4, 3, off=off)))["loss"]
+    result = documents.check("loss", "S32", sums=documents.losses(4, 3, off=off))
+    loss = msgspec.to_builtins(as_entries(result)["loss"])
     svg = losses.draw("p", {"check": "loss", "layer": "S32", "loss": loss}).svg
     assert f'class="{kind}"' in svg
     assert (kind == "off") == ("#c2302e" in svg)

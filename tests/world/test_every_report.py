@@ -9,7 +9,7 @@ import pytest
 
 from distcheck.cli import _group
 from distcheck.cli.commands import COMMANDS
-from distcheck.reports.json_report import SCHEMA
+from distcheck.reports.document import SCHEMA
 from tests.job.planted import FOLDER
 from tests.world.command import QUICK, Run
 from tests.world.warm import distcheck

@@ -6,23 +6,35 @@ import click
 
 from distcheck.cli import completion
 from distcheck.cli.group import Command
+from distcheck.errors import UsageError
 from distcheck.reports.files import output_options, taken_from
 from distcheck.worlds.launchers import is_elsewhere
 
 
 @click.command("report", cls=Command)
-@click.argument("run", metavar="RUN.json", type=click.Path(), **completion.RUNS)
+@click.argument("run", metavar="RUN.json", type=click.Path(), required=False, **completion.RUNS)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of reports, and nothing else.")
 @output_options
-def command(run: str, **asked: Any) -> int:
+def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     """Write a report again in another format, or print its gist, from its JSON alone.
 
     \b
     distcheck report report.json
     distcheck report report.json --html report.html
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
+    distcheck report --schema > report.schema.json
     """  # fmt: skip
     if is_elsewhere():
         return 0
-    from distcheck.cli.rendering import report_command
+    from distcheck.cli.rendering import report_command, schema_command
 
-    return report_command(run, files=taken_from(asked))
+    files = taken_from(asked)
+    if schema and not run and not files:
+        return schema_command()
+    if schema or run is None:
+        raise UsageError(
+            "--schema is about all reports: give it alone"
+            if schema
+            else "no report was given; give the file that --json wrote, or the folder of a run"
+        )
+    return report_command(run, files=files)

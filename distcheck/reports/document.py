@@ -1,0 +1,234 @@
+"""The document `distcheck.report/1`: what `--json` writes, what is read again, and its JSON Schema.
+
+docs/report.md explains every key. A key that is unknown here is passed on as it is. Numbers have
+bounds, so that no reader counts to what a damaged file says. What has a default of its own may be
+absent in reports of earlier releases; what is `Left`, wherever there is nothing to say.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from distcheck.errors import UsageError
+from distcheck.records import (
+    Allowance,
+    Collective,
+    Compared,
+    Contents,
+    Diagnosis,
+    Difference,
+    Number,
+    Origin,
+    RunPlan,
+    SinceGreen,
+    VerdictName,
+)
+from distcheck.records.bounded import Count, Int
+from distcheck.records.ends import RankEnd
+from distcheck.records.searches import Explored
+
+SCHEMA = "distcheck.report/1"
+_SHARES = Annotated[str, Meta(max_length=1 << 20)]  # a row of a map
+
+
+class RankEntry(msgspec.Struct, kw_only=True):
+    """How a rank ended."""
+
+    rank: Count
+    outcome: RankEnd
+    detail: str
+    lost_peer: bool | UnsetType = UNSET
+    sizes_differ: bool | UnsetType = UNSET
+    proven: str | UnsetType = UNSET
+    why: str | UnsetType = UNSET
+    collectives: list[Collective] | UnsetType = UNSET
+
+
+class ElementEntry(msgspec.Struct, kw_only=True):
+    """One of the worst elements."""
+
+    parameter: str
+    step: Int
+    index: list[Int]
+    ranks: list[Int]
+    actual: Number
+    expected: Number
+    actual_bits: str
+    expected_bits: str
+    error: Number
+    bound: Number
+    ulp: Int | None
+
+
+class MapEntry(msgspec.Struct, kw_only=True):
+    """How far off each tensor was in each step."""
+
+    kind: str
+    parameters: list[str]
+    steps: list[Int]
+    rows: list[_SHARES]
+    parameters_per_row: Count
+    steps_per_column: Count
+
+
+class HistogramEntry(msgspec.Struct, kw_only=True):
+    """Elements by their signed distance in ULP."""
+
+    bins: dict[Annotated[str, Meta(pattern=r"^-?\d{1,3}$")], Count]
+    nonfinite: Count = 0
+
+
+class LossesEntry(msgspec.Struct, kw_only=True):
+    """The loss of each step."""
+
+    steps: list[Int]
+    ranks: list[list[Number]]
+    mean: list[Number]
+    expected: list[Number]
+    bound: list[Number]
+
+
+class DigestsEntry(msgspec.Struct, kw_only=True):
+    """Which ranks held which bits."""
+
+    steps: list[Int]
+    ranks: Annotated[int, Meta(ge=0, le=1 << 20)]
+    kinds: dict[str, list[str]]
+
+
+class MistakeEntry(msgspec.Struct, kw_only=True):
+    """How many tensors would have shown a mistake, and those that would not."""
+
+    tensors: Count
+    of: Count
+    not_in: list[str]
+
+
+class SensitivityEntry(msgspec.Struct, kw_only=True):
+    """Which of the simplest mistakes would have shown."""
+
+    mistakes: dict[str, MistakeEntry]
+    wrong_factor: dict[str, Number | None]
+    no_mistake_shows_in: list[str]
+
+
+class CheckEntry(msgspec.Struct, kw_only=True):
+    """What a check found, by one layer."""
+
+    check: str
+    layer: str
+    verdict: VerdictName
+    compared: Compared
+    worst: Difference | None = None
+    first: Difference | None = None
+    reason: str
+    defect: str | UnsetType = UNSET
+    sensitivity: SensitivityEntry | UnsetType = UNSET
+    map: MapEntry | UnsetType = UNSET
+    ulp: HistogramEntry | UnsetType = UNSET
+    elements: list[ElementEntry] | UnsetType = UNSET
+    loss: LossesEntry | UnsetType = UNSET
+    digests: DigestsEntry | UnsetType = UNSET
+
+
+class CaseEntry(msgspec.Struct, kw_only=True):
+    """A case: what ran, how its ranks ended, and what every check said."""
+
+    id: str
+    strategy: str
+    strategy_file: str
+    strategy_line: Count = 0
+    world: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    backend: str
+    device: str
+    dtype: str
+    workload: str
+    data: str = ""
+    data_dir: str | None = None
+    batch: Count = 0
+    steps: Count = 0
+    seed: Int
+    form: str | None = msgspec.field(default=None, name="as")
+    arguments: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    finish: str | None = None
+    reset: str | None = None
+    without_data: list[Count] = []
+    loss: str = "mean"
+    accept: str | None = None
+    separate: bool = True
+    verdict: VerdictName
+    outcomes: list[RankEntry]
+    checks: list[CheckEntry]
+    diagnosis: list[Diagnosis]
+    remarks: list[Diagnosis] | UnsetType = UNSET
+    timings_s: dict[str, float]
+    replay: str
+    command: str = ""
+    notes: list[str]
+    accepted: Allowance | None = None
+    contents: Contents | None = None
+
+
+class PartEntry(msgspec.Struct, kw_only=True):
+    """A report of which a merged one was made."""
+
+    file: str
+    shard: Count
+    exit_code: Count
+    environment: dict[str, Any]
+    made: Origin | None = None
+
+
+class ScaleEntry(msgspec.Struct, kw_only=True):
+    """The error in a simulated world of one size and order of addition."""
+
+    strategy: str
+    workload: str
+    dtype: str
+    order: str
+    world: Count
+    verdict: VerdictName
+    layer: str
+    error: Number | None
+    bound: Number | None
+    where: str
+    cause: str
+    reason: str
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A whole report."""
+
+    schema: str = SCHEMA
+    verdict: VerdictName
+    exit_code: Count
+    totals: dict[str, Count] | None = None
+    made: Origin | None = None
+    environment: dict[str, Any]
+    since_green: SinceGreen | None = None
+    cases: list[CaseEntry]
+    plan: RunPlan | None = None
+    left_out: dict[str, str] = {}
+    not_shown: list[str] = []
+    explored: list[Explored] = []
+    scale: list[ScaleEntry] | UnsetType = UNSET
+    parts: list[PartEntry] | UnsetType = UNSET
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a document. Keys that are not in it are allowed."""
+    schema = msgspec.json.schema(Document)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def check_shape(document: dict[str, Any], path: Path | str) -> Document:
+    """The document, read from `path`, in its form. Raises UsageError where it lacks what every
+    report has, or has it in another form.
+    """
+    try:
+        return msgspec.convert(document, Document)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {error}; write the report again") from error
