@@ -201,8 +201,7 @@ def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
     reference = next(c for c in case["checks"] if c["check"] == "reference")
     assert reference["verdict"] == "unknown"
     assert reference["reason"].startswith(
-        "as one process the script raises AssertionError: this script is for "
-        "several ranks"
+        "as one process the script raises AssertionError: this script is for several ranks"
     )
 
 
