@@ -256,7 +256,7 @@ def _replace_wrappers() -> None:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks; a gradient of it is the sum of theirs."""
+    """The sum over ranks, whose gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
