@@ -26,7 +26,7 @@ def judge(
     asked: Asked, job: Recording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
     """Judges what was recorded; `missing` says why there is no reference."""
-    ends = _outcomes(job, ran)
+    ends = ran.outcomes(job.world)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
         results.append(_divided(job.divided_by))
@@ -128,20 +128,6 @@ def case_of_words(asked: Asked, *, script: str, world: int, **about: Any) -> Cas
 def script_of(arguments: Sequence[str]) -> str:
     """The script that a command line runs, as far as it names one."""
     return next((word for word in arguments[1:] if word.endswith(".py")), "")
-
-
-def _outcomes(job: Recording, ran: Ran) -> tuple[Outcome, ...]:
-    raised = dict(ran.raised)
-    found = []
-    for rank in range(job.world):
-        if rank in raised:
-            found.append(Outcome(rank=rank, outcome=RankEnd.RAISED, detail=raised[rank]))
-        else:
-            found.append(Outcome(rank=rank, outcome=RankEnd.FINISHED))
-    if ran.code and not raised:
-        detail = f"the command ended with exit code {ran.code}"
-        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, detail=detail)
-    return tuple(found)
 
 
 def _outcome_check(asked: Asked, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:

@@ -102,7 +102,7 @@ def make(
             mine / "rank.json",
             RankRecord(
                 rank=rank, world=world, arguments=("python", "train.py"), folder=".",
-                backend="gloo", device="cpu", torch="2", threads=1,
+                backend="gloo", device="cpu", torch="2",
             ),
         )  # fmt: skip
         for step in range(steps):
