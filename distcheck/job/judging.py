@@ -38,6 +38,7 @@ def judge(
         job = dataclasses.replace(job, steps=earlier)
         kept = () if reference is None else reference.replayed.steps
         seen = tuple(one for one in kept if one.step in earlier)
+        missing = missing or "nothing is judged after numbers that are not finite"
         reference = None if reference is None or not seen else reference.until(seen)
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()
@@ -53,8 +54,8 @@ def judge(
         if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif not asked.no_reference and not asked.from_step and job.world > 1 and not job.divided_by:
-        results.append(_no_reference(missing))
+    elif not (not_finite or asked.no_reference or asked.from_step or job.divided_by):
+        results += [_no_reference(missing)] if job.world > 1 else []
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
