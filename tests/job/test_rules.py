@@ -139,6 +139,53 @@ def test_options_that_count_ranks_say_one(words: str, expected: str) -> None:
     assert bool(replaced_ones) == (words != expected)
 
 
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        ("python main.py --multiprocessing-distributed", False),
+        ("python -c pass train.py", False),
+        ("python -X dev -c", True),
+    ],
+)
+def test_a_rank_that_python_started_is_known_by_its_command(words: str, starts: bool) -> None:
+    of_python = ["from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=5)"]
+    assert replaying._is_spawned(words.split() + of_python * starts) == starts
+
+
+SEES = """
+import sys
+from distcheck.job.inside import on_cpu
+import torch
+on_cpu.install(int(sys.argv[1]))
+bn = torch.nn.SyncBatchNorm(3)
+given = torch.randn(4, 3, 2, device="cuda").half()
+torch.distributed.init_process_group("NCCL", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+print(torch.cuda.device_count(), bn(given).dtype)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "seen"),
+    [
+        (0, {"LOCAL_WORLD_SIZE": "3"}, 3),
+        (0, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
+        (0, {}, 2),
+        (1, {"LOCAL_WORLD_SIZE": "3"}, 1),
+    ],
+)
+def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
+    gpus: int, variables: dict[str, str], seen: int
+) -> None:
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", SEES, str(gpus)], env={**plain, **variables}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.stdout.split() == [str(seen), "torch.float16"], ran.stderr
+
+
 def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(world_size=2, batch=2, gpus=4)
     (found,) = spawned.of_one((given,), 2)
