@@ -19,7 +19,6 @@ from distcheck.records import (
     CheckResult,
     Compared,
     Diagnosis,
-    Outcome,
     Report,
     merge_verdicts,
 )
@@ -88,7 +87,8 @@ def _read(folder: Path) -> list[Checked]:
 def _judge(asked: Asked, found: Sequence[Checked], ran: Ran) -> CaseReport:
     world = max(one.world for one in found)
     first = next((one for one in found if one.first), None)
-    outcomes = _outcomes(world, ran, first is not None)
+    # Ranks that the guard has ended did not fail.
+    outcomes = (Ran(0, ()) if first is not None else ran).outcomes(world)
     check = _agreement(found, world, first)
     ended = all(one.outcome is RankEnd.FINISHED for one in outcomes)
     of_ends = CheckResult(
@@ -107,21 +107,6 @@ def _judge(asked: Asked, found: Sequence[Checked], ran: Ran) -> CaseReport:
         replay=f"distcheck explain {first.file}" if first and first.file else case.command_line,
         notes=tuple(remarks),
     )
-
-
-def _outcomes(world: int, ran: Ran, differs: bool) -> tuple[Outcome, ...]:
-    """How ranks ended; ranks that the guard has ended did not fail."""
-    raised = {} if differs else dict(ran.raised)
-    found = [
-        Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank])
-        if rank in raised
-        else Outcome(rank=rank, outcome=RankEnd.FINISHED)
-        for rank in range(world)
-    ]
-    if ran.code and not raised and not differs:
-        detail = f"the command ended with exit code {ran.code}"
-        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
-    return tuple(found)
 
 
 def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> CheckResult:

@@ -26,7 +26,7 @@ def judge(
     asked: Asked, job: Recording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
     """Judges what was recorded; `missing` says why there is no reference."""
-    ends = _outcomes(job, ran)
+    ends = ran.outcomes(job.world)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
         results.append(_divided(job.divided_by))
@@ -38,6 +38,7 @@ def judge(
         job = dataclasses.replace(job, steps=earlier)
         kept = () if reference is None else reference.replayed.steps
         seen = tuple(one for one in kept if one.step in earlier)
+        missing = missing or "nothing is judged after numbers that are not finite"
         reference = None if reference is None or not seen else reference.until(seen)
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()
@@ -53,8 +54,8 @@ def judge(
         if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif not asked.no_reference and not asked.from_step and job.world > 1 and not job.divided_by:
-        results.append(_no_reference(missing))
+    elif not (not_finite or asked.no_reference or asked.from_step or job.divided_by):
+        results += [_no_reference(missing)] if job.world > 1 else []
     results = [_not_vacuous(result) if job.world > 1 else result for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
@@ -128,20 +129,6 @@ def case_of_words(asked: Asked, *, script: str, world: int, **about: Any) -> Cas
 def script_of(arguments: Sequence[str]) -> str:
     """The script that a command line runs, as far as it names one."""
     return next((word for word in arguments[1:] if word.endswith(".py")), "")
-
-
-def _outcomes(job: Recording, ran: Ran) -> tuple[Outcome, ...]:
-    raised = dict(ran.raised)
-    found = []
-    for rank in range(job.world):
-        if rank in raised:
-            found.append(Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank]))
-        else:
-            found.append(Outcome(rank=rank, outcome=RankEnd.FINISHED))
-    if ran.code and not raised:
-        detail = f"the command ended with exit code {ran.code}"
-        found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
-    return tuple(found)
 
 
 def _outcome_check(asked: Asked, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:

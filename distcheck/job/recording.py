@@ -185,7 +185,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...] = ()
     digests: dict[str, str] = {}
     dtypes: dict[str, str] = {}
-    absent: tuple[str, ...] = ()
     not_finite: tuple[str, ...] = ()
     scale: float | None = None
     skipped: bool = False
@@ -210,7 +209,6 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     device: str
     torch: str
-    threads: int
     variables: dict[str, str] = {}
     process: int = 0
     parent: int = 0  # the process that has started it

@@ -120,7 +120,7 @@ def _is_lost_in_a_fork(device: str) -> bool:
 
 def _is_spawned(words: Sequence[str]) -> bool:
     """Whether Python's multiprocessing has started a rank."""
-    return "-c" in words[:3] or any("multiprocessing" in word for word in words)
+    return any(word.startswith("from multiprocessing.") for word in words)
 
 
 def _of_launcher(job: Recording) -> Sequence[str]:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from distcheck.job.relay import relayed
 from distcheck.job.settings import VARIABLE
 from distcheck.job.watching import Watch
 from distcheck.records import Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.worlds.keeping import start_kept
 
 _HOOK = Path(__file__).parent / "hook"
@@ -39,6 +39,17 @@ class Ran:
     code: int
     raised: tuple[tuple[int, str], ...]
     hung: tuple[Outcome, ...] = ()
+
+    def outcomes(self, world: int) -> tuple[Outcome, ...]:
+        """How each rank ended."""
+        raised = dict(self.raised)
+        found = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(world)]
+        for rank in raised.keys() & set(range(world)):
+            found[rank] = Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank])
+        if self.code and not raised:
+            detail = f"the command ended with exit code {self.code}"
+            found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
+        return tuple(found)
 
 
 def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
@@ -210,8 +221,3 @@ def _needs_gpu(said: str) -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def python_of(arguments: Sequence[str]) -> str:
-    """The interpreter that a recorded rank ran in."""
-    return arguments[0] if arguments and shutil.which(arguments[0]) else sys.executable

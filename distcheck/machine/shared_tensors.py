@@ -13,6 +13,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
+    if tensor.untyped_storage().nbytes() < size:
+        raise ValueError("the memory of the tensor was released")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 

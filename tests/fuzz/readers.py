@@ -26,8 +26,8 @@ from distcheck.compare import command as comparing
 from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.job import command as command_of_job
-from distcheck.job import reading
+from distcheck.job import judging, reading
+from distcheck.job.asked import Asked
 from distcheck.job.guard.records import Divergence, Finding, Sums
 from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
@@ -325,9 +325,9 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
     _damaged_in_place(file, draw, "json" if file.suffix == ".json" else "bytes")
 
     def judge() -> int:
-        asked = command_of_job.Asked(words=("python", "train.py"), steps=3, reference=False)
+        asked = Asked(words=("python", "train.py"), steps=3, no_reference=True)
         found = reading.read(job)
-        report = command_of_job._judge(asked, found, Ran(0, ()), None, "none was asked for")
+        report = judging.judge(asked, found, Ran(0, ()), None, "none was asked for")
         return {"pass": 0, "fail": 1, "unknown": 5}[report.verdict]
 
     answer = answer_of(judge)

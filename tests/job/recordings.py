@@ -43,6 +43,8 @@ class Facts:
         self.clips: tuple[Clip, ...] = ()
         self.scale: float | None = None
         self.carried = False
+        self.of_batch: dict[str, Any] = {}  # what else its Batch and its StepRecord have
+        self.of_record: dict[str, Any] = {}
         self.skipped = False
 
     def a_pass(self, number: int, **about: Any) -> Pass:
@@ -66,7 +68,8 @@ class Facts:
             groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
             skipped=self.skipped, carried=self.carried, backwards=len(self.passes),
             batches=(
-                Batch(loader=0, epoch=self.epoch, number=self.step, leaves=(), rows=self.rows),
+                Batch(loader=0, epoch=self.epoch, number=self.step, leaves=(), rows=self.rows,
+                      **self.of_batch),
             ),
             iterations=(
                 Iteration(
@@ -74,6 +77,7 @@ class Facts:
                     sampler_epoch=self.sampler_epoch,
                 ),
             ),
+            **self.of_record,
         )  # fmt: skip
 
 
@@ -98,7 +102,7 @@ def make(
             mine / "rank.json",
             RankRecord(
                 rank=rank, world=world, arguments=("python", "train.py"), folder=".",
-                backend="gloo", device="cpu", torch="2", threads=1,
+                backend="gloo", device="cpu", torch="2",
             ),
         )  # fmt: skip
         for step in range(steps):

@@ -36,7 +36,6 @@ def job(tmp_path: Path) -> Recording:
         mine.mkdir()
         about = RankRecord(
             rank=rank, world=2, arguments=(), folder="", backend="gloo", device="cpu", torch="2",
-            threads=1,
         )  # fmt: skip
         recording.write_json(mine / "rank.json", about)
         file = StepFile(mine, 0)

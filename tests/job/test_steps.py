@@ -210,3 +210,31 @@ def test_parameters_that_a_dry_pass_makes_are_seen(tmp_path: Path) -> None:
     assert job.parameters(0) == ("1.weight", "1.bias", "0.weight", "0.bias")
     assert [one.live for one in job.records[0, 0].passes] == [False, True]
     assert "before/0.weight" in job.tensors(0, 0)
+
+
+STANDS_IN = """
+model = torch.nn.Linear(3, 2)
+optimizer, own = optimizer_of(model), model.weight
+def stand_in(module, inputs):
+    module.weight = torch.nn.Parameter(own.detach().clone())
+model.register_forward_pre_hook(stand_in)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    whole, model.weight = model.weight, own
+    own.grad = whole.grad
+    whole.untyped_storage().resize_(0)
+    optimizer.step()
+"""
+
+
+def test_what_stands_in_for_a_parameter_is_none(tmp_path: Path) -> None:
+    """As the whole parameters of FSDP2, whose memory is released after a backward pass."""
+    job = recorded(STANDS_IN, tmp_path)
+    assert job.steps == (0, 1, 2)
+    for step in job.steps:
+        digests = job.records[0, step].digests
+        assert {name for name in digests if name.startswith("before/")} == {
+            "before/weight", "before/bias",
+        }  # fmt: skip

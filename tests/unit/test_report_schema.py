@@ -8,8 +8,8 @@ import click.testing
 import jsonschema
 import msgspec
 import pytest
-from distcheck.cli import _group
 
+from distcheck.cli import _group
 from distcheck.reports.document import Document, json_schema
 from distcheck.reports.json_report import as_document, document_of, render_json
 from tests import documents

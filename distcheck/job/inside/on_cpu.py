@@ -256,7 +256,7 @@ def _replace_wrappers() -> None:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks; its gradient is the sum over ranks, too."""
+    """The sum over ranks, whose gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
@@ -278,6 +278,7 @@ def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
     if not self.training or dist.get_world_size(group) == 1:
         kind = torch.nn.modules.batchnorm._BatchNorm
         return kind.forward(self, given)
+    dtype, given = given.dtype, given.float() if given.itemsize < 4 else given  # as on a GPU
     axes = [axis for axis in range(given.dim()) if axis != 1]
     count = given.new_full((1,), given.numel() / given.shape[1])
     sums = torch.cat([given.sum(axes), given.square().sum(axes), count])
@@ -291,7 +292,8 @@ def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
         self.running_mean.lerp_(mean.detach(), by)
         self.running_var.lerp_(unbiased, by)
     out: torch.Tensor = (given - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
-    return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+    out = out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+    return out.to(dtype)
 
 
 def _replace_groups() -> None:

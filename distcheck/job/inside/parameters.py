@@ -18,19 +18,26 @@ class Parameters:
         self.roots: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}
+        self._of_roots: dict[tuple[int, str], torch.Tensor] = {}  # by number and name there
 
     def add_root(self, module: torch.nn.Module) -> list[str]:
         """Names the parameters of a module that was called, the new ones of which it returns. Those
-        that are made in the first forward pass have a name after it.
+        that are made in the first forward pass have a name after it. What stands in for a tensor
+        that an optimizer trains, as FSDP2's whole parameters do for a while, has none.
         """
         if not any(module is one for one in self.roots):
             self.roots.append(module)
         place = next(number for number, one in enumerate(self.roots) if one is module)
-        return [
-            self._add(plain_name(name), parameter, f"{type(module).__name__}-{place}")
-            for name, parameter in module.named_parameters()
-            if id(parameter) not in self._names and not is_lazy(parameter)
-        ]
+        new = []
+        for name, parameter in module.named_parameters():
+            if id(parameter) in self._names or is_lazy(parameter):
+                continue
+            before = self._of_roots.get((place, name))
+            if before is None or not self._is_trained(before):
+                self._of_roots[place, name] = parameter
+                of = f"{type(module).__name__}-{place}"
+                new.append(self._add(plain_name(name), parameter, of))
+        return new
 
     def add_others(self) -> list[str]:
         """Names what a forward pass has made, and what is in optimizers and in no module that was
@@ -56,8 +63,10 @@ class Parameters:
     def _is_used(self, parameter: torch.Tensor) -> bool:
         """Whether it was not replaced since it got its name, as a new head replaces the old one."""
         of_roots = (one for root in self.roots for one in root.parameters())
-        of_optimizers = (one for opt in self.optimizers for _, one in _places_in(opt))
-        return any(one is parameter for all_of in (of_roots, of_optimizers) for one in all_of)
+        return any(one is parameter for one in of_roots) or self._is_trained(parameter)
+
+    def _is_trained(self, parameter: torch.Tensor) -> bool:
+        return any(one is parameter for opt in self.optimizers for _, one in _places_in(opt))
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Its name, if it has one."""

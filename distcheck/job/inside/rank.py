@@ -49,7 +49,6 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
             backend=torch.distributed.get_backend() if grouped else "",
             device=first.device.type,
             torch=str(torch.__version__),
-            threads=torch.get_num_threads(),
             variables={
                 name: value
                 for name, value in os.environ.items()

@@ -331,7 +331,6 @@ class Recorder(Deaf):
             iterations=self.loaders.take_iterations(),
             clips=tuple(self._clips),
             calls=tuple(self._calls),
-            absent=tuple(name for name in names if name not in raw),
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,

@@ -1,0 +1,342 @@
+"""Rules of whole jobs that no example of a training loop shows by itself: identity, the copy that a
+reference runs in, one process that knows that it is alone, weights, remarks, and hangs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distcheck.job import accepting, causes, checks, copying, judging, replaying
+from distcheck.job.asked import Asked
+from distcheck.job.checks.ranks import finite
+from distcheck.job.inside import choosing, spawned
+from distcheck.job.inside.feeding import Feeding
+from distcheck.job.recording import Call, Clip
+from distcheck.job.running import Ran
+from distcheck.job.settings import Role, Settings, write
+from distcheck.job.watching import Watch
+from distcheck.records.ends import RankEnd
+from tests.job.recordings import LR, Facts, gradients, judged, make, reference, replaced
+from tests.job.scripts import recorded
+
+# -- identity, not names ---------------------------------------------------------------------------
+
+TWO_MODELS = """
+real, fake = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+optimizers = [optimizer_of(real), optimizer_of(fake)]
+loose = torch.nn.Parameter(torch.ones(2))
+optimizers[1].add_param_group({"params": [loose]})
+for step in range(2):
+    x, y = batch(step)
+    for model, optimizer in zip((real, fake), optimizers):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x) * (loose if model is fake else 1), y).backward()
+        optimizer.step()
+"""
+
+
+def test_parameters_of_one_name_belong_to_their_optimizers(tmp_path: Path) -> None:
+    """Of two models, and one that no module holds."""
+    job = recorded(TWO_MODELS, tmp_path, steps=4)
+    assert [job.records[0, step].number for step in job.steps] == [0, 1, 0, 1]
+    names = [set(job.parameters(step)) for step in job.steps]
+    assert [len(one) for one in names] == [2, 3, 2, 3]
+    assert names[0].isdisjoint(names[1])
+    assert names[:2] == names[2:]
+
+
+# -- what is not finite ----------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_is_named_and_nothing_after_it(tmp_path: Path) -> None:
+    def breaks(facts: Facts) -> None:
+        if facts.step >= 1 and facts.rank == 1:
+            facts.of_record = {"not_finite": ("the loss",)}
+            facts.raw = {n: g + 1 for n, g in facts.raw.items()}
+
+    job = make(tmp_path, breaks)
+    (result,) = finite(job)
+    assert result.first is not None
+    assert (result.first.step, result.first.rank) == (1, 1)
+    asked = Asked(words=("python", "train.py"), no_reference=True, steps=3)
+    case = judging.judge(asked, job, Ran(0, ()), None, "")
+    assert case.verdict == "fail"
+    assert [one.cause for one in case.diagnosis] == ["nonfinite"]
+    assert all(check.verdict != "fail" for check in case.checks if check.check == "gradients")
+
+
+# -- the copy that a reference runs in -------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with a script that imports from beside its folder, and links."""
+    root = tmp_path / "project"
+    (root / "examples").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / "library.py").touch()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "log").write_text("kept")
+    (root / "runs").symlink_to(tmp_path / "outside")
+    (root / "own").symlink_to(root / "library.py")
+    (root / "system").symlink_to("/etc/hostname")
+    monkeypatch.chdir(root / "examples")
+    return root
+
+
+def test_a_copy_reaches_as_far_as_the_checkout(project: Path, tmp_path: Path) -> None:
+    copy = copying.copy_project(tmp_path / "copy")
+    assert (copy.missing, copy.project) == ("", project)
+    assert copy.of(project / "examples") == tmp_path / "copy" / "examples"
+    assert copy.of(tmp_path / "outside") is None
+    script = str(project / "library.py")
+    assert copy.words(["python", script, "--lr"]) == [
+        "python", str(tmp_path / "copy" / "library.py"), "--lr",
+    ]  # fmt: skip
+
+
+def test_what_a_copy_writes_stays_in_it(project: Path, tmp_path: Path) -> None:
+    copy = copying.copy_project(tmp_path / "copy")
+    (copy.folder / "runs" / "log").write_text("changed")
+    assert (tmp_path / "outside" / "log").read_text() == "kept"
+    assert (copy.folder / "own").resolve() == copy.folder / "library.py"
+    if os.geteuid():  # who may write everywhere has a copy of everything
+        assert (copy.folder / "system").is_symlink()
+
+
+def test_what_is_too_large_is_not_copied(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "MOST_BYTES", 3)
+    assert copying.copy_project(tmp_path / "copy").project == project / "examples"
+    (project / "examples" / "data").write_text("much")
+    assert "start the job in a smaller folder" in copying.copy_project(tmp_path / "other").missing
+
+
+# -- one process knows that it is alone ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--world-size 2 --lr 2", "--world-size 1 --lr 2"),
+        ("--world_size=2", "--world_size=1"),
+        ("--nproc-per-node=2 --batch 2", "--nproc-per-node=1 --batch 2"),
+        ("--num-nodes 4", "--num-nodes 1"),
+        ("--gpus 3 --ranks 2", "--gpus 3 --ranks 1"),  # of three GPUs the job had two ranks
+        ("--world-size", "--world-size"),
+    ],
+)
+def test_options_that_count_ranks_say_one(words: str, expected: str) -> None:
+    found, replaced_ones = replaying.of_one(words.split(), 2)
+    assert found == expected.split()
+    assert bool(replaced_ones) == (words != expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        ("python main.py --multiprocessing-distributed", False),
+        ("python -c pass train.py", False),
+        ("python -X dev -c", True),
+    ],
+)
+def test_a_rank_that_python_started_is_known_by_its_command(words: str, starts: bool) -> None:
+    of_python = ["from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=5)"]
+    assert replaying._is_spawned(words.split() + of_python * starts) == starts
+
+
+SEES = """
+import sys
+from distcheck.job.inside import on_cpu
+import torch
+on_cpu.install(int(sys.argv[1]))
+bn = torch.nn.SyncBatchNorm(3)
+given = torch.randn(4, 3, 2, device="cuda").half()
+torch.distributed.init_process_group("NCCL", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+print(torch.cuda.device_count(), bn(given).dtype)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "seen"),
+    [
+        (0, {"LOCAL_WORLD_SIZE": "3"}, 3),
+        (0, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
+        (0, {}, 2),
+        (1, {"LOCAL_WORLD_SIZE": "3"}, 1),
+    ],
+)
+def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
+    gpus: int, variables: dict[str, str], seen: int
+) -> None:
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", SEES, str(gpus)], env={**plain, **variables}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.stdout.split() == [str(seen), "torch.float16"], ran.stderr
+
+
+def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = argparse.Namespace(world_size=2, batch=2, gpus=4)
+    (found,) = spawned.of_one((given,), 2)
+    assert vars(found) == {"world_size": 1, "batch": 2, "gpus": 4}
+    assert spawned.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
+        1, True, "2", {"nprocs": 1, "lr": 2},
+    )  # fmt: skip
+
+
+def _copies(rank_gradients: list[Any], **about: float) -> choosing.Copies:
+    plain = {"loss": 1.0, "passes": 1.0, "count": 0.0, "is_sum": 0.0, "own": 1.0, **about}
+    numbers = {name: torch.tensor(value) for name, value in plain.items()}
+    return {Role(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
+
+
+def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) -> None:
+    """Its own exchange of one rank changes its gradient by one over the old number."""
+
+    def exchanges(facts: Facts) -> None:
+        call = Call(name="all_reduce", place="train.py:9", elements=9, after_backward=True)
+        facts.of_record = {"calls": (call,)}
+
+    job = make(tmp_path, exchanges)
+    found = _copies([gradients(0, 0), gradients(1, 0)], own=0.5)
+    choice = choosing.choose(job, Feeding(job), found, "", "")
+    assert "--reference COMMAND" in choice.failure
+    found = _copies([gradients(0, 0), gradients(1, 0)])
+    assert not choosing.choose(job, Feeding(job), found, "", "").failure
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "asked", "expected"),
+    [
+        ((0.0, 0.0), (4, 4), "", [0.5, 0.5]),  # all count alike
+        ((3.0, 1.0), (4, 4), "", [0.75, 0.25]),  # what the losses were divided by
+        ((0.0, 0.0), (4, 2), "", None),  # nothing says so
+        ((0.0, 0.0), (4, 2), "equal", [0.5, 0.5]),
+        ((0.0, 0.0), (4, 2), "samples", [2 / 3, 1 / 3]),
+        ((3.0, 1.0), (4, 4), "targets", [0.5, 0.5]),
+    ],
+)
+def test_weights_come_from_what_the_losses_counted(
+    counts: tuple[float, ...], rows: tuple[int, ...], asked: str, expected: Any, tmp_path: Path
+) -> None:
+    def unlike(facts: Facts) -> None:
+        facts.rows = tuple(f"{facts.rank}-{i}" for i in range(rows[facts.rank]))
+        facts.passes = [facts.a_pass(0)]
+
+    job = make(tmp_path, unlike)
+    parts = [{"count": torch.tensor(count)} for count in counts]
+    found, why = choosing.weights(job, 0, parts, asked)
+    assert (why == "") == (expected is not None)
+    if expected is None:
+        assert "--weights samples, targets or equal" in why
+    else:
+        assert found == pytest.approx(expected)
+
+
+# -- remarks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("by", "rates_too"), [(2.0, True), (2.0**0.5, True), (1.5, False), (1.0, False)]
+)
+def test_rates_that_are_scaled_by_ranks_are_a_remark(
+    by: float, rates_too: bool, tmp_path: Path
+) -> None:
+    job = make(tmp_path)
+    alone = reference(job, tmp_path, lr=lambda step: LR / by)
+    kinds = accepting.remarkable(job, alone, [])
+    assert (accepting.RATES in kinds) == rates_too
+    assert accepting.RANDOMNESS in kinds
+
+
+@pytest.mark.parametrize(("strict", "verdict"), [(False, "pass"), (True, "fail")])
+def test_one_seed_for_all_masks_is_a_remark_and_strictly_a_failure(
+    strict: bool, verdict: str, tmp_path: Path
+) -> None:
+    def masks(facts: Facts) -> None:
+        facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
+
+    asked = Asked(words=("python", "train.py"), no_reference=True, steps=3, strict=strict)
+    case = judging.judge(asked, make(tmp_path, masks), Ran(0, ()), None, "")
+    assert case.verdict == verdict
+    named = case.diagnosis if strict else case.remarks
+    assert [one.cause for one in named] == ["same-randomness"]
+
+
+# -- causes ----------------------------------------------------------------------------------------
+
+
+def test_a_clip_norm_that_grows_with_the_ranks_is_named(tmp_path: Path) -> None:
+    def clips(facts: Facts) -> None:
+        facts.clips = (Clip(kind="norm", most=2.0, norm=4.0, passes=1),)
+        facts.at_step = {n: g / 2 for n, g in facts.raw.items()}
+
+    job = make(tmp_path, clips)
+    alone = reference(job, tmp_path, clipped=0.25, clips=((1.0, 4.0),))
+    found = causes.diagnose(job, judged(job, alone), alone)
+    assert [one.cause for one in found] == ["clip-norm-differs"]
+
+
+def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:
+    """Weight decay is not a learning rate."""
+
+    def decays(facts: Facts) -> None:
+        facts.groups = ({"lr": LR, "weight_decay": 0.1 * facts.rank},)
+
+    job = make(tmp_path, decays)
+    found = causes.diagnose(job, checks.without_reference(job))
+    assert [one.cause for one in found] == ["settings-differ"]
+
+
+# -- it ends ---------------------------------------------------------------------------------------
+
+WAITS = "import sys, time; from pathlib import Path; Path(sys.argv[1]).touch(); time.sleep(600)"
+
+
+def test_what_does_not_go_on_has_hung(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path / "begun")]) as process:
+        try:
+            (found,) = Watch(process, tmp_path, 1.0).wait()
+        finally:
+            process.kill()
+    assert found.outcome is RankEnd.HUNG
+
+
+def test_what_ends_has_not(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        assert Watch(process, tmp_path, 60.0).wait() == ()
+
+
+# -- a watched job is the job ----------------------------------------------------------------------
+
+ASKS_FIRST = """
+import importlib.util, sys
+from distcheck.job.inside import start
+start.begin(sys.argv[1])
+assert importlib.util.find_spec("torch") is not None
+assert "torch" not in sys.modules
+import torch
+print(start._Waiting.has_installed)
+"""
+
+
+def test_who_asks_where_torch_is_does_not_take_the_hook(tmp_path: Path) -> None:
+    file = write(Settings(), tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", ASKS_FIRST, str(file)], capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout == "True\n", ran.stderr
