@@ -232,6 +232,9 @@ GIVEN = [
     Given("bound:MadeOfTheOptimizer.exchange", "method", steps=2),
     Given("bound:MadeOfTheOptimizer.exchange_but_the_last", "method", {*SCALE, "agreement -"}),
     Given("bound:WithOneMethod", "wrapper"),
+    Given("bound:TimedReducer", "gradients", steps=2),
+    Given("bound:HalfTimedReducer", "gradients", SCALE),
+    Given("bound:ListsItsParameters.mingle", "method", options={"arguments": {"is_server": True}}),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -387,6 +390,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
+        ("bound:ListsItsParameters.mingle", {}, r"sets that: nothing is known of is_server; give "),
         ("published:SeveralMethods", {}, r"as the only one \(it has stop, go\)"),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),

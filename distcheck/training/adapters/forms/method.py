@@ -48,8 +48,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     uses = _Uses(target, told)
     if "arguments" in uses.meanings.values():
         scene.note_namespace()
-    stand_in = _stand_in(target.owner, scene, told, uses.unknown)
-    making = _making(target.owner, scene, uses.unknown)
+    making, why_not = _making(target.owner, scene, uses.unknown)
+    stand_in = _stand_in(target.owner, scene, told, uses.unknown, why_not)
     steps = uses.steps
     after = AfterBackward(scene, repr(target.spec))
 
@@ -75,20 +75,20 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
 
 
-def _making(owner: type, scene: Scene, unknown: set[str]) -> Filling | None:
+def _making(owner: type, scene: Scene, unknown: set[str]) -> tuple[Filling | None, str]:
     """How to make the object, where its constructor sets what is `unknown` and asks for nothing but
-    what is known when it is called first. A constructor that need not run is left alone: it may
-    read data.
+    what is known when it is called first; otherwise what it asks for besides. A constructor that
+    need not run is left alone: it may read data.
     """
     constructor = vars(owner).get("__init__")
     if constructor is None or not unknown or issubclass(owner, nn.Module):
-        return None
+        return None, ""
     if inspect.isabstract(owner) or not unknown <= Source(constructor).sets_of("self"):
-        return None
+        return None, ""
     try:
-        return Filling(scene, owner, what=f"{owner.__name__}()")
-    except UsageError:
-        return None
+        return Filling(scene, owner, what=f"its constructor {owner.__name__}() sets that"), ""
+    except UsageError as error:
+        return None, str(error)
 
 
 def _self_name(target: Target) -> str:
@@ -127,7 +127,9 @@ class _Uses:
             )
 
 
-def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]) -> Any:
+def _stand_in(
+    owner: type, scene: Scene, told: dict[str, str], unknown: set[str], why_not: str
+) -> Any:
     """An object of a class derived from `owner`, never initialised, that finds names by meaning;
     what is `unknown` fails when it is used.
     """
@@ -143,9 +145,9 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
         if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
+            said = f"give {proposals.options('--arg', [f'self.{name}'], owner)}"
             sentence = (
-                f"the code uses self.{name}, which distcheck does not know; give "
-                f"{proposals.options('--arg', [f'self.{name}'], owner)}"
+                f"the code uses self.{name}, which distcheck does not know; {why_not or said}"
             )
             if name in unknown:
                 return not_given(name, sentence)
