@@ -154,7 +154,9 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"kinds of module other than {named}{more}"
-    yield f"what begins after step {max(case.steps for case in cases)}, or after the last step"
+    least, most = range_of([case.steps for case in cases])
+    fewer = f" (in some cases after step {least:.0f})" if least < most else ""
+    yield f"what begins after step {most:.0f}{fewer}, or after the last step"
     if sizes := range_of([size for case in cases for size in case.sizes]):
         yield "gradients larger than {1:.3g}, or smaller than {0:.3g} throughout".format(*sizes)
     else:
