@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
 SCALE = {"gradients R", "gradients S32"}
+LOCAL = {"accept": "local-sgd:1"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ GIVEN = [
     Given("functions:needs_a_word", "model", SCALE, options={"arguments": {"divisor": 3}}),
     Given("functions:needs_a_word", "model", options={"arguments": {"divisor": "@world_size"}}),
     Given("functions:only_sums", "", SCALE),
+    Given("functions:averages_parameters", "after-step", steps=2, options=LOCAL),
+    Given(
+        "functions:averages_parameters_over_more", "after-step", {"parameters R"}, steps=2,
+        options=LOCAL,
+    ),
     Given("functions:only_sums", options=_sum("mean/world"), world=3),
     Given("functions:only_sums", options=_sum("sum/global"), world=3, steps=2),
     Given("functions:average_gradients", "", SCALE, options=_sum("mean/world")),
