@@ -194,3 +194,19 @@ class InParts(torch.nn.Module):
         for part in parts:
             dist.all_reduce(part)
         return torch.cat(parts).view_as(tensor) / dist.get_world_size()
+
+
+class OnlyStatic:
+    @staticmethod
+    def all_reduce_gradients(model):
+        average(model)
+
+
+class OfTheClass:
+    divisor = 2
+
+    @classmethod
+    def average_half(cls, model):
+        average(model)
+        for p in model.parameters():
+            p.grad /= cls.divisor

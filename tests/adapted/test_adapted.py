@@ -243,6 +243,8 @@ GIVEN = [
     Given("bound:NotAnOptimizerYet.means_of", "method"),
     Given("bound:NotAnOptimizerYet.sum_of", "method", SCALE),
     Given("bound:InParts.reduced", "method"),
+    Given("bound:OnlyStatic", ""),
+    Given("bound:OfTheClass", "", SCALE),
     Given("bound:HalfTimedReducer", "gradients", SCALE),
     Given("bound:ListsItsParameters.mingle", "method", options={"arguments": {"is_server": True}}),
     Given("script:average_gradients"),
@@ -295,6 +297,12 @@ def test_pieces_are_found_where_few_integers_are_exact() -> None:
     ).raise_for_verdict()
     (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
     assert gradients.compared.elements == 2 * 402_250
+
+
+def test_a_divided_module_is_prepared_as_the_model_is() -> None:
+    """The workload changes its model's mode before a step; what is trained stands beside it."""
+    place = f"{HERE / 'classes.py'}:DividedByParameter"
+    distcheck.verify(place, workload="eval_mode", world=2).raise_for_verdict()
 
 
 def test_an_optimizer_of_its_own_keeps_all_that_groups_have() -> None:

@@ -12,7 +12,7 @@ from distcheck.training.adapters.source import function_of
 from distcheck.training.adapters.target import Target
 from distcheck.training.loading import LoadedStrategy
 
-PRECEDENCE = 55
+PRECEDENCE = 56
 EXAMPLE = "f(model), which averages parameters, called after the optimizer's step"
 
 _VALUES = {"data", "state_dict", "parameters_to_vector"}
