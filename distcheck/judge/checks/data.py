@@ -52,36 +52,39 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         _remark_on_random_numbers(tally, evidence)
 
 
-def drew_alike(trace: TraceReader, ranks: Sequence[int]) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """The first step whose forward pass several ranks began from one state of torch's generators,
-    or of those of `random` and NumPy, and groups of these ranks; none where every rank had its own.
+def drew_alike(
+    trace: TraceReader, ranks: Sequence[int]
+) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
+    """The first step that several ranks began from one state of a library's generator: the library,
+    the step, and groups of these ranks; none where every rank had its own.
     """
     half = seeds.LIBRARY_STATES_BYTES // 2
     for step in range(trace.steps_written()):
         headers = [trace.header(rank, step) for rank in ranks]
-        libraries = [header.library_states for header in headers]
-        for states in (
-            [header.rng_state for header in headers],
-            [state[:half] for state in libraries],
-            [state[half:] for state in libraries],
+        both = [header.library_states for header in headers]
+        for library, states in (
+            ("torch", [header.rng_state for header in headers]),
+            ("random", [state[:half] for state in both]),
+            ("NumPy", [state[half:] for state in both]),
         ):
             groups: dict[bytes, list[int]] = defaultdict(list)
             for rank, state in zip(ranks, states, strict=True):
                 groups[state].append(rank)
             alike = tuple(tuple(g) for state, g in groups.items() if state and len(g) > 1)
             if alike:
-                return step, alike
-    return 0, ()
+                return library, step, alike
+    return "", 0, ()
 
 
 def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
-    step, groups = drew_alike(evidence.trace, evidence.with_data)
+    library, step, groups = drew_alike(evidence.trace, evidence.with_data)
     if groups:
         ranks = "; ".join(", ".join(map(str, group)) for group in groups)
         tally.remark(
-            f"ranks {ranks} begin step {step} with the same random numbers, which distcheck had "
-            "made different: dropout masks and noise are copies. Gradients are right all the same. "
-            "If code seeds its own random numbers, give it a generator of its own"
+            f"ranks {ranks} begin step {step} with the same random numbers of {library}, which "
+            "distcheck had made different: dropout masks or noise that are drawn from it are "
+            "copies. Gradients are right all the same. If code seeds its own random numbers, give "
+            "it a generator of its own"
         )
 
 

@@ -74,12 +74,11 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
 def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
     """What is to be known of the job's steps."""
     look = _Look(job, ingredients, trace)
+    library, _, alike = drew_alike(trace, range(job.layout.world))
     facts = Facts(
         world=job.layout.world,
         overlaps=tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
-        same_randomness=drew_alike(trace, range(job.layout.world))[1]
-        if job.draws_random_numbers
-        else (),
+        same_randomness=alike if job.draws_random_numbers and library == "torch" else (),
         begins_alike=_begins_alike(trace),
     )
     accepted = acceptance.read(job.case.accept)
