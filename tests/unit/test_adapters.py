@@ -157,7 +157,7 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
 
 def test_every_form_has_what_a_form_needs() -> None:
     forms = {name: load_form(name) for name in form_names()}
-    assert len(forms) == 18
+    assert len(forms) == 19
     assert len({form.PRECEDENCE for form in forms.values()}) == len(forms)
     assert all(form.EXAMPLE and form.fits.__doc__ for form in forms.values())
 
