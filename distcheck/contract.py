@@ -86,7 +86,8 @@ CellName = Literal[
     "complex", "sparse", "ragged_batch", "two_epochs", "accumulation", "clipping", "loss_scaling",
     "adamw", "schedule", "absent_on_some", "zero_on_some", "different_starts", "non_finite",
     "huge_gradients", "denormal_gradients", "over_25_mib", "over_2_24_elements", "complex128",
-    "equal_twins", "odd_modules", "integer_buffers", "eval_mode", "resume",
+    "equal_twins", "odd_modules", "integer_buffers", "eval_mode", "resume", "unfrozen_later",
+    "one_storage", "kept_gradients", "evaluation",
 ]  # fmt: skip
 
 Order = RankOrder | BackendAllReduce | BackendReduce | RingOrder | DDPBuckets
@@ -121,12 +122,10 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
                updates it, as in ZeRO-2; the others' are not compared
     loss       `tokens`: backward gets the sum over the tokens of the rank's shard, and the strategy
                divides the ranks' sum by the tokens of all ranks; each knows its own, `Step.tokens`
-    one_group  that its optimizer has one group, of all parameters: a workload's `groups` are not
-               made for it
+    one_group  that its optimizer has one group, whatever a workload's `groups` are
     backend    the only backend it works on, where it speaks to that directly
     device     the only kind of device it works on: "cpu" or "cuda"
-    declines   cells of `--thorough` that it is not made for (see `distcheck list`); they are
-               left out, and the report says so
+    declines   cells of `--thorough` that it is not made for; they are left out, with a note
     parallel   the axes of the mesh in which ranks train one model together, each with its size
                (-1: what the others leave of the world). Ranks that differ in another axis than
                `data` are given the same samples
@@ -270,14 +269,17 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     clip_norm      clips gradients to this L2 norm, after the sync, by torch's clip_grad_norm_
     loss_scale     trains with torch's GradScaler, which begins with this scale (a power of two,
                    so that it rounds nothing); a step whose gradients overflow is skipped
-    resume_before  the step before which model, strategy and optimizer are built anew and filled
-                   from a checkpoint of each rank's own
+    resume_before  the step before which all is built anew and filled from each rank's checkpoint
+    keeps_gradients  clears them by zero_grad(set_to_none=False): zeros, in the same tensors
+    evaluates      before every step but the first, a forward pass in eval mode, without gradients
     """
 
     accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
     clip_norm: float | None = None
     loss_scale: float | None = None
     resume_before: int | None = None
+    keeps_gradients: bool = False
+    evaluates: bool = False
 
 
 class Workload(Protocol):
@@ -370,14 +372,13 @@ def strategy(
     except msgspec.ValidationError as error:
         raise ValueError(
             f"@strategy: {error}; order is RankOrder(), BackendAllReduce(), BackendReduce(), "
-            "RingOrder(), DDPBuckets() or None; "
-            'scale "divide-after", "divide-before" or "multiply-before"; weighting "gradient" or '
-            '"loss"; sync "after-backward", "during-backward" or "out-of-sight"; buffers "local" '
-            'or "rank 0"; initial_state "rank 0" or None; '
-            'wire "bfloat16", "float16", "float32" or None; micro_batches a number '
-            'from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every rank" or '
-            '"owner"; loss "tokens" or None; one_group True or False; backend a name or None; '
-            'device "cpu", "cuda" or None; '
+            'RingOrder(), DDPBuckets() or None; scale "divide-after", "divide-before" or '
+            '"multiply-before"; weighting "gradient" or "loss"; sync "after-backward", '
+            '"during-backward" or "out-of-sight"; buffers "local" or "rank 0"; initial_state '
+            '"rank 0" or None; wire "bfloat16", "float16", "float32" or None; micro_batches a '
+            'number from 1; optimizer_state "replicated", "sharded" or "cut"; gradients "every '
+            'rank" or "owner"; loss "tokens" or None; one_group True or False; backend a name or '
+            'None; device "cpu", "cuda" or None; '
             "declines names of cells (distcheck list); parallel a mapping of axes to sizes"
         ) from None
     if loss and (order, weighting, micro_batches, parallel) != (None, None, 1, None):

@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from distcheck.contract import CellName, DDPBuckets, Step, strategy
 
 # What has a gradient in one step must have one in all, on every rank: DDP raises, a step too late.
+# What was frozen when DDP was made is never exchanged, and nothing is raised.
 CHANGING: tuple[CellName, ...] = (
     "unused_parameters",
     "unused_later",
     "frozen_later",
+    "unfrozen_later",
     "absent_on_some",
 )
 

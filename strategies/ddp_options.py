@@ -34,7 +34,8 @@ class SmallBuckets(DDP):
         return DistributedDataParallel(model, bucket_cap_mb=0.125)
 
 
-@_ddp(order=DDPBuckets())
+# Gradients that are in a bucket already are divided there; others are multiplied on their way in.
+@_ddp(order=DDPBuckets(), declines=(*CHANGING, "kept_gradients"))
 class BucketView(DDP):
     """DDP whose gradients are views of its buckets, so that nothing is copied back."""
 
@@ -47,7 +48,7 @@ class BucketView(DDP):
 # torch stops with an internal error.
 @_ddp(
     order=DDPBuckets(rebuilt_at=2),
-    declines=("unused_later", "frozen_later", "accumulation", "absent_on_some"),
+    declines=("unused_later", "frozen_later", "unfrozen_later", "accumulation", "absent_on_some"),
 )
 class StaticGraph(DDP):
     """DDP that relies on every step using the same parameters: it learns which, in the first."""
@@ -57,7 +58,7 @@ class StaticGraph(DDP):
         return DistributedDataParallel(model, static_graph=True)
 
 
-@_ddp(order=DDPBuckets(rebuilt_at=None), declines=())
+@_ddp(order=DDPBuckets(rebuilt_at=None), declines=("unfrozen_later",))
 class FindUnused(DDP):
     """DDP that looks for unused parameters at every step, and never rebuilds its buckets."""
 

@@ -81,6 +81,7 @@ def evidence_of(
         rerun=rerun,
         train_size=ingredients.samples.size(train=True),
         own_sampler=ingredients.loaded.sampler is not None,
+        draws_random_numbers=job.draws_random_numbers,
         training=ingredients.training,
         must_happen=ingredients.must_happen,
         averages=references.averages,

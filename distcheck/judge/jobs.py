@@ -22,6 +22,7 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     description: bytes
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
+    draws_random_numbers: bool = False
     of_rerun: bool = False
     of_run: tuple[tuple[str, str], ...] = ()
 

@@ -69,6 +69,18 @@ class Accumulated(_Event, frozen=True, kw_only=True):
     expected = "several backward passes in a step, on every rank"
 
 
+class GradientsKept(_Event, frozen=True, kw_only=True):
+    """Gradients were set to zero between two steps, and not to None."""
+
+    expected = "a step after zero_grad(set_to_none=False)"
+
+
+class Evaluated(_Event, frozen=True, kw_only=True):
+    """The model was evaluated between two steps."""
+
+    expected = "a step after a forward pass in eval mode"
+
+
 class Clipped(_Event, frozen=True, kw_only=True):
     """The norm of the synchronised gradients was above the limit."""
 
@@ -136,6 +148,13 @@ class Frozen(_Event, frozen=True, kw_only=True):
     def says(self) -> str:
         """With what was before it."""
         return super().says + ", after a step in which it trains" * self.after_training
+
+
+class Unfrozen(_Event, frozen=True, kw_only=True):
+    """A parameter trained at a step, and did not at the step before."""
+
+    expected = "{parameter} trained after a step in which it is frozen"
+    parameter: str
 
 
 class NotFinite(_Event, frozen=True, kw_only=True):
@@ -247,6 +266,12 @@ class Tied(_Event, frozen=True, kw_only=True):
     expected = "a gradient of a parameter that has two names"
 
 
+class OneStorage(_Event, frozen=True, kw_only=True):
+    """Two parameters with a gradient were views of one storage."""
+
+    expected = "gradients of parameters that are views of one storage"
+
+
 class Twins(_Event, frozen=True, kw_only=True):
     """At least so many parameters of one shape had gradients, all different."""
 
@@ -269,6 +294,8 @@ Happening = (
     | Resumed
     | RateChanged
     | Accumulated
+    | GradientsKept
+    | Evaluated
     | Clipped
     | ScalerSkips
     | CalledTwice
@@ -277,6 +304,7 @@ Happening = (
     | NoGradient
     | ZeroGradient
     | Frozen
+    | Unfrozen
     | NotFinite
     | Magnitude
     | RowsApart
@@ -292,6 +320,7 @@ Happening = (
     | Dtypes
     | Permuted
     | Tied
+    | OneStorage
     | Twins
     | Kinds
 )

@@ -46,6 +46,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
            while others had one; some ranks' was zero while others' was not
     alike  every rank's gradient is the same, at every step
     steps  at how many steps a mistake in the exchange would have shown
+    sizes  of the largest finite element after the exchange, where it is not zero: the smallest of
+           all steps, and the largest; empty where there was none
     """
 
     shown: dict[str, tuple[int, ...]]
@@ -56,6 +58,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     absent: bool = False
     absent_on_some: bool = False
     zero_on_some: bool = False
+    sizes: tuple[float, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -71,6 +74,11 @@ NOTHING = Shown(
     steps=0,
     absent=True,
 )
+
+
+def range_of(sizes: Sequence[float]) -> tuple[float, ...]:
+    """The smallest and the largest; nothing of nothing."""
+    return (min(sizes), max(sizes)) if sizes else ()
 
 
 def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
@@ -97,6 +105,7 @@ def both(one: Shown, two: Shown) -> Shown:
         absent=one.absent or two.absent,
         absent_on_some=one.absent_on_some or two.absent_on_some,
         zero_on_some=one.zero_on_some or two.zero_on_some,
+        sizes=range_of([*one.sizes, *two.sizes]),
     )
 
 

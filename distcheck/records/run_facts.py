@@ -12,6 +12,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     tensors   how many parameters; `most_elements` and `most_dimensions` are those of the largest,
               `depth` the most modules that one of them is nested in
     kinds     the classes of the modules that hold parameters or buffers
+    sizes     of the largest element of a gradient: the smallest and the largest; may be empty
     features  names of what else it had; `distcheck.verification.contents` lists them
     """
 
@@ -30,6 +31,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     schedules: int = 0
     batch: int = 0
     elements: int = 0
+    sizes: tuple[float, ...] = ()
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

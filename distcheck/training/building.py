@@ -192,6 +192,15 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
+def in_one_storage(model: nn.Module) -> set[str]:
+    """The names of parameters that are views of one storage."""
+    found: dict[int, set[str]] = {}
+    for name, parameter in trainable(model):
+        if type(parameter.data) is torch.Tensor and parameter.numel():
+            found.setdefault(parameter.untyped_storage().data_ptr(), set()).add(name)
+    return set().union(*(names for names in found.values() if len(names) > 1))
+
+
 def can_train(parameter: nn.Parameter) -> bool:
     """Whether it may ever have a gradient: one of integers never has, and no optimizer steps in 8
     bits.

@@ -130,6 +130,8 @@ class Loop:
         self._strategy.begun(self.wrapped, step)
         if batch is not None:
             self._observer.counted(batch)
+            if number and self._training.evaluates:
+                self._evaluate(batch)
             first = number == 0 and self._strategy.contract.sync != "out-of-sight"
             first = first and not self._strategy.engine  # which may hold them elsewhere
             before = lengths(self.model) if first else None
@@ -154,7 +156,15 @@ class Loop:
         elif self.wrapped is not self.model and own is not nn.Module.zero_grad:
             self.wrapped.zero_grad()
         else:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=not self._training.keeps_gradients)
+
+    def _evaluate(self, batch: Batch) -> None:
+        """As scripts do between two steps, on every rank."""
+        trained = self.wrapped.training
+        self.wrapped.eval()
+        with torch.no_grad():
+            self.wrapped(batch.inputs)
+        self.wrapped.train(trained)
 
     def _synchronise(self, step: Step) -> None:
         """Sync and update. Code that takes the optimizer's step itself, or synchronises within it,

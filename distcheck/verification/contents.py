@@ -13,6 +13,7 @@ from distcheck.backends import name_of
 from distcheck.records import Case, CheckResult, Contents
 from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import PURPOSE, Happening
+from distcheck.records.mistakes import range_of
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
@@ -32,8 +33,8 @@ _FEATURES: Mapping[str, str] = {
     "absent_on_some": "gradients absent on some ranks only",
     "zero_on_some": "gradients zero on some ranks only",
     "non_finite": "infinite or NaN gradients",
-    "extreme": "huge or denormal gradients",
     "frozen": "frozen parameters",
+    "unfrozen": "parameters unfrozen or added later",
     "several_dtypes": "parameters of several dtypes",
     "complex": "complex parameters",
     "buffers": "buffers",
@@ -46,6 +47,8 @@ _FEATURES: Mapping[str, str] = {
     "clipping": "clipping",
     "loss_scaling": "loss scaling",
     "resume": "a resumed run",
+    "keeps_gradients": "zero_grad(set_to_none=False)",
+    "evaluates": "evaluation between steps",
     "starts_apart": "ranks that begin apart",
     "late_ranks": "ranks that are slowed down",
     "process_state": "ranks that differ in hash seed, addresses, environment or LOCAL_RANK",
@@ -54,17 +57,14 @@ _FEATURES: Mapping[str, str] = {
 # Features that a case has if its workload declares an event, and it was seen to happen.
 _EVENTS: Mapping[str, type[Happening]] = {
     "non_finite": happenings.NotFinite,
-    "extreme": happenings.Magnitude,
+    "unfrozen": happenings.Unfrozen,
     "eval_mode": happenings.EvalMode,
     "starts_apart": happenings.StartsApart,
 }
 
 
 # What no workload has, whatever its features are.
-_IN_NO_CASE = (
-    "zero_grad(set_to_none=False); evaluation between steps; parameters added later; names of "
-    "parameters; the time",
-)
+_IN_NO_CASE = ("names of parameters; the time",)
 
 
 def contents_of(
@@ -103,6 +103,8 @@ def contents_of(
         "clipping": training.clip_norm is not None,
         "loss_scaling": training.loss_scale is not None,
         "resume": training.resume_before is not None,
+        "keeps_gradients": training.keeps_gradients,
+        "evaluates": training.evaluates,
         "late_ranks": bool(case.delays) or "delays" in surroundings.factors,
         "process_state": "interpreters" in surroundings.factors,
     }
@@ -117,6 +119,7 @@ def contents_of(
         tensors=len(elements),
         batch=case.batch,
         elements=sum(elements),
+        sizes=range_of([size for one in gradients for size in one.sizes]),
         most_elements=max(elements, default=0),
         most_dimensions=max(map(len, shapes), default=0),
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
@@ -151,7 +154,13 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"kinds of module other than {named}{more}"
-    yield f"what begins after step {max(case.steps for case in cases)}, or after the last step"
+    least, most = range_of([case.steps for case in cases])
+    fewer = f" (in some cases after step {least:.0f})" if least < most else ""
+    yield f"what begins after step {most:.0f}{fewer}, or after the last step"
+    if sizes := range_of([size for case in cases for size in case.sizes]):
+        yield "gradients larger than {1:.3g}, or smaller than {0:.3g} throughout".format(*sizes)
+    else:
+        yield "huge or denormal gradients"
     there = {feature for case in cases for feature in case.features}
     yield from (said for name, said in _FEATURES.items() if name not in there)
     yield from _IN_NO_CASE

@@ -27,7 +27,13 @@ from distcheck.machine.cores import cores
 from distcheck.machine.numerics import spacing
 from distcheck.records import Case, TensorSpec
 from distcheck.records.sources import parse_source
-from distcheck.training.building import Ingredients, describe_model, open_ingredients, updates_again
+from distcheck.training.building import (
+    Ingredients,
+    describe_model,
+    in_one_storage,
+    open_ingredients,
+    updates_again,
+)
 from distcheck.training.jobs import EXAMINE, INSPECT, CaseFacts, Facts, InspectionRequest
 from distcheck.training.loading import load_strategy
 from distcheck.training.outputs import Calls, calls_of
@@ -254,7 +260,7 @@ def _traits(model: torch.nn.Module) -> Iterator[str]:
         yield "sparse"
     if not all(p.is_contiguous() for p in whole):
         yield "not_contiguous"
-    if len({p.untyped_storage().data_ptr() for p in whole}) < len(whole):
+    if in_one_storage(model):
         yield "views"
 
 

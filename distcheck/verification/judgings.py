@@ -67,6 +67,7 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         description=description,
         steps=judging.steps,
         planned=judging.planned,
+        draws_random_numbers=run.plan.facts.draws_random_numbers,
         of_rerun=judging.what == "rerun",
         of_run=judging.of_run,
     )

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
 SCALE = {"gradients R", "gradients S32"}
+LOCAL = {"accept": "local-sgd:1"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ GIVEN = [
     Given("functions:needs_a_word", "model", SCALE, options={"arguments": {"divisor": 3}}),
     Given("functions:needs_a_word", "model", options={"arguments": {"divisor": "@world_size"}}),
     Given("functions:only_sums", "", SCALE),
+    Given("functions:averages_parameters", "after-step", steps=2, options=LOCAL),
+    Given(
+        "functions:averages_parameters_over_more", "after-step", {"parameters R"}, steps=2,
+        options=LOCAL,
+    ),
     Given("functions:only_sums", options=_sum("mean/world"), world=3),
     Given("functions:only_sums", options=_sum("sum/global"), world=3, steps=2),
     Given("functions:average_gradients", "", SCALE, options=_sum("mean/world")),
@@ -232,6 +238,15 @@ GIVEN = [
     Given("bound:MadeOfTheOptimizer.exchange", "method", steps=2),
     Given("bound:MadeOfTheOptimizer.exchange_but_the_last", "method", {*SCALE, "agreement -"}),
     Given("bound:WithOneMethod", "wrapper"),
+    Given("bound:TimedReducer", "gradients", steps=2),
+    Given("bound:NotAnOptimizerYet.mean_of", "method"),
+    Given("bound:NotAnOptimizerYet.means_of", "method"),
+    Given("bound:NotAnOptimizerYet.sum_of", "method", SCALE),
+    Given("bound:InParts.reduced", "method"),
+    Given("bound:OnlyStatic", ""),
+    Given("bound:OfTheClass", "", SCALE),
+    Given("bound:HalfTimedReducer", "gradients", SCALE),
+    Given("bound:ListsItsParameters.mingle", "method", options={"arguments": {"is_server": True}}),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -282,6 +297,12 @@ def test_pieces_are_found_where_few_integers_are_exact() -> None:
     ).raise_for_verdict()
     (gradients,) = [c for c in report.cases[0].checks if c.check == "gradients"]
     assert gradients.compared.elements == 2 * 402_250
+
+
+def test_a_divided_module_is_prepared_as_the_model_is() -> None:
+    """The workload changes its model's mode before a step; what is trained stands beside it."""
+    place = f"{HERE / 'classes.py'}:DividedByParameter"
+    distcheck.verify(place, workload="eval_mode", world=2).raise_for_verdict()
 
 
 def test_an_optimizer_of_its_own_keeps_all_that_groups_have() -> None:
@@ -387,6 +408,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("classes:NaiveDDP", {"finish": "finnish"}, "NaiveDDP has no such method; it has finish_"),
         ("classes:Copies", {}, "trains other parameters than those"),
         ("classes:Agent.uses_unknown", {}, "self.replay_buffer, which distcheck does not know"),
+        ("bound:ListsItsParameters.mingle", {}, r"sets that: nothing is known of is_server; give "),
         ("published:SeveralMethods", {}, r"as the only one \(it has stop, go\)"),
         ("published:SeveralMethods", {"finish": "run"}, "no such method; it has stop, go"),
         ("published:averaged", {"form": "hooks"}, "never enter; give --as context"),

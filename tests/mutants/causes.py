@@ -237,6 +237,10 @@ CAUSES: dict[str, set[str]] = {
     "SendsBuffersAsFloats": {"buffers-differ"},
     "exchanges_in_training_mode": {"no-sync"},
     "leaves_eval_mode_on": {"wrong-local-gradient"},
+    "HooksWhatTrainsAtFirst": {"partial-sync"},
+    "takes_one_storage_for_tied": {"partial-sync"},
+    "TakesAGradientForAccumulation": {"no-sync"},
+    "NothingAfterAnEvaluation": {"no-sync"},
     # cells
     "fills_absent_gradients_with_zeros": {"wrong-update"},
     "SplitsByPosition": {"partial-sync"},

@@ -87,7 +87,10 @@ CORPUS = (
     ),
     Known("pytorch #14675", "a frozen parameter blocks every bucket", ("WaitsForAFrozenOne",)),
     Known("pytorch #109774", "a compiled wrapper goes past the hooks", ("SkipsTheHooks",)),
-    Known("Lightning #20340", "unfrozen in the middle of a run", ("ListsOnceAndForAll",)),
+    Known(
+        "Lightning #20340", "unfrozen in the middle of a run",
+        ("ListsOnceAndForAll", "HooksWhatTrainsAtFirst"),
+    ),
     Known(
         "pytorch #176076", "tied weights in uneven shards: the last part is never updated",
         ("LastPartNeverSent",),
@@ -258,6 +261,7 @@ EXTRAS = frozenset(
         "flushes_what_is_denormal", "sends_25_mib_at_most", "sends_its_sizes_in_single_precision",
         "every_complex_is_complex64", "takes_equal_for_tied", "knows_one_class_of_parameters",
         "SendsBuffersAsFloats", "exchanges_in_training_mode", "leaves_eval_mode_on",
+        "takes_one_storage_for_tied", "TakesAGradientForAccumulation", "NothingAfterAnEvaluation",
         # what --accept must not let through
         "rounded_and_never_divided", "rounded_and_one_percent_off",
         "shorter_than_accepted", "quantised_and_never_divided", "quantised_without_the_last_rank",

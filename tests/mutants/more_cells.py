@@ -3,6 +3,7 @@ each in the cell that makes it visible.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -214,3 +215,75 @@ def leaves_eval_mode_on(model: nn.Module, step: Step) -> None:
     """It validates after the exchange, and never calls train()."""
     average(model, step)
     model.eval()
+
+
+@mutant(caught=f"{APART}, loss S32", workload="unfrozen_later", world=2, steps=4, step=2)
+class HooksWhatTrainsAtFirst:
+    """Hooks on the parameters that need one when it is made, as DDP's (Lightning #20340)."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.exchange)
+        return model
+
+    def exchange(self, parameter: torch.Tensor) -> None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+@mutant(caught=f"{APART}, loss S32", workload="one_storage", world=2)
+def takes_one_storage_for_tied(model: nn.Module, step: Step) -> None:
+    """Weights that are tied share their memory; what shares its memory is not always tied."""
+    seen = set()
+    for parameter in model.parameters():
+        place = parameter.untyped_storage().data_ptr()
+        if place not in seen:
+            _average(parameter.grad, step)
+        seen.add(place)
+
+
+@mutant(caught=f"{APART}, loss S32", workload="kept_gradients", world=2, step=1)
+class TakesAGradientForAccumulation:
+    """Where there is a gradient before backward, it was the first pass that exchanged."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.first: dict[nn.Parameter, bool] = {}
+        for parameter in model.parameters():
+            parameter.register_hook(partial(self.look, parameter))
+        return model
+
+    def look(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        self.first[parameter] = parameter.grad is None
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        for parameter in model.parameters():
+            if self.first[parameter]:
+                _average(parameter.grad, step)
+
+
+class _OffWhileEvaluating(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.exchanges = module, True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.module(inputs)
+        return outputs
+
+    def eval(self) -> nn.Module:
+        self.exchanges = False
+        return super().eval()
+
+
+@mutant(caught=f"{APART}, loss S32", workload="evaluation", world=2, step=1)
+class NothingAfterAnEvaluation:
+    """eval() turns the exchange off, and train() does not turn it on."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.wrapped = _OffWhileEvaluating(model)
+        return self.wrapped
+
+    def sync(self, model: nn.Module, step: Step) -> None:
+        if self.wrapped.exchanges:
+            average(model, step)

@@ -157,7 +157,7 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
 
 def test_every_form_has_what_a_form_needs() -> None:
     forms = {name: load_form(name) for name in form_names()}
-    assert len(forms) == 18
+    assert len(forms) == 19
     assert len({form.PRECEDENCE for form in forms.values()}) == len(forms)
     assert all(form.EXAMPLE and form.fits.__doc__ for form in forms.values())
 
@@ -266,18 +266,19 @@ def test_what_is_asked_for_comes_with_values_to_try(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import argparse\n"
         "chunk = 4\n"
-        "def sync(model, bucket_mb, dp_ranks, chunk, wire, odd): pass\n"
+        "def sync(model, bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes): pass\n"
         "def reads(model, args): model.x = args.coef, args.num_learners, args.odd\n"
         "parser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--bucket-mb', type=int, default=25)\n"
+        "parser.add_argument('--bucket-mb', type=int, default=50)\n"
         "parser.add_argument('--coef', default=0.5)\n"
         "parser.add_argument('--wire', default='$(reboot)')\n"
     )
     with pytest.raises(UsageError) as caught:
         load_strategy(f"{tmp_path / 'asks.py'}:sync")
     assert str(caught.value).endswith(
-        "nothing is known of bucket_mb, dp_ranks, chunk, wire, odd; give --arg bucket_mb=25 "
-        "--arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE --arg odd=VALUE"
+        "nothing is known of bucket_mb, dp_ranks, chunk, wire, odd, size_mib, cap_bytes; give "
+        "--arg bucket_mb=50 --arg dp_ranks=@world_size --arg chunk=4 --arg wire=VALUE "
+        "--arg odd=VALUE --arg size_mib=25 --arg cap_bytes=26214400"
     )
     loaded = load_strategy(f"{tmp_path / 'asks.py'}:reads")
     with world_of_one(), pytest.raises(UsageError) as caught:

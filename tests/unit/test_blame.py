@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
-from distcheck.records import Collective
+from distcheck.records import Collective, Outcome
+from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame, messages
 from distcheck.worlds.remote.links import RemoteChild
 
@@ -182,3 +183,17 @@ def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
     assert "stopped (state T), as SIGSTOP does" in found[0].detail
     (cause,) = explain(found)
     assert cause.evidence == "rank 1 was stopped; rank 0 in all_reduce of [5], number 7"
+
+
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        (RankEnd.RAISED, "read rank 1's traceback first"),
+        (RankEnd.EXITED, "look for sys.exit() or os._exit() in what rank 1 calls"),
+        (RankEnd.KILLED, "look for what sent rank 1 a signal"),
+    ],
+)
+def test_the_advice_is_about_what_a_rank_has_left(end: RankEnd, advice: str) -> None:
+    (found,) = explain([Outcome(rank=1, outcome=end)])
+    assert found.cause == "crash"
+    assert found.suggestion.startswith(advice)

@@ -18,8 +18,14 @@ from distcheck.records import (
     TensorSpec,
     VerdictName,
 )
-from distcheck.records.expected_events import PURPOSE, EvalMode, Magnitude, NotFinite, StartsApart
-from distcheck.records.mistakes import NOTHING, Shown
+from distcheck.records.expected_events import (
+    PURPOSE,
+    EvalMode,
+    NotFinite,
+    StartsApart,
+    Unfrozen,
+)
+from distcheck.records.mistakes import NOTHING, Shown, both
 from distcheck.records.schedules import ScheduleRun, Searched
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import schedules
@@ -77,8 +83,8 @@ HAVING = {
     "absent_on_some": Run(shown=also(absent_on_some=True)),
     "zero_on_some": Run(shown=also(zero_on_some=True)),
     "non_finite": Run(facts={"must_happen": (NotFinite(parameter="a"),)}),
-    "extreme": Run(facts={"must_happen": (Magnitude(parameter="a", least=1e30, most=1e38),)}),
     "frozen": Run(facts={"frozen": 1}),
+    "unfrozen": Run(facts={"must_happen": (Unfrozen(parameter="a"),)}),
     **{name: Run(facts={"traits": (name,)}) for name in TRAITS},
     "several_dtypes": Run(parameters=(spec("a", 3), spec("b", 4, dtype="float64"))),
     "complex": Run(parameters=(spec("a", 3, dtype="complex64"),)),
@@ -92,6 +98,8 @@ HAVING = {
     "clipping": Run(facts={"training": Training(clip_norm=1.0)}),
     "loss_scaling": Run(facts={"training": Training(loss_scale=8.0)}),
     "resume": Run(facts={"training": Training(resume_before=2)}),
+    "keeps_gradients": Run(facts={"training": Training(keeps_gradients=True)}),
+    "evaluates": Run(facts={"training": Training(evaluates=True)}),
     "starts_apart": Run(facts={"must_happen": (StartsApart(),)}),
     "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
     "process_state": Run(factors=("interpreters",)),
@@ -142,7 +150,9 @@ def test_sizes_are_those_of_the_largest() -> None:
     assert not_shown(batches)[1] == "batches other than 8, 64"
     old = msgspec.structs.replace(Run().contents, batch=0)
     assert not_shown([old])[1] == "batches of other sizes"
-    assert "what begins after step 12, or after the last step" in not_shown(worlds)
+    begins = "what begins after step 12 (in some cases after step 2), or after the last step"
+    assert begins in not_shown(worlds)
+    assert "what begins after step 12, or after the last step" in not_shown(worlds[1:2])
 
 
 def test_one_world_is_not_two() -> None:
@@ -173,6 +183,15 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     assert two in not_shown([Run().contents])
 
 
+def test_gradients_are_named_by_their_sizes() -> None:
+    runs = [Run(shown=also(sizes=sizes)).contents for sizes in ((2.0, 523.0), (3e-4, 1.0), ())]
+    assert "gradients larger than 523, or smaller than 0.0003 throughout" in not_shown(runs)
+    assert "gradients larger than 1, or smaller than 0.0003 throughout" in not_shown(runs[1:])
+    assert "huge or denormal gradients" in not_shown(runs[2:])
+    merged = both(also(sizes=(2.0, 3.0)), both(also(), also(sizes=(1.0, 1.0))))
+    assert merged.sizes == (1.0, 3.0)
+
+
 def test_many_kinds_are_cut_short() -> None:
     many = Run(facts={"kinds": tuple(f"K{k:02}" for k in range(15))}).contents
     assert any(text.endswith("K11 and 3 more") for text in not_shown([many]))
@@ -193,7 +212,8 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "groups": "several parameter groups", "schedule": "a learning-rate schedule",
         "alike": "two parameters of one shape", "tied_or_unused": "without a gradient on every",
         "absent_on_some": "or on some", "zero_on_some": "gradients of zero on some ranks",
-        "non_finite": "infinite or NaN", "extreme": "largest or the smallest numbers",
+        "non_finite": "infinite or NaN", "unfrozen": "unfrozen or added",
+        "keeps_gradients": "set to zero in place of None", "evaluates": "evaluation",
         "complex": "complex", "eval_mode": "eval mode", "starts_apart": "begin with different",
         "tied": "that two modules share", "sparse": "sparse gradients",
         "not_contiguous": "another memory order", "views": "views of one storage",

@@ -87,10 +87,31 @@ def test_worlds_that_hide_an_order_or_a_weight(name: str) -> None:
     assert verdict(f"{HERE}:{name}", world=3, workload=SMALL) == "fail"
 
 
-def test_ranks_that_are_seeded_alike_show_within_the_forward_pass_alone() -> None:
-    assert (
-        verdict(f"{SUBTLE}:seeds_all_ranks_alike", world=2, workload="dropout", steps=2) == "pass"
-    )
+def draws_and_puts_back(model: nn.Module, step: Step) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        unweighted(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workload", "remarks"),
+    [
+        (f"{SUBTLE}:seeds_all_ranks_alike", "dropout", 1),
+        (f"{HERE}:draws_and_puts_back", "dropout", 0),
+        (f"{SUBTLE}:seeds_all_ranks_alike", SMALL, 0),  # which draws nothing
+    ],
+)
+def test_ranks_that_are_seeded_alike_get_a_remark(
+    strategy: str, workload: str, remarks: int
+) -> None:
+    report = distcheck.verify(strategy, world=2, workload=workload, batch=64, steps=2)
+    (case,) = report.cases
+    said = "ranks 0, 1 begin step 1 with the same random numbers"
+    assert sum(said in result.reason for result in case.checks) == remarks
+    assert report.verdict == "pass"
+
+
+def test_ranks_that_are_seeded_alike_fail_within_the_forward_pass() -> None:
     assert verdict(f"{HERE}:SeedsBeforeEveryForward", world=2, workload="dropout") == "fail"
 
 

@@ -45,6 +45,8 @@ class Eventless(CellWorkload):
         events.Resumed(),
         events.RateChanged(),
         events.Accumulated(),
+        events.GradientsKept(),
+        events.Evaluated(),
         events.Clipped(),
         events.ScalerSkips(),
         events.CalledTwice(),
@@ -56,6 +58,7 @@ class Eventless(CellWorkload):
         events.ZeroGradient(parameter=WEIGHT, on="every rank but one"),
         events.Frozen(parameter=WEIGHT),
         events.Frozen(parameter=WEIGHT, after_training=True),
+        events.Unfrozen(parameter=WEIGHT),
         events.NotFinite(parameter=WEIGHT),
         events.Magnitude(parameter=WEIGHT, least=1e30, most=3.4e38),
         events.RowsApart(parameter=WEIGHT),
@@ -71,6 +74,7 @@ class Eventless(CellWorkload):
         events.Dtypes(dtypes=("float32", "complex64")),
         events.Permuted(),
         events.Tied(),
+        events.OneStorage(),
         events.Twins(least=2),
         events.Kinds(kinds=("Linear", "LSTM")),
     )
@@ -132,6 +136,7 @@ def test_too_few_steps_are_unknown_and_the_report_says_how_many_it_takes() -> No
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("cell", ["unused_later", "frozen_later", "two_epochs", "loss_scaling",
+                                  "unfrozen_later", "kept_gradients", "evaluation",
                                   "adamw", "resume", "dropout"])  # fmt: skip
 def test_cells_that_take_several_steps_are_unknown_after_one(cell: str) -> None:
     assert purpose_of(cell, world=2, steps=1)[1] == "unknown"

@@ -4,14 +4,20 @@ The expectation is computed by position, without a sampler: position p of the ep
 belongs to rank p mod W at step p div batch, of the W ranks that have data. A workload with a
 sampler of its own is checked for less: no sample twice in an epoch, shards of the right size,
 another order in another epoch. In a mesh, ranks of one data coordinate read the same samples.
+
+Ranks that draw the same random numbers for other samples are remarked on, and pass: a workload that
+draws none could not tell.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
-from distcheck.training.traces.reader import StepHeader
+from distcheck.training.traces.reader import StepHeader, TraceReader
 
 OVER_STEPS = True  # looks at all steps together, as they were recorded
 
@@ -42,6 +48,44 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 _compare_ids(tally, header, list(first_of.ids), rank, step)
     if own_sampler:
         _orders_differ(tally, evidence, per_epoch)
+    if evidence.draws_random_numbers:
+        _remark_on_random_numbers(tally, evidence)
+
+
+def drew_alike(
+    trace: TraceReader, ranks: Sequence[int]
+) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
+    """The first step that several ranks began from one state of a library's generator: the library,
+    the step, and groups of these ranks; none where every rank had its own.
+    """
+    half = seeds.LIBRARY_STATES_BYTES // 2
+    for step in range(trace.steps_written()):
+        headers = [trace.header(rank, step) for rank in ranks]
+        both = [header.library_states for header in headers]
+        for library, states in (
+            ("torch", [header.rng_state for header in headers]),
+            ("random", [state[:half] for state in both]),
+            ("NumPy", [state[half:] for state in both]),
+        ):
+            groups: dict[bytes, list[int]] = defaultdict(list)
+            for rank, state in zip(ranks, states, strict=True):
+                groups[state].append(rank)
+            alike = tuple(tuple(g) for state, g in groups.items() if state and len(g) > 1)
+            if alike:
+                return library, step, alike
+    return "", 0, ()
+
+
+def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
+    library, step, groups = drew_alike(evidence.trace, evidence.with_data)
+    if groups:
+        ranks = "; ".join(", ".join(map(str, group)) for group in groups)
+        tally.remark(
+            f"ranks {ranks} begin step {step} with the same random numbers of {library}, which "
+            "distcheck had made different: dropout masks or noise that are drawn from it are "
+            "copies. Gradients are right all the same. If code seeds its own random numbers, give "
+            "it a generator of its own"
+        )
 
 
 def _positions(evidence: Evidence) -> dict[int, int]:

@@ -36,7 +36,8 @@ class Expectation:
 class Evidence:
     """A trace, what is expected at each step to judge, and the rerun's trace if there is one.
 
-    `train_size` and `own_sampler` are of the data; `training` and `must_happen` of the workload;
+    `train_size` and `own_sampler` are of the data; `training`, `must_happen` and whether a forward
+    pass draws random numbers, of the workload;
     `averages` says when parameters are averaged, where ranks may train by themselves; `holding`
     are the ranks that must hold the mean gradient; `mesh` is that of a model-parallel layout.
     """
@@ -48,6 +49,7 @@ class Evidence:
     rerun: TraceReader | None = None
     train_size: int = 0
     own_sampler: bool = False
+    draws_random_numbers: bool = False
     training: Training = field(default_factory=Training)
     must_happen: tuple[Happening, ...] = ()
     averages: Averages | None = None

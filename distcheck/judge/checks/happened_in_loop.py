@@ -87,6 +87,25 @@ def accumulated(event: events.Accumulated, run: Recording) -> str:
     return "" if max(least, default=0) > 1 else f"seen: {max(least, default=0)} backward pass"
 
 
+def _later_step(run: Recording, when: bool, what: str) -> str:
+    """That the loop does something between steps, and there were two."""
+    if when and len(run.steps) > 1:
+        return ""
+    return f"seen: {len(run.steps)} step{'s' * (len(run.steps) != 1)} of a loop that {what}"
+
+
+def gradients_kept(event: events.GradientsKept, run: Recording) -> str:
+    """By what the loop was asked for."""
+    kept = run.training.keeps_gradients
+    return _later_step(run, kept, f"sets gradients to {'zero' if kept else 'None'}")
+
+
+def evaluated(event: events.Evaluated, run: Recording) -> str:
+    """By what the loop was asked for."""
+    evaluates = run.training.evaluates
+    return _later_step(run, evaluates, "evaluates" if evaluates else "does not evaluate")
+
+
 def clipped(event: events.Clipped, run: Recording) -> str:
     """By what rank 0 held after the exchange."""
     limit, norms = run.training.clip_norm, []
@@ -153,6 +172,14 @@ def frozen(event: events.Frozen, run: Recording) -> str:
     return f"seen: {said} in all {len(trains)} steps"
 
 
+def unfrozen(event: events.Unfrozen, run: Recording) -> str:
+    """As for `frozen`."""
+    trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
+    if any(now and not before for before, now in pairwise(trains)):
+        return ""
+    return f"seen: it trains at {_steps([step for step, now in enumerate(trains) if now])}"
+
+
 def eval_mode(event: events.EvalMode, run: Recording) -> str:
     """By the modules' mode as the workload prepares them, and by what became of a buffer."""
     still, moved = set[int](), set[int]()
@@ -199,12 +226,15 @@ LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
     events.Resumed: resumed,
     events.RateChanged: rate_changed,
     events.Accumulated: accumulated,
+    events.GradientsKept: gradients_kept,
+    events.Evaluated: evaluated,
     events.Clipped: clipped,
     events.ScalerSkips: scaler_skips,
     events.CalledTwice: called_twice,
     events.OwnRandomNumbers: own_random_numbers,
     events.StartsApart: starts_apart,
     events.Frozen: frozen,
+    events.Unfrozen: unfrozen,
     events.EvalMode: eval_mode,
     events.BufferReplaced: buffer_replaced,
     events.IntegersChanged: integers_changed,

@@ -178,6 +178,13 @@ def tied(event: events.Tied, run: Recording) -> str:
     return "" if found else f"seen: {len(twice)} parameters with two names"
 
 
+def one_storage(event: events.OneStorage, run: Recording) -> str:
+    """By the model as the workload builds it."""
+    shared = run.as_prepared[0].in_one_storage
+    found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
+    return "" if len(found) > 1 else f"seen: {len(shared)} parameters with a storage in common"
+
+
 def kinds(event: events.Kinds, run: Recording) -> str:
     """Every parameter, on some rank and at some step."""
     there = run.as_prepared[0].kinds
@@ -206,5 +213,6 @@ LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
     events.Remainder: remainder,
     events.Permuted: permuted,
     events.Tied: tied,
+    events.OneStorage: one_storage,
     events.Kinds: kinds,
 }

@@ -106,6 +106,7 @@ class _Look:
             found,
             absent_on_some=any(g is None for g in seen),
             zero_on_some=any(there) and not all(there),
+            sizes=self._sizes(index),
         )
 
     def _own(self, index: int) -> list[torch.Tensor | None]:
@@ -117,6 +118,16 @@ class _Look:
         if all(gradient is not None for gradient in seen):
             return seen
         return [gradients[index] for gradients in self._forms.computed]
+
+    def _sizes(self, index: int) -> tuple[float, ...]:
+        result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
+        if result is None or not result.numel():
+            return ()
+        least, most = torch.aminmax(numbers := real_parts(result))
+        if not bool((most - least).isfinite()):
+            least, most = torch.aminmax(numbers.nan_to_num(0.0, posinf=0.0, neginf=0.0))
+        largest = max(-float(least), float(most))
+        return (largest, largest) if largest else ()
 
     def _before(self, index: int) -> torch.Tensor | None:
         step = self._step

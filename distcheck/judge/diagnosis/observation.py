@@ -21,6 +21,7 @@ from distcheck.contract import (
     Scale,
 )
 from distcheck.judge import acceptance
+from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.facts import Facts, Overlap
 from distcheck.judge.diagnosis.forward_twice import ran_twice
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
@@ -73,10 +74,11 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
 def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
     """What is to be known of the job's steps."""
     look = _Look(job, ingredients, trace)
+    library, _, alike = drew_alike(trace, range(job.layout.world))
     facts = Facts(
         world=job.layout.world,
         overlaps=tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
-        same_randomness=_same_randomness(job, trace) if job.draws_random_numbers else (),
+        same_randomness=alike if job.draws_random_numbers and library == "torch" else (),
         begins_alike=_begins_alike(trace),
     )
     accepted = acceptance.read(job.case.accept)
@@ -344,15 +346,3 @@ def _begins_alike(trace: TraceReader) -> bool:
         for kind, specs in kinds
         for index in range(len(specs))
     )
-
-
-def _same_randomness(job: ObserveRequest, trace: TraceReader) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that began a forward pass from one random-number state."""
-    for step in range(trace.steps_written()):
-        groups: dict[bytes, list[int]] = defaultdict(list)
-        for rank in range(trace.layout.world):
-            groups[trace.header(rank, step).rng_state].append(rank)
-        alike = tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
-        if alike:
-            return alike
-    return ()

@@ -12,6 +12,14 @@ from distcheck.records.odd_ranks import Key, calls_apart
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 
+_TRACEBACK = "read rank {}'s traceback first"
+# Of ends that leave no traceback.
+_AFTER_A_CRASH = {
+    RankEnd.EXITED: "look for sys.exit() or os._exit() in what rank {} calls",
+    RankEnd.KILLED: "look for what sent rank {} a signal: a fault in native code, a system that is "
+    "short of memory, a person",
+}
+
 _SAME_CALLS = (
     "every rank must make the same collective calls, in the same order, with the same shapes: "
     "look for a call inside a condition that depends on the rank or on its data"
@@ -72,7 +80,7 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 cause="crash",
                 evidence=f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report "
                 "came after it",
-                suggestion=f"read rank {cause.rank}'s traceback first",
+                suggestion=_AFTER_A_CRASH.get(cause.outcome, _TRACEBACK).format(cause.rank),
             )
         ]
     found = _of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])

@@ -213,4 +213,5 @@ class OwnStep:
     rates: tuple[float | None, ...]
     starts_alike: bool
     twice_named: Set[str]
+    in_one_storage: Set[str]
     kinds: Set[str]

@@ -10,7 +10,7 @@ from torch import nn
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.judge.oracles.forms import Gradients, InitialState, OwnStep
 from distcheck.records import expected_events as events
-from distcheck.training.building import trainable
+from distcheck.training.building import in_one_storage, trainable
 from distcheck.training.traces.layout import Kind
 
 
@@ -28,7 +28,10 @@ def initial_state(at: AtStep) -> InitialState | None:
 def purpose(at: AtStep) -> OwnStep:
     """What events are looked for in."""
     declared = {type(event) for event in at.ingredients.must_happen}
-    of_model = declared & {events.Frozen, events.EvalMode, events.Tied, events.Kinds}
+    of_model = declared & {
+        events.Frozen, events.Unfrozen, events.EvalMode, events.Tied, events.OneStorage,
+        events.Kinds,
+    }  # fmt: skip
     model = _prepared(at) if of_model or events.RateChanged in declared else nn.Module()
     return OwnStep(
         own=own_gradients(at),
@@ -38,6 +41,7 @@ def purpose(at: AtStep) -> OwnStep:
         rates=_rates(at, model) if events.RateChanged in declared else (),
         starts_alike=events.StartsApart not in declared or at.step != 0 or _starts_alike(at),
         twice_named=_twice_named(model),
+        in_one_storage=in_one_storage(model),
         kinds={type(module).__name__ for module in model.modules()}
         | {type(parameter).__name__ for parameter in model.parameters()},
     )

@@ -165,7 +165,16 @@ def _bound(target: Target, scene: Scene) -> Target:
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
     required = [p for p in named_parameters(owner) if p.default is p.empty]
-    static = ("rank", "local_rank", "world_size", "group", "communicator", "backend")
+    static = (
+        "rank",
+        "local_rank",
+        "world_size",
+        "group",
+        "communicator",
+        "backend",
+        "device",
+        "timer",
+    )
     told = {name for name, _ in target.adaptation.arguments}
     if any(scene.meaning_of(p.name) not in static and p.name not in told for p in required):
         return target

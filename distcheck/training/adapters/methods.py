@@ -65,7 +65,10 @@ def own_names(build: type) -> list[str]:
     theirs = [
         base for base in build.__mro__ if not base.__module__.startswith(("torch", "builtins"))
     ]
-    found = [n for base in theirs for n, v in vars(base).items() if inspect.isfunction(v)]
+    kept = [(n, getattr(v, "__func__", v)) for base in theirs for n, v in vars(base).items()]
+    found = [
+        n for n, v in kept if inspect.isfunction(v)
+    ]  # of static and class methods, what is run
     public = [name for name in dict.fromkeys(found) if not name.startswith("_")]
     return [name for name in public if callable(getattr(build, name))]
 

@@ -19,6 +19,9 @@ PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETER
 GRADIENTS = _names(
     "grads gradients grad_list gradient_list grads_list tensors tensor_list local_grads"
 )
+# Of a function that is given two lists: what each rank has, and where the mean goes.
+GRADIENTS_IN = _names("grad_in grads_in gradients_in")
+GRADIENTS_OUT = _names("grad_out grads_out gradients_out")
 SENT = _names(
     "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
     "input_tensor local in_tensor source"
@@ -59,7 +62,8 @@ _FACTS = {
     "listed_parameters": " ".join(LISTED_PARAMETERS),
     "named_parameters": "named_parameters named_params",
     "listed_named_parameters": "named_param_list named_parameter_list",
-    "gradients": " ".join(GRADIENTS),
+    "gradients": " ".join(GRADIENTS | GRADIENTS_IN | GRADIENTS_OUT),
+    "timer": "timer",
 }
 MEANINGS = {name: meaning for meaning, names in _FACTS.items() for name in names.split()}
 
@@ -70,7 +74,7 @@ WORLD = frozenset(
     for name, meaning in MEANINGS.items()
     if meaning in ("rank", "local_rank", "world_size", "group", "communicator", "backend", "root")
 )
-SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | TENSORS
+SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | GRADIENTS_IN | TENSORS
 
 # What a module-level name is taken for when the module does not define it; the one-letter ones and
 # the lists are too easily something else.

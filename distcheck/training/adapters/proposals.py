@@ -16,6 +16,7 @@ _BY_WORD = {
     "optim": "@optimizer", "optimizer": "@optimizer", "params": "@params",
     "parameters": "@params", "grads": "@grads", "gradients": "@grads", "device": "@device",
     "step": "@iteration", "iteration": "@iteration",
+    "mb": "25", "mib": "25", "bytes": "26214400",  # as much as a bucket of DDP
 }  # fmt: skip
 _UNKNOWN = "VALUE"
 

@@ -5,6 +5,7 @@ rank exists; model, optimizer and step come later, as training does.
 """
 
 import ast
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class Scene:
             "samples": lambda: self._live("step").samples,
             "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
+            "timer": lambda: _no_timer,
             "parameters": lambda: self.live_model.parameters(),
             "listed_parameters": self.parameters,
             "named_parameters": lambda: self.live_model.named_parameters(),
@@ -321,6 +323,11 @@ def _communicator() -> Any:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def _no_timer(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """What times a block, as `with timer("reduce"):`."""
+    return contextlib.nullcontext()
 
 
 def _gpu(rank: int) -> int:

@@ -148,7 +148,7 @@ class Target:
             (names.MODELS, "model"),
             (names.OPTIMIZERS, "optimizer"),
             (names.PARAMETERS, "parameters"),
-            (names.GRADIENTS, "gradients"),
+            (names.GRADIENTS | names.GRADIENTS_IN, "gradients"),
             (names.TENSORS, "tensor"),
         ):
             if self.first in known:

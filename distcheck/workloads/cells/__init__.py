@@ -61,6 +61,11 @@ CELLS: Mapping[str, Cell] = {
         about="one layer stops training at step 2 (requires_grad=False from then on)",
         steps=4,
     ),
+    "unfrozen_later": Cell(
+        place="distcheck.workloads.cells.models:UnfrozenLater",
+        about="one layer begins to train at step 2 (requires_grad=False until then)",
+        steps=4,
+    ),
     "called_twice": Cell(
         place="distcheck.workloads.cells.models:CalledTwice",
         about="the model is called twice before one backward",
@@ -96,6 +101,10 @@ CELLS: Mapping[str, Cell] = {
     "transposed": Cell(
         place="distcheck.workloads.cells.sizes:Transposed",
         about="parameters that are transposed views: their gradients are not contiguous",
+    ),
+    "one_storage": Cell(
+        place="distcheck.workloads.cells.sizes:OneStorage",
+        about="parameters that are views of one storage",
     ),
     "mixed_dtypes": Cell(
         place="distcheck.workloads.cells.dtypes:MixedDtypes",
@@ -199,6 +208,14 @@ CELLS: Mapping[str, Cell] = {
         about="the model is handed over in eval mode, and trains in it for two steps",
         steps=4,
     ),
+    "kept_gradients": Cell(
+        place="distcheck.workloads.cells.schedules:KeptGradients",
+        about="the loop clears gradients by zero_grad(set_to_none=False)",
+    ),
+    "evaluation": Cell(
+        place="distcheck.workloads.cells.schedules:Evaluation",
+        about="between steps, a forward pass in eval mode, without gradients",
+    ),
     "resume": Cell(
         place="distcheck.workloads.cells.schedules:Resume",
         about="after step 1 everything is built anew and filled from a checkpoint",
@@ -236,6 +253,8 @@ def _shown_by(workload: str, training: Training) -> list[str]:
         "clipping": training.clip_norm is not None,
         "loss_scaling": training.loss_scale is not None,
         "resume": training.resume_before is not None,
+        "kept_gradients": training.keeps_gradients,
+        "evaluation": training.evaluates,
     }
     return [name for name in CELLS if name == workload or loop.get(name, False)]
 

@@ -117,6 +117,25 @@ class FrozenLater(CellWorkload):
         model.middle.requires_grad_(step < CHANGES_AT)
 
 
+class UnfrozenLater(CellWorkload):
+    """A layer that begins to train while training is under way."""
+
+    must_happen = (happenings.Unfrozen(parameter="middle.weight"),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """With all of its layers training."""
+        return Layers(classes)
+
+    def hand_over(self, model: nn.Module, rank: int) -> None:
+        """A strategy sees it frozen."""
+        self.before_step(model, 0)
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        """Unfreezes the layer, whose optimizer has known it from the beginning."""
+        assert isinstance(model, Layers)
+        model.middle.requires_grad_(step >= CHANGES_AT)
+
+
 class CalledTwice(CellWorkload):
     """One forward pass over each half of the shard, one backward."""
 

@@ -7,6 +7,8 @@ from distcheck.contract import Training
 from distcheck.records.expected_events import (
     Accumulated,
     Clipped,
+    Evaluated,
+    GradientsKept,
     OtherOrder,
     RateChanged,
     Resumed,
@@ -15,6 +17,7 @@ from distcheck.records.expected_events import (
 )
 from distcheck.workloads.cells import BATCH
 from distcheck.workloads.cells.models import CHANGES_AT, Layers
+from distcheck.workloads.cells.modules import Normalised
 from distcheck.workloads.cells.samples import CellSamples, CellWorkload
 
 _MARK = 8.0  # a pixel that no other sample has
@@ -80,6 +83,26 @@ class Resume(_Perceptron):
     must_happen = (Resumed(),)
 
     training = Training(resume_before=CHANGES_AT)
+
+
+class KeptGradients(_Perceptron):
+    """Gradients are zero between steps, in the tensors of the step before."""
+
+    must_happen = (GradientsKept(),)
+
+    training = Training(keeps_gradients=True)
+
+
+class Evaluation(CellWorkload):
+    """A model with running statistics, which an evaluation leaves alone."""
+
+    must_happen = (Evaluated(),)
+
+    training = Training(evaluates=True)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """As in `eval_mode`."""
+        return Normalised(classes)
 
 
 class MarkedSamples(CellSamples):

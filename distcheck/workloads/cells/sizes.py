@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import Permuted, Remainder, Shapes
+from distcheck.workloads.cells.models import Layers
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 
 KIB_128, MIB_1 = 1 << 15, 1 << 18  # elements of float32
@@ -113,6 +115,20 @@ class TransposedLayers(nn.Module):
         """inputs [n, 3, 8, 8] -> logits [n, classes]."""
         hidden = nn.functional.linear(inputs.flatten(1), self.first).tanh()
         return nn.functional.linear(hidden, self.second)
+
+
+class OneStorage(CellWorkload):
+    """Parameters that are parts of one flat tensor; the gradients have memory of their own."""
+
+    must_happen = (happenings.OneStorage(),)
+
+    def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+        """As code leaves them that moves parameters as one."""
+        model = Layers(classes)
+        parameters = list(model.parameters())
+        flat = nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(flat, parameters)
+        return model
 
 
 class Transposed(CellWorkload):

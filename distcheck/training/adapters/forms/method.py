@@ -1,13 +1,16 @@
 """A method of an agent or a model: called on a stand-in that has what the method asks of itself."""
 
+import dataclasses
+import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from distcheck.contract import Step, contract_of
 from distcheck.errors import UsageError
-from distcheck.training.adapters import names, proposals
+from distcheck.training.adapters import load_form, names, proposals
 from distcheck.training.adapters.after_backward import AfterBackward
 from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.not_given import NotKnownError
@@ -31,6 +34,10 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Called after every backward on an object whose constructor never ran."""
     if target.owner is None or not target.is_unbound:
         raise refusal(target, f"strategy {target.spec!r} is not a method of a class")
+    required = {p.name for p in target.required}
+    handed = target.first in required and target.kind_of_first in ("tensor", "gradients")
+    if handed and target.adaptation.form is None:
+        return _handed_gradients(target, scene)
     what = f"strategy {target.spec!r} has the signature {target.signature}"
     filling = (
         Filling(scene, target.value, what=what, supplied=["self"], skip=0)
@@ -39,17 +46,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
     if filling is None:
         raise refusal(target, f"{what}, whose first parameter is not self")
-    told = {
-        name.removeprefix("self."): text
-        for name, text in target.adaptation.arguments
-        if name.startswith("self.")
-    }
-    scene.used.update(f"self.{name}" for name in told)
+    told = dict(_of_self(scene))
     uses = _Uses(target, told)
     if "arguments" in uses.meanings.values():
         scene.note_namespace()
-    stand_in = _stand_in(target.owner, scene, told, uses.unknown)
-    making = _making(target.owner, scene, uses.unknown)
+    making, why_not = _making(target.owner, scene, uses.unknown)
+    stand_in = _stand_in(target.owner, scene, told, uses.unknown, why_not)
     steps = uses.steps
     after = AfterBackward(scene, repr(target.spec))
 
@@ -75,20 +77,57 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
 
 
-def _making(owner: type, scene: Scene, unknown: set[str]) -> Filling | None:
+def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
+    """A method that is called with gradients, as the function that it is but for its object."""
+    method, owner = target.value, target.owner
+    assert owner is not None
+    told = dict(_of_self(scene))
+    uses = _Uses(target, told)
+    making, why_not = _making(owner, scene, uses.unknown, of_a_module=True)
+    stand_in = _stand_in(owner, scene, told, uses.unknown, why_not)
+
+    @functools.wraps(method)
+    def bound(*handed: Any, **named: Any) -> Any:
+        nonlocal stand_in, making
+        if making is not None:
+            stand_in, making = making.call(), None
+        return method(stand_in, *handed, **named)
+
+    signature = inspect.signature(method)
+    bound.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(signature.parameters.values())[1:]
+    )
+    function = dataclasses.replace(target, value=bound, owner=None)
+    form = "tensor-mean" if target.kind_of_first == "tensor" else "gradients"
+    return load_form(form).adapt(function, scene)
+
+
+def _of_self(scene: Scene) -> Iterator[tuple[str, str]]:
+    """What was said of `self`."""
+    for name, text in scene.adaptation.arguments:
+        if name.startswith("self."):
+            scene.used.add(name)
+            yield name.removeprefix("self."), text
+
+
+def _making(
+    owner: type, scene: Scene, unknown: set[str], *, of_a_module: bool = False
+) -> tuple[Filling | None, str]:
     """How to make the object, where its constructor sets what is `unknown` and asks for nothing but
-    what is known when it is called first. A constructor that need not run is left alone: it may
-    read data.
+    what is known when it is called first; otherwise what it asks for besides. A constructor that
+    need not run is left alone: it may read data; so is that of a module which may be the model.
     """
     constructor = vars(owner).get("__init__")
-    if constructor is None or not unknown or issubclass(owner, nn.Module):
-        return None
+    if constructor is None or not unknown:
+        return None, ""
+    if issubclass(owner, nn.Module) and not of_a_module:
+        return None, ""
     if inspect.isabstract(owner) or not unknown <= Source(constructor).sets_of("self"):
-        return None
+        return None, ""
     try:
-        return Filling(scene, owner, what=f"{owner.__name__}()")
-    except UsageError:
-        return None
+        return Filling(scene, owner, what=f"its constructor {owner.__name__}() sets that"), ""
+    except UsageError as error:
+        return None, str(error)
 
 
 def _self_name(target: Target) -> str:
@@ -127,7 +166,9 @@ class _Uses:
             )
 
 
-def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]) -> Any:
+def _stand_in(
+    owner: type, scene: Scene, told: dict[str, str], unknown: set[str], why_not: str
+) -> Any:
     """An object of a class derived from `owner`, never initialised, that finds names by meaning;
     what is `unknown` fails when it is used.
     """
@@ -143,9 +184,9 @@ def _stand_in(owner: type, scene: Scene, told: dict[str, str], unknown: set[str]
         if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
+            said = f"give {proposals.options('--arg', [f'self.{name}'], owner)}"
             sentence = (
-                f"the code uses self.{name}, which distcheck does not know; give "
-                f"{proposals.options('--arg', [f'self.{name}'], owner)}"
+                f"the code uses self.{name}, which distcheck does not know; {why_not or said}"
             )
             if name in unknown:
                 return not_given(name, sentence)

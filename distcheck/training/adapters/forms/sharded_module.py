@@ -12,7 +12,7 @@ from torch import nn
 
 from distcheck.contract import Build, Step
 from distcheck.training.adapters.forms import wrapper
-from distcheck.training.adapters.over_pieces import OverPieces
+from distcheck.training.adapters.over_pieces import Followed, OverPieces
 from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import Source
@@ -49,6 +49,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
     kept: list[Pieces] = []
     models: list[tuple[nn.Module, nn.Module]] = []
+    followed: list[Followed] = []
 
     def wrap(model: nn.Module) -> nn.Module:
         pieces = Pieces(model, what=repr(target.spec))
@@ -59,7 +60,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         pieces.hold(wrapped.parameters())
         kept.append(pieces)
         models.append((model, worked_on))
+        followed.append(Followed(model, worked_on))
         return wrapped
+
+    def begun(model: nn.Module, step: Step) -> None:
+        followed[0].follow()
+        base.begun(model, step)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         made: Any = OverPieces(build(kept[0].held), kept[0], *models[0])
@@ -84,5 +90,6 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         wrap=wrap,
         optimizer=optimizer,
         sync=sync,
+        begun=begun,
         note=f"{base.note}; its pieces are put together to be compared",
     )
