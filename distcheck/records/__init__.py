@@ -85,15 +85,16 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 
     `error` and `bound` share a unit; `unit` says which. For a rule about a whole tensor
-    (relative L2) `index` is empty and `actual`, `expected` are norms.
+    (relative L2) `index` is empty and `actual`, `expected` are norms. What is no number is said in
+    a word: "none", a digest, a setting.
     """
 
     parameter: str
     rank: Int
     step: Int
     index: tuple[Int, ...]
-    actual: Number
-    expected: Number
+    actual: float | str
+    expected: float | str
     error: Number
     bound: Number
     ulp: Int | None = None

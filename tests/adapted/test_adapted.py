@@ -120,6 +120,7 @@ GIVEN = [
     Given("classes:InAStepHook", steps=2),
     Given("classes:InAWrongStepHook", "", SCALE),
     Given("classes:Plain", "wrapper"),
+    Given("classes:SyncsInForward", "method"),
     Given("classes:DividedInPlace", "sharded-module", world=3, steps=2),
     Given("classes:TouchesAPiece", "sharded-module", {"parameters X"}, steps=2),
     Given("classes:DividedByParameter", "sharded-module", world=3, steps=2),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distcheck.cli import _group
+from distcheck.records import CheckResult, Difference
 from distcheck.reports.document import Document, json_schema
 from distcheck.reports.json_report import as_document, document_of, render_json
 from tests import documents
@@ -43,6 +44,20 @@ def test_every_key_that_is_written_is_in_the_schema() -> None:
     for case in report:
         text = msgspec.json.encode(documents.document(case))
         jsonschema.validate(json.loads(text), closed)
+
+
+def test_what_is_no_number_is_said_in_a_word() -> None:
+    """As the first sample of a rank that had none, or a setting."""
+    case = documents.crash()
+    place = Difference(
+        parameter="samples", rank=1, step=0, index=(), actual="none", expected=3.0, error="inf",
+        bound=0.0,
+    )  # fmt: skip
+    wrong = CheckResult(check="data", layer="-", verdict="fail", worst=place, first=place)
+    case = msgspec.structs.replace(case, checks=(*case.checks, wrong))
+    text = msgspec.json.encode(documents.document(case))
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert msgspec.json.decode(text, type=Document).cases[0].checks[-1].worst == place
 
 
 @pytest.mark.parametrize(

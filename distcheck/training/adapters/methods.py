@@ -42,11 +42,13 @@ def _takes_what_builds(method: Any) -> bool:
 
 
 def usual_method(value: Any) -> str:
-    """The method that people call after backward, of a class or an object that is neither a module
-    nor an optimizer: the first by a usual name, of a class its `__call__`, or the only public one;
-    empty where there is none.
+    """The method that people call after backward, of a class or an object that is no optimizer: the
+    first by a usual name, of a class its `__call__`, or the only public one; of a module's class,
+    `forward` where it takes a model. Empty where there is none.
     """
     kind = value if inspect.isclass(value) else type(value)
+    if inspect.isclass(value) and issubclass(kind, nn.Module) and _forwards_a_model(kind):
+        return "forward"
     if inspect.isroutine(value) or inspect.ismodule(value) or _is_torchs_kind(kind):
         return ""
     own = own_names(kind)
@@ -54,6 +56,13 @@ def usual_method(value: Any) -> str:
     if not usual and inspect.isclass(value) and any("__call__" in vars(c) for c in kind.__mro__):
         return "__call__"
     return usual or (own[0] if len(own) == 1 else "")
+
+
+def _forwards_a_model(kind: type[nn.Module]) -> bool:
+    if "forward" not in own_names(kind):
+        return False
+    first = list(inspect.signature(kind.forward).parameters.values())[1:2]
+    return [names.MEANINGS.get(p.name) for p in first] == ["model"]
 
 
 def _is_torchs_kind(kind: type) -> bool:
