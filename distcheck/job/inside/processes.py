@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
+from distcheck.job.inside import start
 from distcheck.job.settings import Role, Settings
 
 _MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
@@ -60,7 +61,9 @@ class Processes:
 
     def __init__(self, folder: Path, asked: Settings) -> None:
         self._folder, self._asked = folder, asked
-        self._project, self._environment = Path(asked.project), dict(os.environ)
+        self._project = Path(asked.project)
+        # Each is watched as the rank that it is.
+        self._environment = {k: v for k, v in os.environ.items() if k != start.MARK}
         self._here = Path.cwd().relative_to(self._project)
         self._copies: dict[Key, _Copy] = {}
         self.why: dict[Role, str] = {}  # of copies that failed
@@ -114,7 +117,7 @@ class Processes:
         copy, (role, mode) = self._copies[key], key
         place = copy.folder / "folder"
         shutil.copytree(self._folder / "clean", place, symlinks=True)
-        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode)
+        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode, project=str(place))
         file = settings.write(asked, copy.folder)
         words = Copy(self._project, place).words(sys.orig_argv)
         nothing = subprocess.DEVNULL

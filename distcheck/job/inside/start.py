@@ -21,7 +21,7 @@ _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 
 # In the environment of a rank: its own process, and what a launcher calls it.
-_RANK = "DISTCHECK_JOB_RANK"
+MARK = "DISTCHECK_JOB_RANK"
 _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -30,7 +30,7 @@ def begin(settings: str) -> None:
     starts.
     """
     in_use.hold(os.path.dirname(settings))
-    own, of = f"{os.getpid()} {_called()}", os.environ.get(_RANK, "")
+    own, of = f"{os.getpid()} {_called()}", os.environ.get(MARK, "")
     if of and of != own and of.partition(" ")[2] == _called():
         return
     if _called():
@@ -51,12 +51,12 @@ def _called() -> str:
 
 def mark_rank() -> None:
     """What this process starts from now on is not a rank, unless a launcher calls it otherwise."""
-    os.environ[_RANK] = f"{os.getpid()} {_called()}"
+    os.environ[MARK] = f"{os.getpid()} {_called()}"
 
 
 def is_of_a_rank() -> bool:
     """Whether a rank has forked this process."""
-    return os.environ.get(_RANK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
+    return os.environ.get(MARK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
 
 
 def note(settings: str, what: str, text: str = "") -> None:
