@@ -32,8 +32,12 @@ def explain(
     if wrong is not None and wrong.first is not None and exchanged and not follows:
         yield from _of_factor(job, reference, wrong.first.step)
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
-    alone = wrong is None and from_step is None and exchanged
-    if clipped is not None and alone and ("clipping", ROUNDING) not in failed:
+    # The first of them is the cause: ranks part after a step, and compute others in the next.
+    comes_first = clipped is not None and (
+        (wrong is None or _step(clipped) < _step(wrong))
+        and (from_step is None or _step(clipped) < from_step)
+    )
+    if clipped and comes_first and exchanged and ("clipping", ROUNDING) not in failed:
         yield _of_clipping(job, reference, clipped)
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
@@ -206,6 +210,13 @@ def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None
             f"by {said}" + (f", as their samples {_listed(rows)}" if by_rows else ""),
             suggestion="divide each rank's summed loss by the mean number of samples or targets "
             "per rank, which takes an all-reduce of the counts",
+        )
+    if fitted is not None and fitted[1] <= _LEFT and all(one > _LEFT for one in fitted[0]):
+        times = ", ".join(f"{1 / (job.world * one):.4g}" for one in fitted[0])
+        return Diagnosis(
+            cause="wrong-divisor",
+            evidence=f"step {step}: the ranks' gradients are {times} times those of one process",
+            suggestion="look for a factor of the loss that depends on the rank",
         )
     if counts:
         return Diagnosis(

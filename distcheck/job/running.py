@@ -206,6 +206,11 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
             f"nothing was recorded: {command[0]} started no Python that reads PYTHONPATH; start "
             "Python without -S, -E and -I"
         )
+    if any(folder.glob("missed-*")):
+        raise DistcheckError(
+            "nothing was recorded: a process imported torch without being seen, since the script "
+            "replaced sys.meta_path; import torch before that"
+        )
     if not any(folder.glob("torch-*")):
         raise DistcheckError("nothing was recorded: no process of the command imported torch")
     raise DistcheckError(

@@ -211,9 +211,8 @@ def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
     assert (ran.returncode, case["verdict"], case["world"]) == (5, "unknown", 2)
     reasons = {c["check"]: c["reason"] for c in case["checks"]}
     assert reasons["outcome"].startswith("the job ended after step 2; 4 steps were to be recorded")
-    assert reasons["reference"].startswith("the script starts its ranks itself")
-    gradients = next(c for c in case["checks"] if c["check"] == "gradients")
-    assert (gradients["verdict"], gradients["compared"]["ranks"]) == ("pass", 2)
+    gradients = [c for c in case["checks"] if c["check"] == "gradients"]
+    assert [(c["verdict"], c["compared"]["ranks"]) for c in gradients] == [("pass", 2)] * 2
 
 
 @pytest.mark.sweep

@@ -114,11 +114,13 @@ GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
         ({}, GOOD, DistcheckError, ExitCode.UNKNOWN, "without -S, -E and -I"),
         ({"python-1": ""}, GOOD, DistcheckError, ExitCode.UNKNOWN, "imported torch"),
         ({"python-1": "", "torch-1": ""}, GOOD, DistcheckError, ExitCode.UNKNOWN, "no optimizer"),
+        ({"torch-1": "", "python-1": "", "missed-2": ""}, GOOD, DistcheckError, ExitCode.UNKNOWN,
+         "sys.meta_path"),
         ({"python-1": ""}, BAD, DistcheckError, ExitCode.RANK_FAILED, "ValueError: no"),
         ({"no-distcheck": "/py\nx"}, GOOD, CannotRunError, ExitCode.CANNOT_RUN, "for /py"),
         ({"defect": "E: x"}, GOOD, InternalError, ExitCode.INTERNAL, "recorder failed"),
     ],
-)
+)  # fmt: skip
 def test_why_nothing_was_recorded(
     tmp_path: Path,
     notes: dict[str, str],

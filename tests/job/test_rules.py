@@ -22,7 +22,7 @@ from distcheck.job.running import Ran
 from distcheck.job.settings import Role, Settings, write
 from distcheck.job.watching import Watch
 from distcheck.records.ends import RankEnd
-from tests.job.recordings import LR, Facts, gradients, judged, make, reference, replaced
+from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
 from tests.job.scripts import recorded
 
 # -- identity, not names ---------------------------------------------------------------------------
@@ -289,6 +289,36 @@ def test_a_clip_norm_that_grows_with_the_ranks_is_named(tmp_path: Path) -> None:
     alone = reference(job, tmp_path, clipped=0.25, clips=((1.0, 4.0),))
     found = causes.diagnose(job, judged(job, alone), alone)
     assert [one.cause for one in found] == ["clip-norm-differs"]
+
+
+def test_what_one_rank_changes_before_its_step_is_named(tmp_path: Path) -> None:
+    """Although its parameters and gradients are others from then on."""
+
+    def changes(facts: Facts) -> None:
+        if facts.step:
+            facts.locals = [{n: 3 * one for n, one in g.items()} for g in facts.locals]
+            facts.local, facts.raw = facts.locals[facts.rank], mean(facts.locals)
+        facts.at_step = {n: (1.0 + facts.rank) * g for n, g in facts.raw.items()}
+        facts.after = {n: p - LR * facts.at_step[n] for n, p in facts.before.items()}
+
+    job = make(tmp_path, changes)
+    alone = reference(job, tmp_path)
+    found = causes.diagnose(job, judged(job, alone), alone)
+    assert [one.cause for one in found] == ["changed-before-step"]
+
+
+def test_a_loss_that_is_scaled_by_rank_is_named(tmp_path: Path) -> None:
+    def scales(facts: Facts) -> None:
+        facts.locals = [
+            {n: (1 + rank) * one for n, one in g.items()} for rank, g in enumerate(facts.locals)
+        ]
+        facts.local, facts.raw = facts.locals[facts.rank], mean(facts.locals)
+
+    job = make(tmp_path, scales)
+    alone = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    assert found.cause == "wrong-divisor"
+    assert "are 1, 2 times those of one process" in found.evidence
 
 
 def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:
