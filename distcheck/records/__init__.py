@@ -85,8 +85,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 
     `error` and `bound` share a unit; `unit` says which. For a rule about a whole tensor
-    (relative L2) `index` is empty and `actual`, `expected` are norms. What is no number is said in
-    a word: "none", a digest, a setting.
+    (relative L2) `index` is empty and `actual`, `expected` are norms. Where there is no
+    number to compare, they are a word: "none", a digest, a setting.
     """
 
     parameter: str
