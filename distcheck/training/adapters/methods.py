@@ -42,9 +42,9 @@ def _takes_what_builds(method: Any) -> bool:
 
 
 def usual_method(value: Any) -> str:
-    """The method that people call after backward, of a class or an object other than an optimizer: the
-    first by a usual name, of a class its `__call__`, or the only public one; of a module's class,
-    `forward` where it takes a model. Empty where there is none.
+    """The method that people call after backward, of a class or an object other than an optimizer:
+    the first by a usual name, of a class its `__call__`, or the only public one; of a module's
+    class, `forward` where it takes a model. Empty where there is none.
     """
     kind = value if inspect.isclass(value) else type(value)
     if inspect.isclass(value) and issubclass(kind, nn.Module) and _forwards_a_model(kind):
