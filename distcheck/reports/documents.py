@@ -22,6 +22,7 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.records import Difference, RunPlan, VerdictName, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.expected_events import PURPOSE
+from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
 from distcheck.reports import earlier
@@ -186,7 +187,8 @@ def _compared_too_little(case: CaseEntry, check: CheckEntry) -> str:
         return "nothing"
     if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.world:
         return f"{seen.ranks} of {case.world} ranks"
-    if check.check == _DATA and seen.steps != case.steps:
+    # By a layer, a job's data is what samples hold, which two ranks show where both have one.
+    if (check.check, check.layer) == (_DATA, NO_LAYER) and seen.steps != case.steps:
         return f"{seen.steps} of {case.steps} steps"
     needed = ["ranks"]
     needed += [] if check.check in _OF_RANKS_ALONE else ["elements", "steps"]
