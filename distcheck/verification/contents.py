@@ -26,16 +26,16 @@ _FEATURES: Mapping[str, str] = {
     "schedule": "a learning-rate schedule",
     "alike": "two parameters of one shape",
     "tied": "tied parameters",
-    "tied_or_unused": "parameters without a gradient",
+    "tied_or_unused": "absent gradients",
     "sparse": "sparse gradients",
     "not_contiguous": "another memory order",
     "views": "views of one storage",
-    "absent_on_some": "gradients absent on some ranks only",
+    "absent_on_some": "gradients absent on some ranks",
     "zero_on_some": "gradients zero on some ranks only",
     "non_finite": "infinite or NaN gradients",
     "frozen": "frozen parameters",
-    "unfrozen": "parameters unfrozen or added later",
-    "several_dtypes": "parameters of several dtypes",
+    "unfrozen": "parameters that train later",
+    "several_dtypes": "several dtypes",
     "complex": "complex parameters",
     "buffers": "buffers",
     "integer_buffers": "buffers of integers",
@@ -64,7 +64,7 @@ _EVENTS: Mapping[str, type[Happening]] = {
 
 
 # What no workload has, whatever its features are.
-_IN_NO_CASE = ("names of parameters; the time",)
+_IN_NO_CASE = ("parameter names; the time",)
 
 
 def contents_of(
@@ -155,10 +155,10 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"kinds of module other than {named}{more}"
     least, most = range_of([case.steps for case in cases])
-    fewer = f" (in some cases after step {least:.0f})" if least < most else ""
+    fewer = f" ({least:.0f} in some cases)" if least < most else ""
     yield f"what begins after step {most:.0f}{fewer}, or after the last step"
     if sizes := range_of([size for case in cases for size in case.sizes]):
-        yield "gradients larger than {1:.3g}, or smaller than {0:.3g} throughout".format(*sizes)
+        yield "gradients outside {0:.2g} to {1:.2g}".format(*sizes)
     else:
         yield "huge or denormal gradients"
     there = {feature for case in cases for feature in case.features}
