@@ -158,7 +158,8 @@ def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
     fewer = f" ({least:.0f} in some cases)" if least < most else ""
     yield f"what begins after step {most:.0f}{fewer}, or after the last step"
     if sizes := range_of([size for case in cases for size in case.sizes]):
-        yield "gradients outside {0:.2g} to {1:.2g}".format(*sizes)
+        least, most = sizes
+        yield f"gradients outside {least:.2g} to {most:.2g}"
     else:
         yield "huge or denormal gradients"
     there = {feature for case in cases for feature in case.features}
