@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests, and for bench in a rank
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests, and for ranks
 
 import distcheck
 from distcheck.errors import DistcheckError
@@ -33,7 +33,7 @@ from distcheck.records import Report
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 Made = Iterator[tuple[str, Callable[[], Row]]]  # the name of a program, and what gives its row
 KEPT = Path(__file__).parent / "frozen"

@@ -95,9 +95,15 @@ def forgets_scalars(model: nn.Module, step: Step) -> None:
             parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients lattice, parameters lattice", workload="lattice", world=2)
+@mutant(
+    caught="local gradients lattice, gradients lattice, parameters lattice",
+    workload="lattice",
+    world=2,
+)
 def clips_large_norms_first(model: nn.Module, step: Step) -> None:
-    """Every rank clips by its own norm, which is above 1 in the lattice alone."""
+    """Every rank clips by its own norm, which is above 1 in the lattice alone. What it steps to is
+    off the lattice, and so are local gradients from the next step on.
+    """
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
