@@ -1,7 +1,7 @@
 """What must not change while the code does: verdicts, failed checks, causes and JSON, as data.
 
     python bench/frozen.py run FOLDER [PART ...]     stop it and run it again: it goes on
-    python bench/frozen.py compare FOLDER            what differs from what is kept; 1 if anything
+    python bench/frozen.py compare FOLDER [PART ...] what differs from what is kept, or was not run
     python bench/frozen.py keep FOLDER               adds it to what is kept, in bench/frozen/
     python bench/frozen.py keep --anew FOLDER        replaces those rows in what is kept
 
@@ -337,11 +337,16 @@ def keep(folder: Path, *, anew: bool) -> None:
             (KEPT / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def compare(folder: Path) -> int:
-    """Prints every program whose row is none of those that are kept; returns 1 if there is any."""
+def compare(folder: Path, parts: list[str]) -> int:
+    """Prints every program whose row is none of those that are kept, or that has none; returns 1 if
+    there is any.
+    """
     differences = 0
-    for part in PARTS:
+    for part in parts:
         kept, now = rows_of(KEPT, part), rows_of(folder, part)
+        for name in sorted(kept.keys() - now.keys()):
+            differences += 1
+            print(f"{part} {name}\n  was not run")
         for name, rows in now.items():
             if name not in kept or any(row not in kept[name] for row in rows):
                 differences += 1
@@ -367,7 +372,7 @@ def main() -> int:
             f"no part is called {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}"
         )
     if options.what == "compare":
-        return compare(options.folder)
+        return compare(options.folder, options.parts or list(PARTS))
     if options.what == "keep":
         keep(options.folder, anew=options.anew)
     else:

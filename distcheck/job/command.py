@@ -65,10 +65,11 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
 
 def _hung(asked: Asked, ran: Ran) -> CaseReport:
     """A job that did not go on: nothing else of it is judged."""
-    steps = max(one.detail.partition("\n")[0] for one in ran.hung)
+    made = [one.step for one in ran.hung if one.step is not None]
+    where = f"after step {max(made)}" if made else "before its first step"
     check = CheckResult(
         check="outcome", layer=NO_LAYER, verdict="fail", compared=Compared(ranks=len(ran.hung)),
-        reason=f"the job hangs after {steps}, and was ended",
+        reason=f"the job hangs {where}, and was ended",
     )  # fmt: skip
     case = case_of_words(asked, script=script_of(asked.words), world=len(ran.hung))
     return CaseReport(

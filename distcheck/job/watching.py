@@ -106,7 +106,7 @@ def _outcome(rank: int, answer: Answer | None) -> Outcome:
             rank=rank, outcome=RankEnd.HUNG, phase="before its first step", ended_by="no answer"
         )
     return Outcome(
-        rank=rank, outcome=RankEnd.HUNG, phase=f"step {answer.step}", text=answer.stack,
+        rank=rank, outcome=RankEnd.HUNG, step=answer.step, text=answer.stack,
         call=answer.collectives[-1] if answer.collectives else None,
         collectives=answer.collectives,
     )  # fmt: skip

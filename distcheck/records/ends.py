@@ -127,7 +127,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _at(self) -> str:
-        at = self.phase if self.step is None else f"step {self.step}, {self.phase}"
+        step = "" if self.step is None else f"step {self.step}"
+        at = ", ".join(filter(None, [step, self.phase]))
         if self.outcome == RankEnd.LOST:
             at = f"last heard of {'' if self.step is None else 'at '}{at}"
         return at + (f"; its peer was gone{self.lost_at}" if self.lost_peer else "")
@@ -146,10 +147,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def story(self) -> str:
         """What is known besides where it was."""
         why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
-        told = [self.last_call, self.text.strip("\n")]
+        place = [self.last_call, self.text.strip("\n")]
         if self.error:
-            told.reverse()  # the traceback is what matters
-        return "\n".join(filter(None, [why, self.ended_by, *told, self.output]))
+            place.reverse()  # the traceback is what matters
+        return "\n".join(filter(None, [why, self.ended_by, *place, self.output]))
 
     @property
     def detail(self) -> str:

@@ -25,7 +25,6 @@ from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.searches import Explored
-from distcheck.reports import earlier
 from distcheck.reports.asked_for import has_plan, not_in_plan
 from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_shape
 from distcheck.reports.json_report import read_document, totals_of
@@ -45,7 +44,6 @@ def read_report(path: Path) -> dict[str, Any]:
     found = check_document(document, str(path))
     for problem in _missing(found):
         raise UsageError(f"{path} is damaged: {problem}; write the report again")
-    earlier.complete(document)
     return document
 
 

@@ -19,7 +19,7 @@ from distcheck.records import (
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.ends import RankEnd
 from distcheck.records.mistakes import MISTAKES
-from distcheck.reports import scale
+from distcheck.reports import earlier, scale
 from distcheck.reports.aggregated import as_entries
 from distcheck.reports.document import (
     SCHEMA,
@@ -70,6 +70,7 @@ def read_document(path: Path) -> dict[str, Any]:
             "them"
         )
     check_shape(document, path)
+    earlier.complete(document)
     return document
 
 

@@ -198,8 +198,8 @@ def _of_process(child: Child, *, hung: bool) -> Known:
     killed = outlived or child.exit_signal == signal.SIGKILL
     if woken or (asked and (killed or (died and child.shaken))):
         # Where it hung is what was written first: once woken, it is somewhere else.
-        told = None if woken and child.shaken else child.stacks
-        known = _of_stacks(told) or {"text": _without_plumbing(child.low_level_stacks)}
+        stacks = None if woken and child.shaken else child.stacks
+        known = _of_stacks(stacks) or {"text": _without_plumbing(child.low_level_stacks)}
         return {"outcome": ends, "ended_by": _went_on(child) if woken else "", **known}
     if child.ended and killed:
         return {"outcome": ends, "silence": "no answer", "ended_by": _NO_ANSWER}

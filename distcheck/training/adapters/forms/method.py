@@ -46,12 +46,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     )
     if filling is None:
         raise refusal(target, f"{what}, whose first parameter is not self")
-    told = dict(_of_self(scene))
-    uses = _Uses(target, told)
+    attributes = dict(_of_self(scene))
+    uses = _Uses(target, attributes)
     if "arguments" in uses.meanings.values():
         scene.note_namespace()
     making, why_not = _making(target.owner, scene, uses.unknown)
-    stand_in = _stand_in(target.owner, scene, told, uses.unknown, why_not)
+    stand_in = _stand_in(target.owner, scene, attributes, uses.unknown, why_not)
     steps = uses.steps
     after = AfterBackward(scene, repr(target.spec))
 
@@ -81,10 +81,10 @@ def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
     """A method that is called with gradients, as the function that it is but for its object."""
     method, owner = target.value, target.owner
     assert owner is not None
-    told = dict(_of_self(scene))
-    uses = _Uses(target, told)
+    attributes = dict(_of_self(scene))
+    uses = _Uses(target, attributes)
     making, why_not = _making(owner, scene, uses.unknown, of_a_module=True)
-    stand_in = _stand_in(owner, scene, told, uses.unknown, why_not)
+    stand_in = _stand_in(owner, scene, attributes, uses.unknown, why_not)
 
     @functools.wraps(method)
     def bound(*handed: Any, **named: Any) -> Any:
@@ -140,7 +140,7 @@ class _Uses:
     models.
     """
 
-    def __init__(self, target: Target, told: dict[str, str]) -> None:
+    def __init__(self, target: Target, attributes: dict[str, str]) -> None:
         assert target.owner is not None
         wanted: set[str] = set()
         self.steps = False  # whether it calls step() of what stands for the optimizer
@@ -154,7 +154,7 @@ class _Uses:
             optimizers = [n for n in used if names.MEANINGS.get(n) == "optimizer"]
             self.steps |= any(source.calls("self", n, "step") for n in optimizers)
             waiting += [n for n in used - seen if callable(vars(target.owner).get(n))]
-        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in told}
+        wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in attributes}
         self.unknown = {n for n in wanted if n not in names.MEANINGS}
         self.meanings = {n: names.MEANINGS[n] for n in wanted - self.unknown}
         models = sorted(n for n, meaning in self.meanings.items() if meaning == "model")
@@ -167,7 +167,7 @@ class _Uses:
 
 
 def _stand_in(
-    owner: type, scene: Scene, told: dict[str, str], unknown: set[str], why_not: str
+    owner: type, scene: Scene, attributes: dict[str, str], unknown: set[str], why_not: str
 ) -> Any:
     """An object of a class derived from `owner`, never initialised, that finds names by meaning;
     what is `unknown` fails when it is used.
@@ -178,8 +178,8 @@ def _stand_in(
             modules = self.__dict__.get("_modules", {})
             if name in modules:
                 return modules[name]
-        if name in told:
-            return scene.keep(f"self.{name}", told[name])
+        if name in attributes:
+            return scene.keep(f"self.{name}", attributes[name])
         meaning = scene.meaning_of(name)
         if meaning in ("parameters", "named_parameters"):  # what an object keeps is not a generator
             meaning = f"listed_{meaning}"
