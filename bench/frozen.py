@@ -28,8 +28,8 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests, and for ranks
 
 import distcheck
+from bench import zoo
 from distcheck.errors import DistcheckError
-from distcheck.records import Report
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local.child import Reporter
 
@@ -47,29 +47,7 @@ def verified(**asked: Any) -> Row:
         report = distcheck.verify(**asked)
     except DistcheckError as error:
         return {"refused": type(error).__name__}
-    return {"exit": int(report.exit_code), "cases": dict(cases_of(report))}
-
-
-def cases_of(report: Report) -> Iterator[tuple[str, Row]]:
-    """What is kept of each case."""
-    for number, case in enumerate(report.cases):
-        failed = [f"{r.check} {r.layer}" for r in case.checks if r.verdict == "fail"]
-        unknown = [f"{r.check} {r.layer}" for r in case.checks if r.verdict == "unknown"]
-        firsts = [r.first for r in case.checks if r.verdict == "fail" and r.first]
-        ends = [f"{o.rank} {o.outcome}" for o in case.outcomes if o.outcome != "finished"]
-        first = firsts[0] if firsts else None
-        row: Row = {
-            "verdict": case.verdict,
-            "failed": failed,
-            "unknown": unknown,
-            "causes": [found.cause for found in case.diagnosis],
-            "ends": ends,
-            "first": [first.parameter, first.rank, first.step] if first else [],
-        }
-        yield (
-            f"{number} {case.case.workload.rpartition(':')[2]}",
-            {k: v for k, v in row.items() if v},
-        )
+    return {"exit": int(report.exit_code), "cases": dict(zoo.cases_of(report.cases))}
 
 
 def mutants() -> Made:
@@ -82,23 +60,29 @@ def mutants() -> Made:
 
 def subtle() -> Made:
     """Every subtle mutant, in the default run at world 4."""
-    from tests.mutants.subtle import everything
-
-    for program in everything():
-        yield program.name, lambda spec=program.spec: default_run(spec)
+    return default_runs("mutant")
 
 
 def unusual() -> Made:
     """Every right program of an unusual form, in the default run at world 4."""
-    from tests.unusual import everything
-
-    for program in everything():
-        yield program.name, lambda spec=program.spec: default_run(spec)
+    return default_runs("right")
 
 
-def default_run(spec: str) -> Row:
-    """The row of `distcheck verify --strategy SPEC --world 4`."""
-    return verified(strategy=spec, world=4, deadline_s=10.0, explore_s=0)
+def default_runs(kind: str) -> Made:
+    """The programs of the zoo of one kind, several to a verification."""
+    programs = [program for program in zoo.programs([]) if program["kind"] == kind]
+    made: dict[str, Row] = {}
+
+    def row(at: int) -> Row:
+        name = programs[at]["name"]
+        if name not in made:
+            together = programs[at : at + zoo.TOGETHER]
+            lines = zoo.run_together(together, zoo.DEFAULT_RUN)
+            made.update({line["name"]: {"cases": line.get("cases", "refused")} for line in lines})
+        return made[name]
+
+    for at, program in enumerate(programs):
+        yield program["name"], lambda at=at: row(at)
 
 
 def adapted() -> Made:

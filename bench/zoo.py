@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from distcheck.records import CaseReport
 
 Line = dict[str, Any]
 TOGETHER = 6  # programs per verification; what is interrupted is lost
-DEADLINE_S = 10.0
+DEFAULT_RUN: Line = {"world": 4, "deadline_s": 10.0, "explore_s": 0}
 AT_WORLD_4 = ("default", "apart")  # the reaches that a run at world 4 of a small model can have
 ORDER = {"fail": 0, "unknown": 1, "pass": 2}
 
@@ -57,6 +57,28 @@ def programs(wanted: list[str]) -> list[Line]:
     ]
 
 
+def cases_of(cases: Sequence[CaseReport]) -> Iterator[tuple[str, Line]]:
+    """What bench/frozen.py keeps of each case."""
+    for number, case in enumerate(cases):
+        failed = [f"{r.check} {r.layer}" for r in case.checks if r.verdict == "fail"]
+        unknown = [f"{r.check} {r.layer}" for r in case.checks if r.verdict == "unknown"]
+        firsts = [r.first for r in case.checks if r.verdict == "fail" and r.first]
+        ends = [f"{o.rank} {o.outcome}" for o in case.outcomes if o.outcome != "finished"]
+        first = firsts[0] if firsts else None
+        row: Line = {
+            "verdict": case.verdict,
+            "failed": failed,
+            "unknown": unknown,
+            "causes": [found.cause for found in case.diagnosis],
+            "ends": ends,
+            "first": [first.parameter, first.rank, first.step] if first else [],
+        }
+        yield (
+            f"{number} {case.case.workload.rpartition(':')[2]}",
+            {k: v for k, v in row.items() if v},
+        )
+
+
 def judge(program: Line, cases: list[CaseReport], seconds: float) -> Line:
     """One line: the worst verdict over all cases, what failed, and the causes that were named."""
     results = [(case, result) for case in cases for result in case.checks]
@@ -66,7 +88,7 @@ def judge(program: Line, cases: list[CaseReport], seconds: float) -> Line:
     return {
         **{key: value for key, value in program.items() if key != "asked"},
         "verdict": min((case.verdict for case in cases), key=lambda v: ORDER[v], default="error"),
-        "cases": {case.case.id: case.verdict for case in cases},
+        "cases": dict(cases_of(cases)),
         "failed": list(dict.fromkeys(failed)),
         "unknown": reasons[:3],
         "causes": list(causes),
@@ -101,9 +123,8 @@ def run(options: argparse.Namespace) -> None:
         found = [program for program in found if program["asked"]]
     found = found[number - 1 :: parts]
     asked: Line = {
-        "world": options.world, "steps": options.steps, "deadline_s": DEADLINE_S,
+        **DEFAULT_RUN, "world": options.world, "steps": options.steps,
         "workload": options.workload, "thorough": options.thorough, "dtype": options.dtype,
-        "explore_s": 0,
     }  # fmt: skip
     size = 1 if options.witness else options.together
     for at in range(0, len(found), size):
