@@ -32,6 +32,26 @@ def commands() -> str:
     return "".join(lines)
 
 
+def settings() -> str:
+    """Every setting of a verification: its names, what it takes, and what it is by default."""
+    from distcheck.plan.settings import DEFAULTS, SETTINGS
+
+    lines = [
+        MADE,
+        "# Settings of a verification\n\n"
+        "Each is an option of `distcheck verify`, a key of `[tool.distcheck]`, and a parameter of "
+        "`distcheck.verify(...)`.\n\n"
+        "| option | key | Python | a key takes | default | what it does |\n"
+        "|---|---|---|---|---|---|\n",
+    ]
+    for name, one in SETTINGS.items():
+        default = one.default or f"`{DEFAULTS[name]!r}`"
+        names = (f"`{word}`" for word in (one.option, one.key, one.parameter))
+        cells = (*names, one.takes, default, one.help)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(lines)
+
+
 def python() -> str:
     """The public names of Python, by module."""
     import distcheck
@@ -88,7 +108,7 @@ def _fields(tree: ast.ClassDef) -> str:
     return "\n".join([f"class {tree.name}:", *(f"    {field}" for field in fields or ["..."])])
 
 
-PAGES = {"commands.md": commands, "python.md": python}
+PAGES = {"commands.md": commands, "settings.md": settings, "python.md": python}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ _DEVICES = ("", "cpu", "cuda")
 
 def backends_command(
     *,
-    names: tuple[str, ...],
+    backend: tuple[str, ...],
     device: str,
     world: int,
     operations: tuple[str, ...],
@@ -44,7 +44,7 @@ def backends_command(
             f"--deadline-s {deadline_s:g} is out of range; it takes a number of seconds above 0, "
             f"and at most {MOST_DEADLINE_S}"
         )
-    for name in names:
+    for name in backend:
         loading.check_spelling("backend", name, backends.backend_names())
     baseline = read_baseline(baseline_file)
     check_writable(json_file)
@@ -52,8 +52,8 @@ def backends_command(
     try:
         sweeps = [
             _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s,
-                   asked=bool(names))
-            for name in dict.fromkeys(names or known)
+                   asked=bool(backend))
+            for name in dict.fromkeys(backend or known)
         ]  # fmt: skip
     finally:
         pool.close()

@@ -6,31 +6,22 @@ from typing import Any
 import click
 
 from distcheck.errors.spelling import nearest
+from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 
-# Parameters by the heading of their group in `--help`; a short list of options has one group.
-_GROUPS = (
-    ("What is judged", (
-        "strategies", "strategy", "worlds", "orders", "workloads", "thorough", "explore_s",
-        "without", "vary", "dtype",
-        "steps", "from_step", "reference", "config", "shard",
-    )),
-    ("How the strategy is called", (
-        "form", "arguments", "variables", "finish", "reset", "without_data", "loss", "accept",
-    )),
-    ("Data and ranks", (
-        "nproc", "keep_going",
-        "world", "batch", "data", "data_dir", "download", "seed", "backend", "device", "deadline_s",
-        "separate", "after_hang", "schedules", "switches", "schedule", "budget", "max_cases",
-        "epochs", "rate",
-    )),
-    ("Several machines, without a launcher", (
+# Parameters by the heading of their group in `--help`, beside those of `plan/settings.py`; a short
+# list of options has one group.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    JUDGED: ("orders", "vary", "from_step", "reference", "config", "shard"),
+    CALLED: (),
+    RANKS: ("nproc", "keep_going", "download", "budget", "max_cases", "epochs", "rate"),
+    "Several machines, without a launcher": (
         "nnodes", "machine", "master_addr", "master_port", "init_method",
-    )),
-    ("What is written", (
-        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every",
+    ),
+    "What is written": (
+        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every", "beside",
         "verbose", "quiet",
-    )),
-)  # fmt: skip
+    ),
+}  # fmt: skip
 _FEW = 12
 
 
@@ -53,8 +44,11 @@ class Command(click.Command):
             with formatter.section("Options"):
                 formatter.write_dl(list(records.values()))
             return
-        for heading, names in (*_GROUPS[:-1], (_GROUPS[-1][0], (*_GROUPS[-1][1], asks))):
-            rows = [records.pop(name) for name in names if name in records]
+        for heading, names in _GROUPS.items():
+            of_it = [(name, one) for name, one in SETTINGS.items() if one.heading == heading]
+            settings = [word for name, one in of_it for word in (name, one.parameter)]
+            last = [asks] if heading == [*_GROUPS][-1] else []
+            rows = [records.pop(n) for n in (*settings, *names, *last) if n in records]
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)

@@ -1,12 +1,12 @@
 """Options that several commands share. Imports nothing heavy: `--help` reads them."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 
 from distcheck.cli import completion
-from distcheck.plan.settings import DEFAULTS, SETTINGS
+from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,52 +29,46 @@ def trust_option(command: F) -> F:
     )(command)
 
 
-def case_options(command: F) -> F:
-    """What `verify` and `train` share."""
-    options = [
-        click.option("--data", default="synthetic", show_default=True, metavar="NAME",
-                     help="synthetic, cifar10 or mnist.", **completion.DATA),
-        click.option("--data-dir", metavar="DIR", type=click.Path(),
-                     help="Where the data set's files are: their folder, its parent, or the "
-                         "archive. [default: data]"),
-        click.option("--download", is_flag=True, help="Download the files if they are missing."),
-        click.option("--batch", default=256, show_default=True, metavar="N",
-                     help="Samples per step, over all ranks."),
-        click.option("--seed", default=0, show_default=True, metavar="N",
-                     help="The seed of all random streams."),
-        click.option("--backend", default="gloo", show_default=True, metavar="NAME",
-                     help=(
-                         "The backend that ranks communicate by: gloo, mpi or nccl; or simulated, "
-                         "a world in one process: simulated:ORDER adds as gloo, ring, tree, "
-                         "recursive-halving or rank."
-                     ), **completion.BACKENDS),
-        click.option("--device", default="cpu", show_default=True, metavar="NAME",
-                     help="cpu or cuda.", **completion.DEVICES),
-        click.option("--deadline-s", default=30.0, show_default=True, metavar="S",
-                     help="Idle seconds without progress after which a world has hung."),
-    ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callable[[F], F]:
+    """The option of a setting, as `plan/settings.py` declares it but for what is `changed`. One
+    that may be given several times is, where `single`, given once, under its name in Python.
+    """
+    setting, default = SETTINGS[name], DEFAULTS[name]
+    flag = setting.option
+    if default is True:
+        flag += f"/--no-{flag.removeprefix('--')}"
+    said = setting.default or (setting.option if default is True else "")
+    asked: dict[str, Any] = {
+        "is_flag": isinstance(default, bool),
+        "type": setting.type,
+        "metavar": setting.metavar,
+        "help": f"{setting.help} [default: {said}]" if said else setting.help,
+        **(completion.of(setting.names, files=setting.is_open) if setting.names else {}),
+    }
+    if setting.repeated:
+        asked["multiple"] = not single
+    else:
+        asked |= {
+            "default": default,
+            "show_default": not said and default is not None and default is not False,
+        }
+    return click.option(flag, setting.parameter if single else name, **{**asked, **changed})
 
 
-def setting_options(command: F) -> F:
-    """The settings of a verification, as `plan/settings.py` declares them."""
-    for name, setting in reversed(list(SETTINGS.items())):
-        flag, default = f"--{name.replace('_', '-')}", DEFAULTS[name]
-        if default is True:
-            flag += f"/--no-{name.replace('_', '-')}"
-        said = setting.default or (flag.partition("/")[0] if default is True else "")
-        command = click.option(
-            flag,
-            is_flag=isinstance(default, bool),
-            default=default,
-            type=get_args(setting.kind)[0] if get_args(setting.kind) else setting.kind,
-            metavar=setting.metavar,
-            show_default=not said and default not in (None, False),
-            help=f"{setting.help} [default: {said}]" if said else setting.help,
-        )(command)
-    return command
+def setting_options(*names: str) -> Callable[[F], F]:
+    """The options of several settings; of all, where none is named."""
+
+    def add(command: F) -> F:
+        for name in reversed(names or tuple(SETTINGS)):
+            command = setting_option(name)(command)
+        return command
+
+    return add
+
+
+DOWNLOAD = click.option("--download", is_flag=True, help="Download the files if they are missing.")
+# How code is called that was not written for distcheck, and what its numbers are held to.
+CALL_OPTIONS = (*CALLS, "loss", "accept")
 
 
 def matrix_options(command: F) -> F:
@@ -96,46 +90,6 @@ def given_options() -> frozenset[str]:
     context = click.get_current_context()
     usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return frozenset(n for n in context.params if context.get_parameter_source(n) not in usual)
-
-
-def adapter_options(command: F) -> F:
-    """How to call code that was not written for distcheck."""
-    options = [
-        click.option("--as", "form", metavar="FORM",
-                     help="The strategy's form: model, wrapper, comm-hook, ... "
-                     "[default: by its signature]",
-                     **completion.FORMS),
-        click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE",
-                     help="Set an argument of the strategy."),
-        click.option("--set", "variables", multiple=True, metavar="NAME=VALUE",
-                     help="Set a name in the strategy's module."),
-        click.option("--finish", metavar="METHOD",
-                     help="The method of a wrapper to call after backward; none: call none."),
-        click.option("--reset", metavar="METHOD", help=(
-            "The method of a wrapper to call before every step."
-        )),
-        click.option("--without-data", multiple=True, type=int, metavar="RANK",
-                     help="A rank without a shard of the batch, for example a parameter server."),
-        click.option("--loss", default="mean", show_default=True, metavar="NAME",
-                     help="The loss that backward gets: mean, mean/world, sum/global or tokens.",
-                     **completion.LOSSES),
-        click.option("--accept", metavar="KIND",
-                     help="An intended deviation: low-precision:bf16 (fp16, fp32), "
-                         "quantised:BITS, low-rank:RANK or local-sgd:PERIOD."),
-    ]  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def with_adaptation(asked: dict[str, Any]) -> dict[str, Any]:
-    """The options of `_adapter_options`, put together."""
-    from distcheck.training.adapters.asked import adaptation_of
-
-    names = ("form", "arguments", "variables", "finish", "reset", "without_data")
-    adaptation = adaptation_of(**{name: asked[name] for name in names})
-    rest = {name: value for name, value in asked.items() if name not in names}
-    return {**rest, "adaptation": adaptation}
 
 
 def machine_options(command: F) -> F:

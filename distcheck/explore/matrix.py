@@ -3,10 +3,11 @@
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.plan.configuration import PARAMETERS, read_configuration
+from distcheck.plan.configuration import BY_KEY, read_configuration
+from distcheck.plan.settings import CALLS
 
-# Keys of a matrix that a search takes over; it draws worlds, workloads and the rest itself.
-_TAKEN = ("as", "arg", "set", "finish", "reset", "without_data", "loss", "accept")
+# What a search takes over from a matrix; it draws worlds, workloads and the rest itself.
+_TAKEN = (*CALLS, "loss", "accept")
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
@@ -28,7 +29,7 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
     searches = []
     for strategy in strategies or (None,):
         said = {**matrix.keys, **(matrix.of(strategy) if strategy else {})}
-        keys = {PARAMETERS[key]: said[key] for key in _TAKEN if key in said}
+        keys = {BY_KEY[key]: value for key, value in said.items() if BY_KEY[key] in _TAKEN}
         keys = {name: value for name, value in keys.items() if name not in given}
         searches.append({**asked, **keys, "strategy": strategy})
     return searches

@@ -17,7 +17,7 @@ from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
-from distcheck.plan.settings import Settings
+from distcheck.plan.settings import DTYPES, Settings
 from distcheck.plan.single_ranks import check_delays, check_without_data, exchanges_nothing
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
 from distcheck.records import layers as known_layers
@@ -29,7 +29,6 @@ from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
 from distcheck.workloads.cells import CELLS
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
@@ -38,23 +37,8 @@ _MOST_STEPS = 10**5
 class Request(Settings, frozen=True, kw_only=True):
     """What `distcheck verify` was asked for; the options' own names."""
 
-    strategies: tuple[str, ...]
-    worlds: tuple[int, ...] = (4,)
-    workloads: tuple[str, ...] = ()
-    data: str = datasets.SYNTHETIC
-    data_dir: str | None = None
-    download: bool = False
-    batch: int = 256
-    seed: int = 0
-    dtype: str | None = None
-    backend: str = "gloo"
-    device: str = "cpu"
-    deadline_s: float = 30.0
     adaptation: Adaptation = Adaptation()
-    loss: str = "mean"
-    accept: str | None = None
     ranks_here: int | None = None  # of a launcher's world, on this machine
-    without: tuple[str, ...] = ()  # cells
     cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
     delays: tuple[Delay, ...] = ()
 

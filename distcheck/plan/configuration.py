@@ -17,114 +17,45 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
-from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean, nearest
-from distcheck.plan.cases import DTYPES, check_workload
 from distcheck.plan.owners import is_ones_own
-from distcheck.plan.settings import SETTINGS
+from distcheck.plan.settings import SETTINGS, Setting, with_adaptation
 from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
-from distcheck.training.adapters import form_names
-from distcheck.training.adapters.asked import LOSSES, adaptation_of, check_adaptation
-from distcheck.workloads import datasets
+from distcheck.training.adapters.asked import check_adaptation
+from distcheck.workloads import cells
 
 SECTION = "tool.distcheck"
 _MOST_BYTES = 1 << 20
 
-Words = Annotated[list[str], Meta(min_length=1)]
-Counts = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]
-Seeds = Annotated[list[Annotated[int, Meta(ge=0, le=2**63 - 1)]], Meta(min_length=1)]
-Count = Annotated[int, Meta(ge=1)]
-Ranks = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-
+BY_KEY: Mapping[str, str] = {setting.key: name for name, setting in SETTINGS.items()}
 # What each key takes, for the sentence that says so.
 TAKES = {
-    "strategies": 'names or FILE.py:OBJECT, as in ["ddp", "sync.py:average"]',
+    **{setting.key: setting.takes for setting in SETTINGS.values()},
     "strategy": "a table for each strategy that differs from the rest",
-    "worlds": "numbers of ranks, each at least 1, as in [2, 4]",
-    "workloads": 'names of workloads, as in ["lattice", "cnn"]',
-    "backends": 'names of backends, as in ["gloo"]',
-    "dtypes": 'names of dtypes, as in ["float32"]',
-    "seeds": "whole numbers from 0, as in [0, 1]",
-    "batch": "a number of samples per step over all ranks, at least 1",
-    "deadline_s": "idle seconds after which a world has hung, more than 0",
-    "data": "the name of a data set",
-    "data_dir": "a folder",
-    "device": "cpu or cuda",
-    "as": "the name of a form",
-    "arg": "a table of values by the name of a parameter, as in { average = true }",
-    "set": "a table of values by the name in the module",
-    "finish": "the name of a method",
-    "reset": "the name of a method",
-    "without_data": "numbers of ranks, from 0, as in [0]",
-    "loss": "mean, mean/world, sum/global or tokens",
-    "accept": 'an intended deviation, as --accept takes it: "low-precision:bf16"',
-    "without": "names of cells of --thorough",
-    **{name: setting.takes for name, setting in SETTINGS.items()},
 }
-# Keys, by the parameter that the option of the same purpose has in `distcheck.cli.commands.verify`.
-PARAMETERS = {
-    "strategies": "strategies", "worlds": "worlds", "workloads": "workloads", "dtypes": "dtype",
-    "backends": "backend", "seeds": "seed", "batch": "batch",
-    "deadline_s": "deadline_s", "data": "data", "data_dir": "data_dir", "device": "device",
-    "as": "form", "arg": "arguments", "set": "variables", "finish": "finish", "reset": "reset",
-    "without_data": "without_data", "loss": "loss", "accept": "accept",
-    "without": "without", **{name: name for name in SETTINGS},
-}  # fmt: skip
 
 
-class _OfStrategy(msgspec.Struct, rename={"form": "as"}, kw_only=True):
-    """The keys that may hold for one strategy alone, beside the settings."""
-
-    worlds: Counts | UnsetType = UNSET
-    workloads: Words | UnsetType = UNSET
-    backends: Words | UnsetType = UNSET
-    dtypes: Words | UnsetType = UNSET
-    seeds: Seeds | UnsetType = UNSET
-    batch: Count | UnsetType = UNSET
-    deadline_s: Seconds | UnsetType = UNSET
-    form: str | UnsetType = UNSET
-    arg: dict[str, Any] | UnsetType = UNSET
-    set: dict[str, Any] | UnsetType = UNSET
-    finish: str | UnsetType = UNSET
-    reset: str | UnsetType = UNSET
-    without_data: Ranks | UnsetType = UNSET
-    loss: str | UnsetType = UNSET
-    accept: str | UnsetType = UNSET
-    without: Words | UnsetType = UNSET
-
-
-class _OfAll(_OfStrategy, rename={"form": "as"}, kw_only=True):
-    """The keys of the section itself, beside the settings."""
-
-    strategies: Words | UnsetType = UNSET
-    strategy: dict[str, Any] | UnsetType = UNSET
-    data: str | UnsetType = UNSET
-    data_dir: str | UnsetType = UNSET
-    device: str | UnsetType = UNSET
-
-
-def _with_settings(name: str, keys: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Keys, with those of the settings; each may be left out, and no other is taken."""
+def _keys(name: str, settings: Mapping[str, Setting], **more: Any) -> type[msgspec.Struct]:
+    """A table with the keys of settings; each may be left out, and no other is taken."""
+    kinds = {**{setting.key: setting.kind for setting in settings.values()}, **more}
     return msgspec.defstruct(
         name,
-        [(one, setting.kind | UnsetType, UNSET) for one, setting in SETTINGS.items()],
-        bases=(keys,),
+        [(f"{key}_", kind | UnsetType, UNSET) for key, kind in kinds.items()],
+        rename=lambda field: field.removesuffix("_"),  # Python keeps "as" for itself
         forbid_unknown_fields=True,
-        rename={"form": "as"},
         kw_only=True,
     )
 
 
-OfStrategy = _with_settings("OfStrategy", _OfStrategy)
-OfAll = _with_settings("OfAll", _OfAll)
+OfStrategy = _keys("OfStrategy", {n: s for n, s in SETTINGS.items() if not s.of_all})
+OfAll = _keys("OfAll", SETTINGS, strategy=dict[str, Any])
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,10 +131,7 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
         _check_values(path, place, keys)
     strategies = table.get("strategies", list(own))
     keys = {key: value for key, value in table.items() if key not in ("strategies", "strategy")}
-    _check_values(path, section, keys)
-    for n, name in enumerate(strategies):
-        place = _joined(section, f"strategies[{n}]")
-        _check_name(path, place, "strategy", name, loading.strategy_names(), folder=path.parent)
+    _check_values(path, section, {**keys, "strategies": strategies})
     for name in own:
         if name not in strategies:
             place = _joined(section, f'strategy."{name}"')
@@ -248,45 +176,31 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
 
 def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
     """Raises UsageError for a name that nothing has."""
-    for key, what, known in (
-        ("workloads", "workload", loading.workload_names()),
-        ("backends", "backend", backends.names_with_orders()),
-        ("dtypes", "dtype", DTYPES),
-    ):
-        for n, name in enumerate(keys.get(key, ())):
-            at = f"{_joined(place, key)}[{n}]"
-            _check_name(path, at, what, name, known, folder=path.parent)
-    for key, words in (
-        ("as", form_names()),
-        ("loss", LOSSES),
-        ("data", datasets.dataset_names()),
-        ("device", ("cpu", "cuda")),
-    ):
-        if key in keys and keys[key] not in words:
-            raise UsageError(
-                f"{path}: {_joined(place, key)} is {keys[key]!r}; known are {', '.join(words)}"
-                f"{_nearest(keys[key], words)}"
-            )
+    for key, value in keys.items():
+        setting = SETTINGS[BY_KEY[key]]
+        if setting.names is None:
+            continue
+        many = isinstance(value, list)
+        for n, name in enumerate(value if many else [value]):
+            at = f"{_joined(place, key)}{f'[{n}]' * many}"
+            _check_name(path, at, setting, name)
     try:
-        said = {name: keys[key] for key, name in _ADAPTER.items() if key in keys}
-        check_adaptation(adaptation_of(**said), "mean")
+        said = {BY_KEY[key]: value for key, value in keys.items()}
+        check_adaptation(with_adaptation(said)["adaptation"], "mean")
     except UsageError as error:
         raise UsageError(f"{path}: [{place}]: {error}") from None
 
 
-_ADAPTER = {key: PARAMETERS[key] for key in ("as", "arg", "set", "finish", "reset", "without_data")}
-
-
-def _check_name(path: Path, place: str, what: str, name: str, known: Any, *, folder: Path) -> None:
+def _check_name(path: Path, place: str, setting: Setting, name: str) -> None:
+    assert setting.names is not None
+    what, known = setting.parameter, tuple(setting.names())
     try:
-        if what == "strategy":
-            loading.check_spelling(what, _from_here(name, folder), known)
-        elif what == "workload":
-            check_workload(_from_here(name, folder))
+        if setting.is_open:
+            spec = _from_here(name, path.parent)
+            loading.check_spelling(what, cells.place_of(spec), known)
         elif name not in known:
             raise UsageError(
-                f"unknown {what} {name!r}{did_you_mean(name, known)}; known are "
-                f"{', '.join(sorted(known))}"
+                f"unknown {what} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}"
             )
     except UsageError as error:
         raise UsageError(f"{path}: {place}: {error}") from None

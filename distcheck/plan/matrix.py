@@ -16,19 +16,18 @@ import xxhash
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import thorough
 from distcheck.plan.cases import Request, plan_cases
-from distcheck.plan.configuration import PARAMETERS, Configuration, read_configuration
+from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
 from distcheck.plan.costs import rough_s
 from distcheck.plan.identity import identity_of
+from distcheck.plan.settings import SETTINGS, with_adaptation
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case_ids import name_apart
 from distcheck.records.searches import PlannedSearch
-from distcheck.training.adapters.asked import adaptation_of
 from distcheck.worlds.launchers.launch import Launch
 
-_ADAPTER = ("form", "arguments", "variables", "finish", "reset", "without_data")
 # A request has one of these; a matrix may have several.
-_SEVERAL = ("backend", "seed", "dtype")
+_SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s")
 
 
 @dataclass(frozen=True)
@@ -174,12 +173,9 @@ def _fields(
 ) -> Iterator[dict[str, Any]]:
     """What requests say, one for each combination of what a request has one of."""
     fields = {name: value for name, value in asked.items() if name != "strategies"}
-    said = {PARAMETERS[key]: value for key, value in keys.items()}
-    for name in said:
-        if name not in asked:
-            raise UsageError(f"this version has no option for the key {_key_of(name)}")
+    said = {BY_KEY[key]: value for key, value in keys.items()}
     fields |= {name: value for name, value in said.items() if name not in given}
-    adaptation = adaptation_of(**{name: fields.pop(name) for name in _ADAPTER})
+    fields = with_adaptation(fields)
     several = {
         name: list(dict.fromkeys(fields.pop(name)))
         if isinstance(fields[name], list)
@@ -188,7 +184,7 @@ def _fields(
     }
     exact = [dtype for dtype in several["dtype"] if dtype in (None, *EXACT_DTYPES)]
     for values in itertools.product(*several.values()):
-        request = {**fields, "adaptation": adaptation, **dict(zip(several, values, strict=True))}
+        request = {**fields, **dict(zip(several, values, strict=True))}
         workloads = request["workloads"]
         if request["dtype"] not in exact and exact and "lattice" in workloads:
             # Judged in the dtypes that it has; alone it is refused, with the reason.
@@ -196,10 +192,6 @@ def _fields(
             if not request["workloads"]:
                 continue
         yield request
-
-
-def _key_of(parameter: str) -> str:
-    return next(key for key, name in PARAMETERS.items() if name == parameter)
 
 
 def _planned(case: Case, shard: int) -> PlannedCase:

@@ -36,8 +36,8 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
     sizes = WORLDS if worlds is None else _sizes(worlds)
     names = ORDERS if orders is None else _names(orders)
     batch = max(_BATCH, *sizes) if asked["batch"] is None else asked["batch"]
-    workload = asked["workloads"] or WORKLOAD
-    rest = {name: value for name, value in asked.items() if name not in ("batch", "workloads")}
+    workload = asked["workload"] or WORKLOAD
+    rest = {name: value for name, value in asked.items() if name not in ("batch", "workload")}
     cases = [
         _alone(case, order)
         for world in sizes

@@ -1,19 +1,32 @@
-"""Settings that are declared once: a field here is an option of `verify` and `plan`, a key of the
-configuration, a parameter of `distcheck.verify(...)`, and a field of a request.
+"""What can be asked of a verification, each declared once: a field here is an option of `verify`
+and `plan`, a key of the configuration, a parameter of `distcheck.verify(...)`, and a field of a
+request.
 
-A new one is a field here, and the place that reads it. Options that take names, or several values,
-are declared where their names are known (`cli/`, `configuration.py`, `testing/verifying.py`);
-tests/unit/test_settings.py holds all of them equal. No torch, and no click.
+A new one is a field here with its line in `Asked`, and the place that reads it. Other commands
+take theirs by name (`cli/options.py`); tests/unit/test_settings.py holds all of them equal. No
+torch, and no click.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, get_type_hints
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 F = TypeVar("F", bound=Callable[..., Any])
+Names = Callable[[], Iterable[str]]
+
+Words = Annotated[list[str], Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Counts = Annotated[list[Count], Meta(min_length=1)]
+Ranks = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Table = dict[str, Any]
+
+
+JUDGED, CALLED, RANKS = "What is judged", "How the strategy is called", "Data and ranks"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +35,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     kind      what its key takes, and `takes` the same in words
     help      of its option; `metavar` stands for the value there
     default   in words, where that says more than the value
+    type      of one value of the option, where the field's type does not say it
+    repeated  whether the option may be given several times
+    names     what it may be; `is_open` where a file or a module may be as well
+    of_all    whether its key holds for all strategies of a matrix alike
+    heading   the group of its option in `--help`
+    option, key, parameter    its names on the command line, in the configuration and in Python,
+              where they are not the field's
     """
 
     kind: Any
@@ -29,11 +49,121 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     help: str
     metavar: str | None = None
     default: str = ""
+    type: Any = None
+    repeated: bool = False
+    names: Names | None = None
+    is_open: bool = False
+    of_all: bool = False
+    heading: str = JUDGED
+    option: str = ""
+    key: str = ""
+    parameter: str = ""
+
+
+def _strategies() -> Iterable[str]:
+    from distcheck.training import loading
+
+    return sorted(loading.strategy_names())
+
+
+def _workloads() -> Iterable[str]:
+    from distcheck.training import loading
+
+    return sorted(loading.workload_names())
+
+
+def _backends() -> Iterable[str]:
+    from distcheck import backends
+
+    return backends.names_with_orders()
+
+
+def _dtypes() -> Iterable[str]:
+    return DTYPES
+
+
+def _devices() -> Iterable[str]:
+    from distcheck.machine.devices import DEVICES
+
+    return DEVICES
+
+
+def _data() -> Iterable[str]:
+    from distcheck.workloads.datasets import dataset_names
+
+    return dataset_names()
+
+
+def _forms() -> Iterable[str]:
+    from distcheck.training.adapters import form_names
+
+    return form_names()
+
+
+def _losses() -> Iterable[str]:
+    from distcheck.training.adapters.asked import LOSSES
+
+    return LOSSES
+
+
+def _cells() -> Iterable[str]:
+    from distcheck.workloads.cells import CELLS
+
+    return CELLS
+
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be set, with what it is if it is not."""
+    """What is compared, with what it is if it is not given."""
 
+    strategies: Annotated[
+        tuple[str, ...],
+        Setting(
+            kind=Words,
+            takes='names or FILE.py:OBJECT, as in ["ddp", "sync.py:average"]',
+            help="The strategy to judge; may be given several times.",
+            default="the matrix of pyproject.toml",
+            metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+            repeated=True,
+            names=_strategies,
+            is_open=True,
+            of_all=True,
+            option="--strategy",
+            parameter="strategy",
+        ),
+    ] = ()
+    worlds: Annotated[
+        tuple[int, ...],
+        Setting(
+            kind=Counts,
+            takes="numbers of ranks, each at least 1, as in [2, 4]",
+            help="Number of ranks; may be given several times.",
+            default="4, or what a launcher has started",
+            metavar="N",
+            type=int,
+            repeated=True,
+            option="--world",
+            parameter="world",
+        ),
+    ] = (4,)
+    workloads: Annotated[
+        tuple[str, ...],
+        Setting(
+            kind=Words,
+            takes='names of workloads, as in ["lattice", "cnn"]',
+            help="The workload to train; may be given several times.",
+            default="lattice, cnn and composite, and the cell absent_on_some, which counts only "
+            "where all ranks finish it",
+            metavar="NAME",
+            repeated=True,
+            names=_workloads,
+            is_open=True,
+            option="--workload",
+            parameter="workload",
+        ),
+    ] = ()
     thorough: Annotated[
         bool,
         Setting(
@@ -53,19 +183,124 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             metavar="S",
         ),
     ] = 60.0
+    without: Annotated[
+        tuple[str, ...],
+        Setting(
+            kind=Words,
+            takes="names of cells of --thorough",
+            help="Leave out a cell; may be given several times.",
+            metavar="CELL",
+            repeated=True,
+            names=_cells,
+        ),
+    ] = ()
+    dtype: Annotated[
+        str | None,
+        Setting(
+            kind=Words,
+            takes='names of dtypes, as in ["float32"]',
+            help="float32, float64, bfloat16 or float16.",
+            default="float32, and float64 where quick",
+            metavar="NAME",
+            names=_dtypes,
+            key="dtypes",
+        ),
+    ] = None
     steps: Annotated[
         int | None,
         Setting(
-            kind=Annotated[int, Meta(ge=1)],
+            kind=Count,
             takes="a number of steps, at least 1",
             help="Steps to record; fewer than 3 miss bugs that begin late.",
             metavar="N",
+            type=int,
             default="each workload's own number",
         ),
     ] = None
+    batch: Annotated[
+        int,
+        Setting(
+            heading=RANKS,
+            kind=Count,
+            takes="a number of samples per step over all ranks, at least 1",
+            help="Samples per step, over all ranks.",
+            metavar="N",
+        ),
+    ] = 256
+    data: Annotated[
+        str,
+        Setting(
+            heading=RANKS,
+            kind=str,
+            takes="the name of a data set",
+            help="synthetic, cifar10 or mnist.",
+            metavar="NAME",
+            names=_data,
+            of_all=True,
+        ),
+    ] = "synthetic"
+    data_dir: Annotated[
+        str | None,
+        Setting(
+            heading=RANKS,
+            kind=str,
+            takes="a folder",
+            help="Where the data set's files are: their folder, its parent, or the archive.",
+            metavar="DIR",
+            default="data",
+            of_all=True,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        Setting(
+            heading=RANKS,
+            kind=Annotated[list[Seed], Meta(min_length=1)],
+            takes="whole numbers from 0, as in [0, 1]",
+            help="The seed of all random streams.",
+            metavar="N",
+            key="seeds",
+        ),
+    ] = 0
+    backend: Annotated[
+        str,
+        Setting(
+            heading=RANKS,
+            kind=Words,
+            takes='names of backends, as in ["gloo"]',
+            help="The backend that ranks communicate by: gloo, mpi or nccl; or simulated, a world "
+            "in one process: simulated:ORDER adds as gloo, ring, tree, recursive-halving or rank.",
+            metavar="NAME",
+            names=_backends,
+            key="backends",
+        ),
+    ] = "gloo"
+    device: Annotated[
+        str,
+        Setting(
+            heading=RANKS,
+            kind=str,
+            takes="cpu or cuda",
+            help="cpu or cuda.",
+            metavar="NAME",
+            names=_devices,
+            of_all=True,
+        ),
+    ] = "cpu"
+    deadline_s: Annotated[
+        float,
+        Setting(
+            heading=RANKS,
+            kind=Annotated[float, Meta(gt=0)],
+            takes="idle seconds after which a world has hung, more than 0",
+            help="Idle seconds without progress after which a world has hung.",
+            metavar="S",
+        ),
+    ] = 30.0
     separate: Annotated[
         bool,
         Setting(
+            heading=RANKS,
             kind=bool,
             takes="true or false",
             help="Rerun in separate interpreters, as on several machines. Without them a run is "
@@ -75,6 +310,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     after_hang: Annotated[
         bool,
         Setting(
+            heading=RANKS,
             kind=bool,
             takes="true or false",
             help="Also run the other cases of a strategy that has hung. By default they are "
@@ -84,6 +320,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     schedules: Annotated[
         int,
         Setting(
+            heading=RANKS,
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of schedules, from 0 (none)",
             help="With --backend simulated: also run this many schedules, in which ranks take "
@@ -94,6 +331,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     switches: Annotated[
         int,
         Setting(
+            heading=RANKS,
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of switches, from 0 (schedules are drawn)",
             help="With --backend simulated: run every schedule with at most this many switches, "
@@ -104,6 +342,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Annotated[
         str | None,
         Setting(
+            heading=RANKS,
             kind=str,
             takes="a schedule, as a report prints it",
             help="With --backend simulated: run under this schedule, as a report prints it.",
@@ -111,31 +350,182 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             default="the usual one",
         ),
     ] = None
+    loss: Annotated[
+        str,
+        Setting(
+            heading=CALLED,
+            kind=str,
+            takes="mean, mean/world, sum/global or tokens",
+            help="The loss that backward gets: mean, mean/world, sum/global or tokens.",
+            metavar="NAME",
+            names=_losses,
+        ),
+    ] = "mean"
+    accept: Annotated[
+        str | None,
+        Setting(
+            heading=CALLED,
+            kind=str,
+            takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
+            help="An intended deviation: low-precision:bf16 (fp16, fp32), quantised:BITS, "
+            "low-rank:RANK or local-sgd:PERIOD.",
+            metavar="KIND",
+        ),
+    ] = None
 
 
-def _declared() -> dict[str, Setting]:
-    hints = get_type_hints(Settings, include_extras=True)
-    return {name: next(filter(_is_setting, hint.__metadata__)) for name, hint in hints.items()}
+class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How code is called that was not written for distcheck. `with_adaptation` makes the one field
+    of a request of them.
+    """
+
+    form: Annotated[
+        str | None,
+        Setting(
+            heading=CALLED,
+            kind=str,
+            takes="the name of a form",
+            help="The strategy's form: model, wrapper, comm-hook, ...",
+            metavar="FORM",
+            default="by its signature",
+            names=_forms,
+            option="--as",
+            key="as",
+        ),
+    ] = None
+    arguments: Annotated[
+        tuple[str, ...],
+        Setting(
+            heading=CALLED,
+            kind=Table,
+            takes="a table of values by the name of a parameter, as in { average = true }",
+            help="Set an argument of the strategy.",
+            metavar="NAME=VALUE",
+            repeated=True,
+            option="--arg",
+            key="arg",
+        ),
+    ] = ()
+    variables: Annotated[
+        tuple[str, ...],
+        Setting(
+            heading=CALLED,
+            kind=Table,
+            takes="a table of values by the name in the module",
+            help="Set a name in the strategy's module.",
+            metavar="NAME=VALUE",
+            repeated=True,
+            option="--set",
+            key="set",
+        ),
+    ] = ()
+    finish: Annotated[
+        str | None,
+        Setting(
+            heading=CALLED,
+            kind=str,
+            takes="the name of a method",
+            help="The method of a wrapper to call after backward; none: call none.",
+            metavar="METHOD",
+        ),
+    ] = None
+    reset: Annotated[
+        str | None,
+        Setting(
+            heading=CALLED,
+            kind=str,
+            takes="the name of a method",
+            help="The method of a wrapper to call before every step.",
+            metavar="METHOD",
+        ),
+    ] = None
+    without_data: Annotated[
+        tuple[int, ...],
+        Setting(
+            heading=CALLED,
+            kind=Ranks,
+            takes="numbers of ranks, from 0, as in [0]",
+            help="A rank without a shard of the batch, for example a parameter server.",
+            metavar="RANK",
+            type=int,
+            repeated=True,
+        ),
+    ] = ()
 
 
-def _is_setting(found: object) -> bool:
-    return isinstance(found, Setting)
+class Asked(TypedDict, total=False):
+    """What `distcheck.verify(...)` takes by name, for type checkers."""
+
+    world: int | Sequence[int] | None
+    workload: str | Sequence[str]
+    thorough: bool
+    explore_s: float
+    without: str | Sequence[str]
+    dtype: str | None
+    steps: int | None
+    batch: int
+    data: str
+    data_dir: str | os.PathLike[str] | None
+    seed: int
+    backend: str
+    device: str
+    deadline_s: float
+    separate: bool
+    after_hang: bool
+    schedules: int
+    switches: int
+    schedule: str | None
+    loss: str
+    accept: str | None
+    form: str | None
+    arguments: Mapping[str, Any] | Sequence[str] | None
+    variables: Mapping[str, Any] | Sequence[str] | None
+    finish: str | None
+    reset: str | None
+    without_data: Sequence[int]
 
 
-SETTINGS: Mapping[str, Setting] = _declared()
+def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
+    """Every field's declaration, with all of its names."""
+    found = {}
+    for one in structs:
+        for name, hint in get_type_hints(one, include_extras=True).items():
+            setting = next(s for s in hint.__metadata__ if isinstance(s, Setting))
+            found[name] = msgspec.structs.replace(
+                setting,
+                option=setting.option or f"--{name.replace('_', '-')}",
+                key=setting.key or name,
+                parameter=setting.parameter or name,
+            )
+    return found
+
+
+CALLS: Mapping[str, Setting] = _declared(CallSettings)
+SETTINGS: Mapping[str, Setting] = {**_declared(Settings), **CALLS}
 DEFAULTS: Mapping[str, Any] = {
-    field.name: field.default for field in msgspec.structs.fields(Settings)
+    field.name: field.default
+    for one in (Settings, CallSettings)
+    for field in msgspec.structs.fields(one)
 }
 
 
+def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, in which `adaptation` is in the place of the settings of a call."""
+    from distcheck.training.adapters.asked import adaptation_of
+
+    said = {name: asked[name] for name in CALLS if asked.get(name) is not None}
+    rest = {name: value for name, value in asked.items() if name not in CALLS}
+    return {**rest, "adaptation": adaptation_of(**said)}
+
+
 def with_settings(function: F) -> F:
-    """Shows the settings that a function takes by `**more` among its parameters."""
+    """Shows the settings that a function takes by `**asked` among its parameters."""
     own = inspect.signature(function).parameters
     shown = [one for one in own.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name])
-        for name in SETTINGS
-        if name not in own
+        inspect.Parameter(s.parameter, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name])
+        for name, s in SETTINGS.items()
+        if s.parameter not in own
     ]
     function.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return function

@@ -4,7 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -14,13 +14,11 @@ from distcheck.explore.beside import explore_beside
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.cases import Request
-from distcheck.plan.settings import SETTINGS, with_settings
+from distcheck.plan.settings import SETTINGS, Asked, with_adaptation, with_settings
 from distcheck.records import Report
 from distcheck.store.run_folder import Store
-from distcheck.training.adapters.asked import adaptation_of
 from distcheck.verification.given_objects import names_of
 from distcheck.verification.run import verify_cases
-from distcheck.workloads.datasets import SYNTHETIC
 
 _DELAY = ("rank", "collective", "ms")
 
@@ -29,32 +27,9 @@ _DELAY = ("rank", "collective", "ms")
 def verify(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
     *,
-    world: int | Sequence[int] | None = None,
-    workload: str | Sequence[str] = (),
-    data: str = SYNTHETIC,
-    data_dir: str | os.PathLike[str] | None = None,
-    batch: int = 256,
-    steps: int | None = None,
-    seed: int = 0,
-    backend: str = "gloo",
-    device: str = "cpu",
-    dtype: str | None = None,
-    deadline_s: float = 30.0,
-    form: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    finish: str | None = None,
-    reset: str | None = None,
-    without_data: Sequence[int] = (),
-    loss: str = "mean",
-    accept: str | None = None,
-    thorough: bool = False,
-    without: Sequence[str] = (),
-    explore_s: float = 60.0,
     delays: Sequence[tuple[int, int, int]] = (),
-    separate: bool = True,
     save: str | os.PathLike[str] | None = None,
-    **settings: Any,
+    **asked: Unpack[Asked],
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
 
@@ -68,37 +43,32 @@ def verify(
     without_data  ranks without a shard of the batch, such as a parameter server
     thorough    all cells as well, but for those in `without`; worlds 2 to 6 if no `world` is given;
                 a search of `explore_s` seconds for each strategy (0: none)
-    delays      (rank, n, ms): ranks of the first world that are late for their n-th collective
     separate    whether the second world's ranks come from separate interpreters
+    delays      (rank, n, ms): ranks of the first world that are late for their n-th collective
     save        folder for cases, traces and the report; nothing is written without it
-    Returns the report; its `raise_for_verdict()` raises AssertionError unless it passed. Ranks are
-    fresh in every call. Raises UsageError for invalid arguments, CannotRunError for what cannot.
+    All else is as the option of that name says. Returns the report; its `raise_for_verdict()`
+    raises AssertionError unless it passed. Ranks are fresh in every call. Raises UsageError for
+    invalid arguments, CannotRunError for what cannot.
     """
-    _check_names(settings)
-    adapted = form, arguments or {}, variables or {}, finish, reset, without_data
-    asked = {
-        "strategies": names_of(strategy),
-        "worlds": (4,) if world is None else (world,) if isinstance(world, int) else world,
-        "workloads": (workload,) if isinstance(workload, str) else workload,
-        "data": data,
-        "data_dir": data_dir and os.fspath(data_dir),
-        "batch": batch, "steps": steps, "seed": seed, "dtype": dtype, "deadline_s": deadline_s,
-        "adaptation": adaptation_of(*adapted),
-        "loss": loss, "accept": accept, "thorough": thorough,
-        "without": (without,) if isinstance(without, str) else tuple(without),
-        "explore_s": explore_s,
-        "delays": [dict(zip(_DELAY, late, strict=False)) for late in delays],
-        "separate": separate, "backend": backend, "device": device,
-        **settings,
-    }  # fmt: skip
-    return _verify(_request(asked, world_given=world is not None), save)
+    fields = {"strategies": names_of(strategy), **_fields(asked)}
+    fields["delays"] = [dict(zip(_DELAY, late, strict=False)) for late in delays]
+    return _verify(_request(fields), save)
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
-    if unknown := settings.keys() - SETTINGS.keys():
-        name = min(unknown)
-        meant = did_you_mean(name, inspect.signature(verify).parameters)
-        raise TypeError(f"verify() got an unexpected keyword argument {name!r}{meant}")
+def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for in Python, as a request has it; what is None was not."""
+    by_parameter = {setting.parameter: name for name, setting in SETTINGS.items()}
+    fields: dict[str, Any] = {}
+    for parameter, value in asked.items():
+        if parameter not in by_parameter or parameter == "strategy":
+            meant = did_you_mean(parameter, inspect.signature(verify).parameters)
+            raise TypeError(f"verify() got an unexpected keyword argument {parameter!r}{meant}")
+        name = by_parameter[parameter]
+        if SETTINGS[name].repeated and isinstance(value, str | int):
+            value = (value,)
+        if value is not None:
+            fields[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return with_adaptation(fields)
 
 
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
@@ -107,8 +77,9 @@ def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
     return verify_cases(cases, keep=keep, beside=beside, explore=explore_beside)
 
 
-def _request(asked: dict[str, Any], *, world_given: bool) -> Request:
+def _request(fields: dict[str, Any]) -> Request:
     try:
-        return thorough_run.widened(msgspec.convert(asked, Request), world_given=world_given)
+        request = msgspec.convert(fields, Request)
+        return thorough_run.widened(request, world_given="worlds" in fields)
     except msgspec.ValidationError as error:
         raise UsageError(f"verify() does not take these arguments: {error}") from None

@@ -22,9 +22,9 @@ import pytest
 
 from distcheck import backends
 from distcheck.cli.commands.verify import command
-from distcheck.cli.options import with_adaptation
 from distcheck.errors import ExitCode, UsageError
 from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.settings import with_adaptation
 from distcheck.records import Case, Report
 from distcheck.verification.run import run_cases
 from distcheck.worlds.pool import Pool

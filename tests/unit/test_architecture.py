@@ -153,13 +153,19 @@ def test_help_and_list_import_no_torch(words: list[str]) -> None:
     assert ran.returncode == 0, ran.stderr.decode()
 
 
-def test_modules_and_functions_stay_short() -> None:
+# A question to a reader, "is this one idea?", and its answer.
+LONG_FOR_A_REASON = {
+    "distcheck/plan/settings.py": "a declaration for each setting",
+}
+
+
+def test_what_is_long_is_so_for_a_reason() -> None:
     def long(path: Path) -> set[str]:
         functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
         names = {f.name for f in functions if (f.end_lineno or 0) - f.lineno > 70}
         return names | ({"the module"} if len(text_of(path).splitlines()) > 400 else set())
 
-    assert not found([*MODULES, *STRATEGIES], long)
+    assert found([*MODULES, *STRATEGIES], long).keys() == LONG_FOR_A_REASON.keys()
 
 
 def test_no_drawer_for_odds_and_ends() -> None:

@@ -180,7 +180,7 @@ def test_a_launcher_has_made_the_world(folder: Path) -> None:
 
 SLIPS = [
     ("strategis = ['ddp']", "unknown key tool.distcheck.strategis; did you mean strategies?"),
-    ("qqq = 1", "unknown key tool.distcheck.qqq; known are worlds, workloads"),
+    ("qqq = 1", "unknown key tool.distcheck.qqq; known are strategies, worlds, workloads"),
     ("worlds = 4", "tool.distcheck.worlds is 4; tool.distcheck.worlds takes numbers of ranks"),
     ("worlds = [2, 'x']", r"tool.distcheck.worlds\[1\] is 'x'; tool.distcheck.worlds takes"),
     ("worlds = []", r"tool.distcheck.worlds is \[\]; tool.distcheck.worlds takes numbers of"),
@@ -195,10 +195,13 @@ SLIPS = [
     ("strategies = ['dpp']", r"strategies\[0\]: unknown strategy 'dpp'.*did you mean ddp\?"),
     ("strategies = ['no.py:f']", r"strategies\[0\]: strategy file no.py does not exist"),
     ("strategies = ['code/sync.py']", "names a file but no object in it; write code/sync.py:NAME"),
-    ("loss = 'sum'", "tool.distcheck.loss is 'sum'; known are mean, mean/world, sum/global"),
-    ("as = 'modle'", "tool.distcheck.as is 'modle'; known are .*; did you mean model?"),
-    ("data = 'cifar'", "tool.distcheck.data is 'cifar'; known are .*; did you mean cifar10?"),
-    ("device = 'gpu'", "tool.distcheck.device is 'gpu'; known are cpu, cuda"),
+    (
+        "loss = 'sum'",
+        "tool.distcheck.loss: unknown loss 'sum'; known are mean, mean/world, sum/global",
+    ),
+    ("as = 'modle'", "tool.distcheck.as: unknown form 'modle' .did you mean model"),
+    ("data = 'cifar'", "tool.distcheck.data: unknown data 'cifar' .did you mean cifar10"),
+    ("device = 'gpu'", "tool.distcheck.device: unknown device 'gpu' .*known are cpu, cuda"),
     ("arg = ['a']", r"tool.distcheck.arg is \['a'\]; tool.distcheck.arg takes a table"),
     (
         "arg = { day = 1979-05-27 }",

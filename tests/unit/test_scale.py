@@ -20,7 +20,7 @@ from tests import documents
 from tests.unit.test_html_report import Page
 
 ASKED: dict[str, Any] = {
-    "strategies": ("allreduce",), "dtype": "float32", "batch": None, "workloads": None,
+    "strategies": ("allreduce",), "dtype": "float32", "batch": None, "workload": None,
     "steps": None,
 }  # fmt: skip
 

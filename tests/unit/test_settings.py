@@ -5,7 +5,7 @@ have the promises of `@strategy` and the fields of a contract.
 
 import inspect
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import msgspec
@@ -15,17 +15,15 @@ import distcheck
 from distcheck.cli.commands.verify import command
 from distcheck.contract import Contract
 from distcheck.plan.cases import Request
-from distcheck.plan.configuration import PARAMETERS, TAKES, OfAll
-from distcheck.plan.settings import SETTINGS
+from distcheck.plan.configuration import TAKES, OfAll, OfStrategy
+from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, Asked
 from distcheck.records import Case
 
-# Where a name differs, by the name of the option's parameter.
-IN_PYTHON = {"strategies": "strategy", "worlds": "world", "workloads": "workload"}
-OF_ADAPTATION = {"form", "arguments", "variables", "finish", "reset", "without_data"}
 # Not of what is compared: where it runs, what is shown and written, and how it is shared out.
 OF_THE_COMMAND = {
-    "config", "shard", "save", "digests", "verbose", "quiet", "delay", "nnodes", "machine",
-    "master_addr", "master_port", "init_method", "output_files", "download",
+    "config", "shard", "save", "digests", "verbose", "quiet", "nnodes", "machine",
+    "master_addr", "master_port", "init_method", "download", "json_file", "html_file",
+    "junit_file", "github",
 }  # fmt: skip
 MADE_FROM_OTHERS = {"adaptation", "ranks_here", "cell_worlds", "delays"}
 
@@ -34,60 +32,38 @@ FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
 PYTHON = inspect.signature(distcheck.verify).parameters
 
 
-def settings() -> set[str]:
-    """The options that say what is compared."""
-    files = {name for name in OPTIONS if name in ("json_file", "html_file", "junit_file", "github")}
-    return (
-        {str(name) for name in OPTIONS} - OF_THE_COMMAND - files - {"help", "json", "html", "junit"}
-    )
+def test_every_option_and_field_is_a_setting() -> None:
+    assert set(OPTIONS) == SETTINGS.keys() | OF_THE_COMMAND
+    assert set(FIELDS) == (SETTINGS.keys() - CALLS.keys()) | MADE_FROM_OTHERS
+    names = {setting.parameter for setting in SETTINGS.values()}
+    assert set(PYTHON) == names | {"delays", "save"}
+    assert get_type_hints(Asked).keys() == names - {"strategy"}
+    keys = {field.encode_name for field in msgspec.structs.fields(OfAll)}
+    assert keys == set(TAKES) == {setting.key for setting in SETTINGS.values()} | {"strategy"}
+    of_all = {setting.key for setting in SETTINGS.values() if setting.of_all} | {"strategy"}
+    assert {field.encode_name for field in msgspec.structs.fields(OfStrategy)} == keys - of_all
 
 
-def default_of(name: str) -> Any:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_names_defaults_and_help_are_the_same_everywhere(name: str) -> None:
+    setting, option = SETTINGS[name], OPTIONS[name]
+    assert setting.option in option.opts
+    assert setting.help in (option.help or "")
+    assert setting.takes == TAKES[setting.key]
+    if name in FIELDS:
+        assert FIELDS[name].default == DEFAULTS[name]
+    if name != "strategies":
+        assert PYTHON[setting.parameter].default == DEFAULTS[name]
+    if name != "worlds":  # none given is 4, or what --thorough takes
+        assert default_of(option) == DEFAULTS[name]
+
+
+def default_of(option: click.Option) -> Any:
     """An option's, as a request has it."""
-    option = OPTIONS[name]
     value = option.get_default(click.Context(command))
     if value is getattr(click.core, "UNSET", None):  # since click 8.3, where none was declared
         value = None
     return tuple(value or ()) if option.multiple else value
-
-
-def test_every_option_is_a_field_of_the_request() -> None:
-    assert settings() - OF_ADAPTATION <= set(FIELDS), "a field of Request for each option"
-    derived = set(FIELDS) - settings() - {"download"}
-    assert derived == MADE_FROM_OTHERS, "an option of verify for each field of Request"
-
-
-def test_every_option_is_a_key_of_the_configuration() -> None:
-    assert set(PARAMETERS.values()) == settings(), "a key of the configuration for each option"
-    keys = {field.encode_name for field in msgspec.structs.fields(OfAll)}
-    assert keys == set(TAKES) == set(PARAMETERS) | {"strategy"}
-
-
-def test_every_option_is_a_parameter_in_python() -> None:
-    names = {IN_PYTHON.get(name, name) for name in settings()}
-    assert names | {"delays", "save"} == set(PYTHON)
-
-
-@pytest.mark.parametrize("name", sorted(settings() - OF_ADAPTATION - {"strategies"}))
-def test_defaults_are_the_same_everywhere(name: str) -> None:
-    field = FIELDS[name]
-    expected = field.default
-    found = default_of(name)
-    if name == "worlds":  # none given is 4, or what --thorough takes
-        assert (found, expected) == ((), (4,))
-        return
-    assert found == expected
-    python = PYTHON.get(IN_PYTHON.get(name, name))
-    if python is not None:
-        assert python.default == expected
-
-
-def test_what_is_declared_once_is_everywhere() -> None:
-    for name, setting in SETTINGS.items():
-        assert FIELDS[name].default == PYTHON[name].default == default_of(name)
-        assert TAKES[name] == setting.takes
-        assert PARAMETERS[name] == name
-        assert setting.help in (OPTIONS[name].help or "")
 
 
 def test_python_refuses_what_is_no_setting() -> None:

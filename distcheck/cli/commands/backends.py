@@ -4,25 +4,21 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
-from distcheck.cli.options import json_option
+from distcheck.cli.options import json_option, setting_option
 from distcheck.worlds.launchers import is_elsewhere
 
 
 @click.command("backends", cls=Command)
-@click.option(
-    "--backend",
-    "names",
+@setting_option(
+    "backend",
     multiple=True,
+    default=(),
     metavar="NAME|FILE.py:OBJ|MOD:OBJ",
     help="What to probe: the name of a backend, or a function that registers one. [default: all "
     "known backends]",
-    **completion.BACKENDS,
 )
-@click.option(
-    "--device", default="", metavar="NAME", help="cpu or cuda. [default: the backend's own]"
-)
+@setting_option("device", default="", help="cpu or cuda. [default: the backend's own]")
 @click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
 @click.option("--op", "operations", multiple=True, metavar="NAME", help="Only these operations.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Only these dtypes.")

@@ -4,19 +4,23 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
-from distcheck.cli.options import adapter_options, given_options, json_option, with_adaptation
+from distcheck.cli.options import (
+    CALL_OPTIONS,
+    given_options,
+    json_option,
+    setting_option,
+    setting_options,
+)
+from distcheck.plan.settings import with_adaptation
 
 
 @click.command("explore", cls=Command)
-@click.option(
-    "--strategy",
-    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help=(
-        "The strategy to search for failures. [default: the strategies of pyproject.toml's matrix]"
-    ),
-    **completion.STRATEGIES,
+@setting_option(
+    "strategies",
+    single=True,
+    help="The strategy to search for failures. [default: the strategies of pyproject.toml's "
+    "matrix]",
 )
 @click.option(
     "--budget",
@@ -32,17 +36,13 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     help="A file with the matrix. [default: pyproject.toml here or above, tool.distcheck]",
 )
 @click.option("--max-cases", type=int, metavar="N", help="Draw no more cases than this.")
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Of the search.")
-@click.option("--world", default=6, show_default=True, metavar="N", help="Most ranks.")
-@click.option("--steps", default=6, show_default=True, metavar="N", help="Most steps.")
-@click.option(
-    "--backend",
-    default="gloo",
-    show_default=True,
-    metavar="NAME",
+@setting_option("seed", help="Of the search.")
+@setting_option("worlds", single=True, default=6, show_default=True, help="Most ranks.")
+@setting_option("steps", default=6, show_default=True, help="Most steps.")
+@setting_option(
+    "backend",
     help="gloo; or simulated, or simulated:ORDER: worlds in one process, where cases also draw "
     "schedules.",
-    **completion.BACKENDS,
 )
 @click.option(
     "--vary",
@@ -60,16 +60,10 @@ from distcheck.cli.options import adapter_options, given_options, json_option, w
     help="Leave out what the strategy does not support: strided, frozen, unequal, accumulate, "
     "absent, nested, norm, groups, schedule, late, turns, ...",
 )
-@click.option(
-    "--deadline-s",
-    default=3.0,
-    show_default=True,
-    metavar="S",
-    help="Idle seconds without progress after which a world has hung.",
-)
+@setting_option("deadline_s", default=3.0)
 @json_option("findings")
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict and the replay line.")
-@adapter_options
+@setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
     """Search worlds, batches, accumulation, models, dtypes, layouts and late ranks for a failure,
     and shrink it.

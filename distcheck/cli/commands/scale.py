@@ -4,18 +4,18 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
-from distcheck.cli.options import adapter_options, json_option, with_adaptation
+from distcheck.cli.options import (
+    CALL_OPTIONS,
+    json_option,
+    setting_option,
+    setting_options,
+)
+from distcheck.plan.settings import with_adaptation
 
 
 @click.command("scale", cls=Command)
-@click.option(
-    "--strategy",
-    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help="The strategy to judge.",
-    **completion.STRATEGIES,
-)
+@setting_option("strategies", single=True, help="The strategy to judge.")
 @click.option(
     "--worlds",
     metavar="N,N,...",
@@ -26,39 +26,27 @@ from distcheck.cli.options import adapter_options, json_option, with_adaptation
     metavar="NAME,NAME,...",
     help="How collectives add: gloo, ring, tree, recursive-halving, rank. [default: all]",
 )
-@click.option(
-    "--workload",
+@setting_option(
     "workloads",
-    metavar="NAME",
+    single=True,
     help="The workload to train. [default: mlp:small, of 17 thousand parameters]",
-    **completion.WORKLOADS,
 )
-@click.option(
-    "--dtype",
+@setting_option(
+    "dtype",
     default="float32",
     show_default=True,
-    metavar="NAME",
     help="float32, float64, bfloat16 or float16.",
-    **completion.DTYPES,
 )
-@click.option("--steps", type=int, metavar="N", help="Steps to record. [default: 2]")
-@click.option(
-    "--batch",
+@setting_option("steps", help="Steps to record. [default: 2]")
+@setting_option(
+    "batch",
+    default=None,
     type=int,
-    metavar="N",
     help="Samples per step over all ranks, the same in every world. "
     "[default: 256, or one a rank of the largest world]",
 )
-@click.option(
-    "--seed", default=0, show_default=True, metavar="N", help="The seed of all random streams."
-)
-@click.option(
-    "--deadline-s",
-    default=120.0,
-    show_default=True,
-    metavar="S",
-    help="Idle seconds without progress after which a world has hung.",
-)
+@setting_options("seed")
+@setting_option("deadline_s", default=120.0)
 @json_option("report, with the errors under `scale`,")
 @click.option(
     "--html",
@@ -69,7 +57,7 @@ from distcheck.cli.options import adapter_options, json_option, with_adaptation
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also print the whole report of each world.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what each order comes to.")
-@adapter_options
+@setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
     """Judge a strategy in simulated worlds of several sizes and orders of addition, and print the
     largest error beside its bound.

@@ -4,9 +4,8 @@ from typing import Any
 
 import click
 
-from distcheck.cli.completion import DEVICES
 from distcheck.cli.group import Command
-from distcheck.cli.options import json_option
+from distcheck.cli.options import json_option, setting_option, setting_options
 from distcheck.worlds.launchers import is_elsewhere
 
 
@@ -21,16 +20,8 @@ from distcheck.worlds.launchers import is_elsewhere
     metavar="PATTERN",
     help="Only those whose name, as shown, contains this text; * and ? are wildcards.",
 )
-@click.option(
-    "--backend",
-    default="gloo",
-    show_default=True,
-    metavar="NAME",
-    help="gloo; or simulated, where ranks are threads of one process.",
-)
-@click.option(
-    "--device", default="cpu", show_default=True, metavar="NAME", help="cpu or cuda.", **DEVICES
-)
+@setting_option("backend", help="gloo; or simulated, where ranks are threads of one process.")
+@setting_options("device")
 @json_option("table")
 @click.option("-v", "--verbose", is_flag=True, help="Show every correct case.")
 def command(**asked: Any) -> int:

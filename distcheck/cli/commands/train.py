@@ -4,38 +4,32 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
-from distcheck.cli.options import adapter_options, case_options, json_option, with_adaptation
+from distcheck.cli.options import (
+    CALL_OPTIONS,
+    DOWNLOAD,
+    json_option,
+    setting_option,
+    setting_options,
+)
+from distcheck.plan.settings import with_adaptation
 
 
 @click.command("train", cls=Command)
-@click.option(
-    "--strategy",
-    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+@setting_option(
+    "strategies",
+    single=True,
     help="How to synchronise. Without it, one process trains alone.",
-    **completion.STRATEGIES,
 )
-@click.option(
-    "--world", type=int, default=None, metavar="N", help="Number of ranks. [default: 1, or 4]"
-)
-@click.option(
-    "--workload",
-    default="vgg11",
-    show_default=True,
-    metavar="NAME",
-    help="What to train.",
-    **completion.WORKLOADS,
-)
+@setting_option("worlds", single=True, help="Number of ranks. [default: 1, or 4]")
+@setting_option("workloads", single=True, default="vgg11", show_default=True, help="What to train.")
 @click.option("--epochs", default=1, show_default=True, metavar="N", help="Passes over the data.")
-@click.option("--steps", type=int, metavar="N", help="Stop every epoch after N steps.")
-@click.option(
-    "--dtype",
+@setting_option("steps", help="Stop every epoch after N steps.")
+@setting_option(
+    "dtype",
     default="float32",
     show_default=True,
-    metavar="NAME",
     help="float32, float64, bfloat16 or float16.",
-    **completion.DTYPES,
 )
 @click.option(
     "--log-every",
@@ -59,8 +53,9 @@ from distcheck.cli.options import adapter_options, case_options, json_option, wi
     type=click.Path(dir_okay=False),
     help="Draw the figures of an earlier --json FILE into the page as well; may be repeated.",
 )
-@case_options
-@adapter_options
+@setting_options("data", "data_dir", "batch", "seed", "backend", "device", "deadline_s")
+@DOWNLOAD
+@setting_options(*CALL_OPTIONS)
 def command(**asked: Any) -> int:
     """Plain training with a strategy: loss, accuracy and seconds per step.
 

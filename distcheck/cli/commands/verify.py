@@ -4,11 +4,9 @@ from typing import Any
 
 import click
 
-from distcheck.cli import completion
 from distcheck.cli.group import Command
 from distcheck.cli.options import (
-    adapter_options,
-    case_options,
+    DOWNLOAD,
     given_options,
     machine_options,
     matrix_options,
@@ -18,48 +16,8 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 
 
 @click.command("verify", cls=Command)
-@click.option(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
-    help=(
-        "The strategy to judge; may be given several times. [default: the matrix of pyproject.toml]"
-    ),
-    **completion.STRATEGIES,
-)
-@click.option(
-    "--world",
-    "worlds",
-    multiple=True,
-    type=int,
-    metavar="N",
-    help="Number of ranks; may be given several times. "
-    "[default: 4, or what a launcher has started]",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    multiple=True,
-    metavar="NAME",
-    help="The workload to train; may be given several times. [default: lattice, cnn and composite, "
-    "and the cell absent_on_some, which counts only where all ranks finish it]",
-    **completion.WORKLOADS,
-)
-@click.option(
-    "--without",
-    multiple=True,
-    metavar="CELL",
-    help="Leave out a cell; may be given several times.",
-    **completion.CELLS,
-)
-@click.option(
-    "--dtype",
-    metavar="NAME",
-    help="float32, float64, bfloat16 or float16. [default: float32, and float64 where quick]",
-    **completion.DTYPES,
-)
-@setting_options
+@setting_options()
+@DOWNLOAD
 @matrix_options
 @output_options
 @click.option(
@@ -71,8 +29,6 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--digests", is_flag=True, hidden=True)  # given by distcheck record
 @click.option("-v", "--verbose", is_flag=True, help="Show every table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
-@case_options
-@adapter_options
 @machine_options
 def command(
     save: str | None,
