@@ -14,7 +14,7 @@ from distcheck.records import Case
 from distcheck.records.layers import BITWISE
 from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import DEFAULT_FOLDER
-from distcheck.verification.case_runs import is_separate
+from distcheck.verification.case_run import is_separate
 from distcheck.workloads.cells import CELLS
 
 SCHEMA = "distcheck.plan/1"

@@ -25,7 +25,7 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.training.traces.writer import TraceWriter
-from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import look_at
 from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
@@ -135,9 +135,12 @@ def _judged(sitting: Sitting, fds: list[int]) -> bytes:
     trace = TraceReader(fds[0], layout)
     rerun = TraceReader(fds[1], layout, baseline=trace) if len(fds) > 1 else None
     outcomes = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(case.world)]
-    run = PlannedRun(case=case, facts=facts, planned=tuple(planned), layout=layout)
-    judged = JudgedRun(
-        recorded=RecordedRun(plan=run, outcomes=tuple(outcomes)),
-        results=tuple(judge_trace(request, ingredients, trace, rerun)),
+    run = CaseRun(
+        case=case,
+        facts=facts,
+        planned=tuple(planned),
+        layout=layout,
+        outcomes=tuple(outcomes),
+        results=judge_trace(request, ingredients, trace, rerun),
     )
-    return msgspec.msgpack.encode(report_of(judged, replay=""))
+    return msgspec.msgpack.encode(report_of(run, replay=""))

@@ -1,8 +1,8 @@
 """The story of a verification, from planned cases to a report; `run` tells it in order.
 
 preparation, inspection   data, a look at the strategy, calibration
-case_runs                 the states of a case: planned, recorded, judged
-session, in_progress      worlds one after the other, judges beside them
+case_run                  a case on its way: what was found out of it, and what is known by now
+session, judgings         worlds one after the other, judges beside them
 book, verdicts            what becomes of each case, and the report
 followups                 what is run once more after a known failure
 merging                   the reports of several parts as one

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from distcheck.store import run_folder as store
 from distcheck.store.last_pass import since_last_green
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.verification import followups, verdicts
-from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.progress import NOT_FINISHED
@@ -29,7 +28,7 @@ class Book:
     def __init__(
         self,
         pool: Pool,
-        runs: Sequence[PlannedRun],
+        runs: Sequence[CaseRun],
         made: Mapping[str, Provenance],
         environment: dict[str, Any],
         keep: Store | None,
@@ -56,7 +55,7 @@ class Book:
         """The reports of this start."""
         return list(self._reports.values())
 
-    def replace(self, run: JudgedRun) -> None:
+    def replace(self, run: CaseRun) -> None:
         """Takes a case that was changed and run again, in the place of the first of its id."""
         if self._keep is not None:
             self._keep.write_case(run.case, self._made.get(run.case.id))
@@ -84,21 +83,21 @@ class Book:
         self.explored.append(explored)
         self._found += found
 
-    def enter(self, run: JudgedRun) -> str:
+    def enter(self, run: CaseRun) -> str:
         """Takes a finished case and returns what to say of it: its verdict, or NOT_FINISHED.
         Afterwards its traces may go.
         """
         report = verdicts.report_of(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
-        if self._keep is not None and not self._save_error and not run.recorded.not_run:
-            self._save(run.recorded, report)
+        if self._keep is not None and not self._save_error and not run.not_run:
+            self._save(run, report)
         if self.settles and followups.is_untrained(report):
             return NOT_FINISHED
         return report.verdict
 
-    def _save(self, run: RecordedRun, report: CaseReport) -> None:
+    def _save(self, run: CaseRun, report: CaseReport) -> None:
         assert self._keep is not None
-        fds = [fd for fd in (run.trace_fd, run.rerun_fd) if fd >= 0]
+        fds = [run.traces[what] for what in ("world", "rerun") if what in run.traces]
         size = sum(store.stored_bytes(fd) for fd in fds)
         try:
             if self._keep.wants_trace(size, failed=report.verdict == "fail"):
@@ -116,19 +115,19 @@ class Book:
         except (OSError, DistcheckError) as error:
             self._note_failure(error)
 
-    def _saved(self, run: RecordedRun) -> SavedCase:
+    def _saved(self, run: CaseRun) -> SavedCase:
         return SavedCase(
             case=run.case,
-            facts=run.plan.facts,
-            planned=run.plan.planned,
-            layout=run.plan.layout,
+            facts=run.facts,
+            planned=run.planned,
+            layout=run.layout,
             outcomes=run.outcomes,
             rerun_outcomes=run.rerun_outcomes,
             rerun_in=run.rerun_in,
             surroundings=run.surroundings,
             separation=run.separation,
             defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
-            notes=run.plan.notes,
+            notes=run.notes,
             environment=self._environment,
             digests=self._made[run.case.id].digests,
         )
@@ -136,17 +135,14 @@ class Book:
     def report(
         self,
         *,
-        so_far: Mapping[str, JudgedRun] = {},
         interrupted: bool = False,
         given_up: DistcheckError | None = None,
     ) -> Report:
-        """The report over all cases; those that never finished are unknown, and `so_far` is what is
-        known of them by their ids. `given_up` is what ended the run before they did.
+        """The report over all cases; those that never finished say what is known of them.
+        `given_up` is what ended the run before they did.
         """
         cases = tuple(
-            self._reports.get(run.case.id)
-            or self._unfinished(so_far.get(run.case.id), run, given_up)
-            for run in self._runs
+            self._reports.get(run.case.id) or self._unfinished(run, given_up) for run in self._runs
         )
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
@@ -169,14 +165,11 @@ class Book:
             report = given_up_on(report, given_up)
         return self._written(report) if self._keep and not self._save_error else report
 
-    def _unfinished(
-        self, known: JudgedRun | None, plan: PlannedRun, given_up: DistcheckError | None
-    ) -> CaseReport:
-        judged = known or JudgedRun(recorded=RecordedRun(plan=plan))
+    def _unfinished(self, run: CaseRun, given_up: DistcheckError | None) -> CaseReport:
+        run.cut_short()
         if given_up is not None:
-            noted = replace(judged.recorded, plan=plan.noting(str(given_up)))
-            judged = replace(judged, recorded=noted)
-        report = verdicts.report_of(judged, replay=self._replay(plan.case))
+            run.notes += (str(given_up),)
+        report = verdicts.report_of(run, replay=self._replay(run.case))
         # What has failed is known, whatever was not judged any more.
         return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
 
@@ -218,24 +211,21 @@ def given_up_on(report: Report, error: DistcheckError) -> Report:
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
-def run_of(saved: SavedCase, fds: Sequence[int]) -> RecordedRun:
-    """A case that was saved, as it was when its last world had ended; `fds` are its traces."""
-    trace_fd, rerun_fd = [*fds, -1, -1][:2]
-    plan = PlannedRun(
+def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
+    """A case that was saved, as it was when its last world had ended; `fds` are its traces, which
+    it closes.
+    """
+    return CaseRun(
         case=saved.case,
         facts=saved.facts,
         planned=saved.planned,
         layout=saved.layout,
         notes=saved.notes,
-    )
-    return RecordedRun(
-        plan=plan,
+        traces=dict(zip(("world", "rerun"), fds, strict=False)),
         outcomes=saved.outcomes,
         rerun_outcomes=saved.rerun_outcomes,
         surroundings=saved.surroundings,
         rerun_in=saved.rerun_in,
         separation=saved.separation,
         defect=InternalError(*saved.defect) if saved.defect[0] else None,
-        trace_fd=trace_fd,
-        rerun_fd=rerun_fd,
     )

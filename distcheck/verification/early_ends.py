@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from distcheck.errors import HelperError, RankLostError
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan
 from distcheck.verification.book import Book
-from distcheck.verification.session import Session
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,14 +26,14 @@ class GivenUpError(HelperError):
 
 
 @contextlib.contextmanager
-def reported(book: Book, session: Session) -> Iterator[None]:
+def reported(book: Book) -> Iterator[None]:
     """Around the running of cases: whatever ends it takes along the report on what there is."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(book.report(so_far=session.so_far, interrupted=True)) from None
+        raise Interrupted(book.report(interrupted=True)) from None
     except (HelperError, RankLostError) as error:
-        raise GivenUpError(book.report(so_far=session.so_far, given_up=error)) from error
+        raise GivenUpError(book.report(given_up=error)) from error
 
 
 def nothing_judged(

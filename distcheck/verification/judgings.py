@@ -9,7 +9,7 @@ from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.records import CheckResult
-from distcheck.verification.in_progress import InProgress, WorldName
+from distcheck.verification.case_run import CaseRun, WorldName
 from distcheck.worlds.launch import error_of, start_job
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.world import World
@@ -24,7 +24,7 @@ class Judging:
     is what is judged of the whole run beside some of its steps.
     """
 
-    run: InProgress
+    run: CaseRun
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     whole_run: bool
@@ -33,14 +33,14 @@ class Judging:
     of_run: tuple[tuple[str, str], ...] = ()
 
 
-def steps_of_judges(run: InProgress, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
+def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
     """The steps of each judge, of at most so many. The lattice trains on from its own beginning,
     and what must happen in a run may take several steps, so these are not shared. A short world is
     judged beside its rerun, in time, by fewer: to start one takes the cores from those ranks.
     """
     if steps == 0:
         return []
-    if "lattice" in run.case.layers or run.plan.facts.must_happen:
+    if "lattice" in run.case.layers or run.facts.must_happen:
         return [tuple(range(steps))]
     judges = min(steps, most)
     if "world" in run.timings_s:
@@ -62,37 +62,35 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
     fds |= {"rerun": run.traces[other]} if has_rerun else {}
     request = JudgeRequest(
         case=run.case,
-        contract=run.plan.contract,
-        layout=run.plan.layout,
+        contract=run.contract,
+        layout=run.layout,
         description=description,
         steps=judging.steps,
         planned=judging.planned,
-        draws_random_numbers=run.plan.facts.draws_random_numbers,
+        draws_random_numbers=run.facts.draws_random_numbers,
         of_rerun=judging.what == "rerun",
         of_run=judging.of_run,
     )
     return start_job(pool, JUDGE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
 
 
-def _start_closer_look(
-    pool: Pool, run: InProgress, description: bytes, data_fd: int | None
-) -> World:
+def _start_closer_look(pool: Pool, run: CaseRun, description: bytes, data_fd: int | None) -> World:
     fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
     request = ObserveRequest(
         case=run.case,
-        contract=run.plan.contract,
-        layout=run.plan.layout,
+        contract=run.contract,
+        layout=run.layout,
         description=description,
         steps=diagnosis.steps_to_look_at(run.results),
         failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
-        draws_random_numbers=run.plan.facts.draws_random_numbers,
-        takes_loss=run.plan.facts.takes_loss,
+        draws_random_numbers=run.facts.draws_random_numbers,
+        takes_loss=run.facts.takes_loss,
         update_step=diagnosis.step_of_update(run.results),
     )
     return start_job(pool, OBSERVE, request, fds, deadline_s=_JUDGE_DEADLINE_S)
 
 
-def what_was_seen(world: World, run: InProgress) -> Facts:
+def what_was_seen(world: World, run: CaseRun) -> Facts:
     """What a closer look has measured; why it could not, where it failed."""
     if world.succeeded:
         return OBSERVE.decode(world.results[0])

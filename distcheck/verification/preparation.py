@@ -30,7 +30,7 @@ from distcheck.training.jobs import (
 )
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits, loading_ends
-from distcheck.verification.case_runs import PlannedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import blame
@@ -116,7 +116,7 @@ def plan_runs(
     facts: Sequence[CaseFacts],
     data: Data,
     spare: Collection[int] = (),
-) -> tuple[list[PlannedRun], dict[str, str]]:
+) -> tuple[list[CaseRun], dict[str, str]]:
     """Layouts and planned checks of every case, and the cases that are left out, with the reason;
     calibrates what X relies on, once per world.
 
@@ -168,10 +168,10 @@ def plan_runs(
         )
         notes = tuple(_notes(case, about, sizes, data))
         runs.append(
-            PlannedRun(case=case, facts=about, planned=tuple(planned), layout=layout, notes=notes)
+            CaseRun(case=case, facts=about, planned=tuple(planned), layout=layout, notes=notes)
         )
     for case, reason in left_out:
-        runs = _note_left_out(case, reason, runs, elsewhere=case.world in spare)
+        _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
 
 
@@ -209,15 +209,13 @@ def _notes(
         yield remarks.NOT_REPEATED
 
 
-def _note_left_out(
-    case: Case, reason: str, runs: Sequence[PlannedRun], *, elsewhere: bool
-) -> list[PlannedRun]:
+def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewhere: bool) -> None:
     """Notes it on the cases of its strategy and world; where there is none, and it may be noted
     `elsewhere`, on those of other worlds.
     """
     siblings = [run for run in runs if run.case.siblings == case.siblings]
     if counts_if_finished(case) and siblings:
-        return list(runs)  # it was not asked for, and what a pass does not show names what it has
+        return  # it was not asked for, and what a pass does not show names what it has
     if not siblings and elsewhere:
         reason = f"world {case.world}: {reason}"
         siblings = [run for run in runs if run.case.strategy == case.strategy]
@@ -226,8 +224,8 @@ def _note_left_out(
             f"workload {case.workload} cannot be run by {case.strategy} at world {case.world}: "
             f"{reason}; give another workload, or another batch"
         )
-    note = f"workload {case.workload} is left out: {reason}"
-    return [run.noting(note) if run in siblings else run for run in runs]
+    for run in siblings:
+        run.notes += (f"workload {case.workload} is left out: {reason}",)
 
 
 def _calibrate_for(

@@ -14,7 +14,7 @@ from distcheck.store.origin import origin_here
 from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import preparation, verdicts
 from distcheck.verification.book import run_of
-from distcheck.verification.case_runs import JudgedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.early_ends import nothing_judged
 from distcheck.verification.progress import Listener, Silent
@@ -47,7 +47,7 @@ def recheck(
             saved, fds = trace.saved, read_trace(pool, trace)
             elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
 
-            def enter(run: JudgedRun, elsewhere: str = elsewhere) -> str:
+            def enter(run: CaseRun, elsewhere: str = elsewhere) -> str:
                 replay = f"distcheck recheck {shlex.quote(str(folder))}"
                 reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
                 return reports[-1].verdict

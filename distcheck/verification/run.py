@@ -40,7 +40,7 @@ from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 from distcheck.verification import followups, limits, preparation, schedules, verdicts
 from distcheck.verification.book import Book, given_up_on
-from distcheck.verification.case_runs import JudgedRun, is_separate
+from distcheck.verification.case_run import CaseRun, is_separate
 from distcheck.verification.early_ends import GivenUpError, Interrupted, nothing_judged, reported
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.progress import Listener, Silent
@@ -194,12 +194,9 @@ def _run_cases(
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned([run.case for run in runs], before=len(earlier))
-        runs = [
-            run.noting(*_since(made[run.case.id], here[run.case.id], run.case))
-            if run.case.id in made
-            else run
-            for run in runs
-        ]
+        for run in runs:
+            if run.case.id in made:
+                run.notes += _since(made[run.case.id], here[run.case.id], run.case)
         book = Book(pool, runs, here, environment, keep, earlier)
         book.plan, book.left_out, book.settles = whole, out, follow_up
         if beside.required:
@@ -207,7 +204,7 @@ def _run_cases(
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         session.after_hang = beside.after_hang
-        with reported(book, session):
+        with reported(book):
             session.run(runs, on_finished=book.enter)
             if follow_up:
                 _follow_up(pool, book, data, session, listener)
@@ -282,7 +279,7 @@ def _follow_up(
         except LeftOutError:
             continue  # nothing of it could be judged
 
-        def enter(run: JudgedRun, each: FollowUp = each) -> str:
+        def enter(run: CaseRun, each: FollowUp = each) -> str:
             report = verdicts.report_of(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
@@ -299,9 +296,9 @@ def _hash_seeds(cases: Sequence[Case]) -> list[int]:
     return [HASH_SEED, *(HASH_SEEDS if any(map(is_separate, cases)) else ())]
 
 
-def _since(then: Provenance, now: Provenance, case: Case) -> list[str]:
+def _since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:
     found = changes_for_bits(then, now, case)
-    return [f"since this case was saved: {'; '.join(map(str, found))}"] if found else []
+    return (f"since this case was saved: {'; '.join(map(str, found))}",) if found else ()
 
 
 _pool: Pool | None = None

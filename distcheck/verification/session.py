@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distcheck.errors import CannotRunError
 from distcheck.judge import diagnosis
@@ -25,8 +25,7 @@ from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.training.traces.layout import steps_written
 from distcheck.verification import limits, own_defects
-from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun, is_separate
-from distcheck.verification.in_progress import InProgress, WorldName, new_trace
+from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.judgings import (
     Judging,
     start_judging,
@@ -41,26 +40,16 @@ from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
-from distcheck.worlds.surroundings import TOGETHER, Surroundings
+from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
 
 _MOST_JUDGES = 16
 _MOST_JUDGES_ON_GPU = 2  # each holds a CUDA context and a model there
 _LONG_WORLD_S = 2.0  # beyond this, another process to judge with costs nothing
 _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "taking the rerun apart, "}
-OnFinished = Callable[[JudgedRun], str]  # of what is done; its traces are closed afterwards
+OnFinished = Callable[[CaseRun], str]  # of what is done; its traces are closed afterwards
+_Awaited = tuple[CaseRun, WorldName]  # a world that is to run
 _LEAST_FURTHER_DEADLINE_S, _FURTHER_DEADLINE = 5.0, 10.0  # seconds; times the first world's
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A world that is to run: the first, the rerun, or one that takes the rerun apart, with its
-    surroundings; those of the rerun are decided when it starts.
-    """
-
-    run: InProgress
-    what: WorldName
-    surroundings: Surroundings = TOGETHER
 
 
 class Session:
@@ -76,43 +65,35 @@ class Session:
     ) -> None:
         self._pool, self._listener = pool, listener
         self._description, self._data_fd = description, data_fd
-        self._worlds: deque[_Asked] = deque()
+        self._worlds: deque[_Awaited] = deque()
         self._judgings: deque[Judging] = deque()
-        self._world: tuple[World, _Asked] | None = None
+        self._world: tuple[World, _Awaited] | None = None
         self._judges: list[tuple[World, Judging]] = []
         self.after_hang = False  # whether other cases of a strategy that has hung are run
         self._on_finished: OnFinished = lambda run: "unknown"
         self._judges_only = False
-        self._runs: Sequence[InProgress] = ()
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
-    def run(self, plans: Sequence[PlannedRun], *, on_finished: OnFinished) -> None:
+    def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
         """Blocks until every case is finished; ends everything it started if interrupted."""
         self._on_finished = on_finished
-        runs = [InProgress(plan) for plan in plans]
         for run in runs:
             run.worlds_left = 2 if run.case.rerun else 1
-            self._worlds.append(_Asked(run, "world"))
+            self._worlds.append((run, "world"))
         self._until_finished(runs)
 
-    def rejudge(self, recorded: RecordedRun, *, on_finished: OnFinished) -> None:
+    def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
         """Judges a case whose traces are there already, and closes them; starts no rank."""
         self._on_finished = on_finished
         self._judges_only = True
-        with closing(InProgress.after(recorded)) as run:
+        with closing(run):
             self._plan_step_judges(run)
             self._judge_whole_run_if_due(run)
             self._until_finished([run])
 
-    @property
-    def so_far(self) -> dict[str, JudgedRun]:
-        """What is known of the cases of the last `run` that are not finished, by their ids."""
-        return {run.case.id: run.judged() for run in self._runs if not run.finished}
-
-    def _until_finished(self, runs: Sequence[InProgress]) -> None:
-        self._runs = runs
+    def _until_finished(self, runs: Sequence[CaseRun]) -> None:
         try:
             while not all(run.finished for run in runs):
                 self._start_what_fits()
@@ -128,20 +109,20 @@ class Session:
 
     def _start_what_fits(self) -> None:
         if self._world is None and len(self._judgings) < self._most_judges:
-            asked = next((one for one in self._worlds if self._may_start(one)), None)
-            if asked is not None:
-                self._worlds.remove(asked)
-                self._world = (self._start_ranks(asked), asked)
+            awaited = next((one for one in self._worlds if self._may_start(*one)), None)
+            if awaited is not None:
+                self._worlds.remove(awaited)
+                self._world = (self._start_ranks(*awaited), awaited)
         while self._judgings and self._has_room_for(self._judgings[0]):
             judging = self._judgings.popleft()
             world = start_judging(self._pool, judging, self._description, self._data_fd)
             self._judges.append((world, judging))
 
-    def _may_start(self, asked: _Asked) -> bool:
+    def _may_start(self, run: CaseRun, what: WorldName) -> bool:
         """Whether the interpreters are ready that a rerun's ranks are to be forked from, or it is
         known that there will be none.
         """
-        if asked.what != "rerun" or not is_separate(asked.run.case):
+        if what != "rerun" or not is_separate(run.case):
             return True
         return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
@@ -151,21 +132,21 @@ class Session:
             return True
         if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
-        needed = limits.reference_bytes(
-            judging.run.case, judging.run.plan.facts, judging.run.plan.layout
-        )
+        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
         return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
 
-    def _start_ranks(self, asked: _Asked) -> World:
-        run, case, surroundings = asked.run, asked.run.case, asked.surroundings
-        if asked.what == "rerun":
+    def _start_ranks(self, run: CaseRun, what: WorldName) -> World:
+        case, surroundings = run.case, Surroundings(schedule=run.case.schedule or "")
+        if what == "rerun":
             run.decide_surroundings(self._pool.why_no_interpreters())
             surroundings = run.surroundings
-        elif asked.what == "world" and case.schedule:
-            surroundings = Surroundings(schedule=case.schedule)
-        fd, again = new_trace(run.plan.layout), asked.what != "world"
-        run.keep(fd, asked.what)
-        fds = {"trace": run.shared_trace(asked.what)}
+        elif what == "further":
+            assert run.taking_apart is not None
+            assert run.taking_apart.next is not None
+            surroundings = run.taking_apart.next
+        fd, again = new_trace(run.layout), what != "world"
+        run.keep(fd, what)
+        fds = {"trace": run.shared_trace(what)}
         if self._data_fd is not None:
             fds["data"] = Shared(fd=self._data_fd, kind="data")
         if again:
@@ -176,7 +157,7 @@ class Session:
             return RecordRequest(
                 case=case,
                 rendezvous=rendezvous,
-                layout=run.plan.layout,
+                layout=run.layout,
                 description=self._description,
                 delays=delays,
                 memory_seed=surroundings.memory_seed(rendezvous.rank),
@@ -185,7 +166,7 @@ class Session:
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
                 at = step_in_words(progress.step, case.steps, progress.phase)
-                self._listener.progress(case, _SAID_OF[asked.what] + at)
+                self._listener.progress(case, _SAID_OF[what] + at)
 
         return start_world(
             self._pool,
@@ -194,7 +175,7 @@ class Session:
             size=case.world,
             request=request,
             fds=fds,
-            deadline_s=_deadline_s(asked),
+            deadline_s=_deadline_s(run, what),
             on_progress=on_progress,
             surroundings=surroundings,
         )
@@ -202,15 +183,14 @@ class Session:
     def _tick_world(self) -> None:
         if self._world is None:
             return
-        world, asked = self._world
-        run = asked.run
+        world, (run, what) = self._world
         world.tick()
         if not world.over:
             return
         self._world = None
         run.worlds_left -= 1
         spent = time.monotonic() - world.begun
-        run.timings_s[asked.what] = run.timings_s.get(asked.what, 0.0) + spent
+        run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
         unstarted = [c for c in world.children if c.spawn_error]
         outcomes = blame.outcomes(world.children, hung=world.hung)
         world.close()
@@ -222,12 +202,12 @@ class Session:
         refused = refusal_of(world)
         if refused is not None:  # what cannot be adapted may show only when it is called
             raise refused
-        if asked.what != "further" and run.defect is None:
+        if what != "further" and run.defect is None:
             run.defect = own_defects.in_rank(run.case, world.children, hung=world.hung)
-        if asked.what == "further":
+        if what == "further":
             self._further_world_over(run, succeeded=world.succeeded)
             return
-        if asked.what == "rerun":
+        if what == "rerun":
             run.rerun_outcomes = tuple(outcomes)
         else:
             remarks = [f"{one.name}: {one.text}" for c in world.children for one in c.remarks]
@@ -238,41 +218,38 @@ class Session:
 
     def _first_world_over(
         self,
-        run: InProgress,
+        run: CaseRun,
         outcomes: list[Outcome],
         remarks: Sequence[str],
         *,
         succeeded: bool,
     ) -> None:
         run.outcomes = tuple(outcomes)
-        run.plan = run.plan.noting(*remarks)
+        run.notes += tuple(remarks)
         self._plan_step_judges(run)
         if not succeeded:
             run.worlds_left = 0
         elif run.case.rerun:
-            self._worlds.appendleft(_Asked(run, "rerun"))
+            self._worlds.appendleft((run, "rerun"))
 
-    def _leave_out_others(self, hung: InProgress) -> None:
+    def _leave_out_others(self, hung: CaseRun) -> None:
         """Ends the strategy's other cases of this world, each of which could cost a deadline."""
         case = hung.case
         if self.after_hang or counts_if_finished(case):
             return
-        for asked in list(self._worlds):
-            run = asked.run
-            if asked.what != "world" or run is hung or run.case.siblings != case.siblings:
+        for run, what in list(self._worlds):
+            if what != "world" or run is hung or run.case.siblings != case.siblings:
                 continue
-            self._worlds.remove(asked)
+            self._worlds.remove((run, what))
             run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
             self._listener.progress(run.case, "not run, after a hang")
             self._finish(run)
 
-    def _plan_step_judges(self, run: InProgress) -> None:
-        with mmap.mmap(
-            run.traces["world"], run.plan.layout.index_bytes, prot=mmap.PROT_READ
-        ) as index:
-            written = steps_written(index, run.plan.layout)
-        planned = [(p.check, p.layer) for p in run.plan.planned if p.scope == "step"]
+    def _plan_step_judges(self, run: CaseRun) -> None:
+        with mmap.mmap(run.traces["world"], run.layout.index_bytes, prot=mmap.PROT_READ) as index:
+            written = steps_written(index, run.layout)
+        planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
         groups = [planned]
         if run.timings_s.get("world", 0.0) > _LONG_WORLD_S:
             # The two references, of like cost, apart; the longer part (it also runs the batch
@@ -284,10 +261,10 @@ class Session:
                 self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
-    def _judge_whole_run_if_due(self, run: InProgress) -> None:
+    def _judge_whole_run_if_due(self, run: CaseRun) -> None:
         if run.worlds_left:
             return
-        planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "run")
+        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
         last = self._judgings[-1] if self._judgings else None
         if last is not None and last.run is run and "rerun" not in run.traces:
             # A process of its own costs more than what is left to compare.
@@ -326,7 +303,7 @@ class Session:
             assert run.taking_apart is not None
             run.taking_apart.note(any(result.verdict == "fail" for result in results))
 
-    def _go_on(self, run: InProgress) -> None:
+    def _go_on(self, run: CaseRun) -> None:
         """The next thing to do with a case that waits for nothing, or its end."""
         if run.judges_left or run.worlds_left:
             return
@@ -335,12 +312,12 @@ class Session:
         run.finished = True
         self._finish(run)
 
-    def _finish(self, run: InProgress) -> None:
-        verdict = self._on_finished(run.judged())
+    def _finish(self, run: CaseRun) -> None:
+        verdict = self._on_finished(run)
         run.close()
         self._listener.finished(run.case, verdict)
 
-    def _takes_apart(self, run: InProgress) -> bool:
+    def _takes_apart(self, run: CaseRun) -> bool:
         """Whether a case goes on with a world that says more of its rerun, or with a judge of it:
         only if that was in separate interpreters, and differed.
         """
@@ -349,13 +326,13 @@ class Session:
             return False
         apart = run.taking_apart = run.taking_apart or TakingApart(run.surroundings)
         if apart.next is not None:
-            self._worlds.appendleft(_Asked(run, "further", apart.next))
+            self._worlds.appendleft((run, "further"))
             run.worlds_left = 1
             return True
         assert apart.conclusion is not None
         found = apart.conclusion
         if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
-            planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "step")
+            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
             judging = Judging(run, steps, planned, whole_run=False, what="rerun")
             self._judgings.append(judging)
@@ -364,7 +341,7 @@ class Session:
         run.conclude(found)
         return False
 
-    def _further_world_over(self, run: InProgress, *, succeeded: bool) -> None:
+    def _further_world_over(self, run: CaseRun, *, succeeded: bool) -> None:
         assert run.taking_apart is not None
         if not succeeded:
             run.taking_apart.note(True)
@@ -374,7 +351,7 @@ class Session:
         self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
         run.judges_left += 1
 
-    def _looks_closer(self, run: InProgress) -> bool:
+    def _looks_closer(self, run: CaseRun) -> bool:
         """Whether a case that is judged goes on to be diagnosed: once, and only if it failed."""
         if run.seen is not None or not diagnosis.worth_a_look(run.results):
             return False
@@ -389,12 +366,11 @@ class Session:
         end_now(self._pool, *worlds)
 
 
-def _deadline_s(asked: _Asked) -> float:
+def _deadline_s(run: CaseRun, what: WorldName) -> float:
     """A world that takes a rerun apart may be one of several that hang, and the first world has
     shown how long one takes that does not.
     """
-    case = asked.run.case
-    if asked.what != "further":
-        return case.deadline_s
-    usual_s = _FURTHER_DEADLINE * asked.run.timings_s.get("world", 0.0)
-    return min(case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))
+    if what != "further":
+        return run.case.deadline_s
+    usual_s = _FURTHER_DEADLINE * run.timings_s.get("world", 0.0)
+    return min(run.case.deadline_s, max(_LEAST_FURTHER_DEADLINE_S, usual_s))

@@ -23,7 +23,7 @@ from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.picture_sums import merge_aggregates
 from distcheck.training.traces.layout import OUTPUTS
 from distcheck.verification import contents
-from distcheck.verification.case_runs import JudgedRun, RecordedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.cells import CELLS
 
 # Settings and versions that the bits of a float computation depend on.
@@ -33,24 +33,23 @@ _BIT_SETTINGS = (
 )  # fmt: skip
 
 
-def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseReport:
+def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     """The report of a case that is finished, or that was interrupted; `elsewhere` is what
     `recorded_elsewhere` says of its traces.
     """
-    run, plan = judged.recorded, judged.recorded.plan
     outcomes = _decisive(run)
-    results = _mark_consequences(_allow_for(elsewhere, _results(judged, outcomes)))
+    results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
     results, together = _without_empty_agreement(results)
     results, not_given = _without_outputs(results)
     verdict = merge_verdicts([result.verdict for result in results])
     failed = {(result.check, result.layer) for result in results if result.verdict == "fail"}
     return CaseReport(
-        rounded_to=rounded_to(judged.seen)
-        if judged.seen and failed == {("gradients", IN_FLOAT64)}
+        rounded_to=rounded_to(run.seen)
+        if run.seen and failed == {("gradients", IN_FLOAT64)}
         else "",
         case=run.case,
-        strategy_file=plan.facts.strategy_file,
-        strategy_line=plan.facts.strategy_line,
+        strategy_file=run.facts.strategy_file,
+        strategy_line=run.facts.strategy_line,
         verdict=verdict,
         outcomes=tuple(outcomes),
         checks=tuple(results),
@@ -58,17 +57,17 @@ def report_of(judged: JudgedRun, *, replay: str, elsewhere: str = "") -> CaseRep
             diagnosis.diagnose(
                 () if run.defect else outcomes,
                 results,
-                judged.seen,
+                run.seen,
                 run.separation,
                 accept=run.case.accept,
             )
         ),
-        timings_s={name: round(spent, 3) for name, spent in judged.timings_s.items()},
+        timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         accepted=acceptance.describe(run.case),
-        contents=contents.contents_of(run.case, plan.facts, results, surroundings=run.surroundings),
+        contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(
-            *plan.notes,
+            *run.notes,
             *filter(None, [elsewhere, together, not_given]),
             *_about_cell(run.case, results),
         ),
@@ -151,7 +150,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
     ]
 
 
-def _decisive(run: RecordedRun) -> Sequence[Outcome]:
+def _decisive(run: CaseRun) -> Sequence[Outcome]:
     """The outcomes of the run that failed, the first of the two if none did."""
     if any(o.outcome != RankEnd.FINISHED for o in run.rerun_outcomes):
         where = (
@@ -164,13 +163,12 @@ def _decisive(run: RecordedRun) -> Sequence[Outcome]:
     return run.outcomes
 
 
-def _results(judged: JudgedRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
-    run = judged.recorded
+def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
     parts: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
-    for result in judged.results:
+    for result in run.results:
         parts[result.check, result.layer].append(result)
     results: list[CheckResult] = []
-    for planned in run.plan.planned:
+    for planned in run.planned:
         if planned.scope == "front":
             if planned.check == SENSITIVITY:
                 why = run.not_run or _why_not_judged(outcomes)
@@ -203,7 +201,7 @@ def _results(judged: JudgedRun, outcomes: Sequence[Outcome]) -> list[CheckResult
     return results
 
 
-def _of_rerun(run: RecordedRun, result: CheckResult) -> CheckResult:
+def _of_rerun(run: CaseRun, result: CheckResult) -> CheckResult:
     """Where the rerun was, and whether what it did differently is right as well."""
     note = run.rerun_in
     if run.separation is not None and run.separation.harmless and result.verdict == "fail":

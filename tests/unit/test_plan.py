@@ -12,7 +12,7 @@ from distcheck.plan.cases import PlannedCheck, Request, check_case, plan_cases, 
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.training.jobs import CaseFacts
-from distcheck.verification.case_runs import is_separate
+from distcheck.verification.case_run import is_separate
 
 MODEL = ModelLayout(
     parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),

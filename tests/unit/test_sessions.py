@@ -1,23 +1,24 @@
 """How work is shared between judges, and what a pool need not confirm again."""
 
 import os
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import msgspec
 import pytest
 
 from distcheck.contract import BackendAllReduce
-from distcheck.records import Case, CheckResult, Delay, Outcome
+from distcheck.errors import InternalError
+from distcheck.records import Case, Delay, Outcome
 from distcheck.records.ends import RankEnd
+from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import Calibration
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import preparation
-from distcheck.verification.case_runs import PlannedRun, RecordedRun
-from distcheck.verification.in_progress import InProgress
+from distcheck.verification.book import run_of
+from distcheck.verification.case_run import CaseRun
 from distcheck.verification.judgings import steps_of_judges
 from distcheck.verification.run import Silent
-from distcheck.verification.session import Session, _Asked, _deadline_s
+from distcheck.verification.session import Session, _deadline_s
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
@@ -41,7 +42,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     case = next(c for c in cases(worlds=[world], steps=12) if "lattice" not in c.layers)
     layout = TraceLayout(world=world, steps=12, max_shard=64, model=MODEL)
-    run = InProgress(planned(case, layout))
+    run = CaseRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
     if seconds is not None:
         run.timings_s["world"] = seconds
     session = Session(Pool(), Silent(), description=b"", data_fd=None)
@@ -126,8 +127,8 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
     run = case_run(deadline_s=30.0)
     for spent, deadline_s in ((0.2, 5.0), (1.5, 15.0), (60.0, 30.0)):
         run.timings_s["world"] = spent
-        assert _deadline_s(_Asked(run, "further", TOGETHER)) == deadline_s
-        assert _deadline_s(_Asked(run, "rerun")) == 30.0
+        assert _deadline_s(run, "further") == deadline_s
+        assert _deadline_s(run, "rerun") == 30.0
 
 
 @pytest.mark.parametrize("after_hang", [False, True])
@@ -135,41 +136,37 @@ def test_other_cases_are_not_run_after_a_hang_unless_they_were_asked_for(after_h
     hung, other, elsewhere = case_run(id="a"), case_run(id="b"), case_run(id="c", world=3)
     session = Session(Pool(), Silent(), description=b"", data_fd=None)
     session.after_hang = after_hang
-    session._worlds += [_Asked(other, "world"), _Asked(elsewhere, "world")]
+    session._worlds += [(other, "world"), (elsewhere, "world")]
     session._leave_out_others(hung)
-    assert [asked.run for asked in session._worlds] == [other, elsewhere][not after_hang :]
+    assert [run for run, _ in session._worlds] == [other, elsewhere][not after_hang :]
     assert not elsewhere.finished
     if not after_hang:
         assert other.not_run.startswith("not run: the strategy hung in lattice float32; --after-ha")
 
 
-def planned(case: Case, layout: TraceLayout) -> PlannedRun:
-    return PlannedRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
-
-
-def case_run(**change: Any) -> InProgress:
+def case_run(**change: Any) -> CaseRun:
     case = msgspec.structs.replace(cases()[0], rerun=True, **change)
     layout = TraceLayout(world=4, steps=3, max_shard=64, model=MODEL)
-    return InProgress(planned(case, layout))
+    return CaseRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
 
 
-def test_what_is_handed_on_is_frozen_and_goes_back_as_it_was() -> None:
-    ends = (Outcome(rank=0, outcome=RankEnd.FINISHED),)
-    recorded = RecordedRun(
-        plan=case_run().plan.noting("left out"), outcomes=ends, rerun_outcomes=ends,
-        surroundings=separate(0, delayed=True), rerun_in="there", not_run="not at all",
-        trace_fd=os.open(os.devnull, os.O_RDONLY),
+def test_a_saved_case_comes_back_as_it_was_and_closes_its_traces() -> None:
+    run = case_run()
+    run.outcomes = run.rerun_outcomes = (Outcome(rank=0, outcome=RankEnd.FINISHED),)
+    run.surroundings, run.rerun_in = separate(0, delayed=True), "there"
+    run.notes, run.defect = ("left out",), InternalError("lost", "a traceback")
+    same = (
+        "case", "facts", "planned", "layout", "outcomes", "rerun_outcomes", "rerun_in",
+        "surroundings", "separation", "notes",
     )  # fmt: skip
-    run = InProgress.after(recorded)
-    run.timings_s["world"] = 1.0
-    judged = run.judged()
-    assert judged.recorded == recorded
-    run.timings_s["world"] = 2.0
-    run.results.append(CheckResult(check="loss", layer="-", verdict="fail"))
-    assert (judged.timings_s, judged.results) == ({"world": 1.0}, ())
-    for state, name in ((judged, "results"), (recorded, "outcomes"), (recorded.plan, "notes")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(state, name, ())
-    run.close()
+    said = {name: getattr(run, name) for name in same}
+    trace = os.open(os.devnull, os.O_RDONLY)
+    saved = SavedCase(**said, defect=("lost", "a traceback"), environment={}, digests={})
+    back = run_of(saved, [trace])
+    assert {name: getattr(back, name) for name in same} == said
+    assert back.defect is not None
+    assert (str(back.defect), back.defect.traceback) == ("lost", "a traceback")
+    assert back.traces == {"world": trace}
+    back.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(recorded.trace_fd)
+        os.fstat(trace)

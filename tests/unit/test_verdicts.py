@@ -20,7 +20,7 @@ from distcheck.records import (
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import TraceLayout
-from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.verification.verdicts import recorded_elsewhere, report_of
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.surroundings import separate
@@ -59,17 +59,14 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
     elsewhere = given.pop("elsewhere", "")
     seen = given.pop("seen", None)
     layout = TraceLayout(world=2, steps=case.steps, max_shard=1, model=FACTS.model)
-    plan = PlannedRun(
-        case=case, facts=given.pop("facts", FACTS), planned=tuple(planned), layout=layout,
-        notes=("a note",),
-    )  # fmt: skip
     ends = {
         name: tuple(given.pop(name)) for name in ("outcomes", "rerun_outcomes") if name in given
     }
-    recorded = RecordedRun(plan=plan, **{"outcomes": tuple(FINISHED), **ends, **given})
-    made = JudgedRun(
-        recorded=recorded, results=tuple(results), seen=seen, timings_s={"judging": 1.23456}
-    )
+    made = CaseRun(
+        case=case, facts=given.pop("facts", FACTS), planned=tuple(planned), layout=layout,
+        notes=("a note",), results=list(results), seen=seen, timings_s={"judging": 1.23456},
+        **{"outcomes": tuple(FINISHED), **ends, **given},
+    )  # fmt: skip
     return report_of(made, replay="distcheck replay one", elsewhere=elsewhere)
 
 

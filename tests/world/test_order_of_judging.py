@@ -28,7 +28,7 @@ from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
 from distcheck.training.traces.reader import TraceReader
 from distcheck.verification.book import run_of
-from distcheck.verification.case_runs import RecordedRun
+from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
@@ -73,19 +73,19 @@ class SeesOthersAtFirst(AtAKink):
 
 def judged(
     pool: Pool,
-    run: RecordedRun,
+    run: CaseRun,
     parts: list[tuple[int, ...]],
     job: "Job[JudgeRequest, list[CheckResult]]" = JUDGE,
 ) -> list[CheckResult]:
     """Each part by a judge of its own; the results merged in the order of the steps."""
-    planned = tuple((p.check, p.layer) for p in run.plan.planned if p.scope == "step")
+    planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
     for steps in parts:
         request = JudgeRequest(
-            case=run.case, contract=run.plan.contract, layout=run.plan.layout, description=b"",
+            case=run.case, contract=run.contract, layout=run.layout, description=b"",
             steps=steps, planned=planned,
         )  # fmt: skip
-        answer = run_job(pool, job, request, {"trace": run.trace_fd})
+        answer = run_job(pool, job, request, {"trace": run.traces["world"]})
         found.append((min(steps), answer))
     columns = zip(*[results for _, results in sorted(found)], strict=True)
     return [merge_results(column) for column in columns]
@@ -163,7 +163,7 @@ def saved(
     *,
     batch: int,
     accept: str | None = None,
-) -> Iterator[RecordedRun]:
+) -> Iterator[CaseRun]:
     """The cases of a run, with their traces; some of them may fail."""
     distcheck.verify(
         spec,

@@ -1,4 +1,4 @@
-"""A case while its worlds and judges are at work: what the session knows of it so far."""
+"""A case on its way from plan to report: what was found out of it, and what is known by now."""
 
 import os
 from dataclasses import dataclass, field
@@ -7,15 +7,17 @@ from typing import Literal
 import msgspec
 
 from distcheck.backends import name_of
+from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, InternalError
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.sealed_memory import sealed_memory
+from distcheck.plan.coverage import PlannedCheck
 from distcheck.records import Case, CheckResult, Outcome
 from distcheck.records.ends import RankEnd
+from distcheck.training.jobs import CaseFacts
 from distcheck.training.traces.layout import TraceLayout
-from distcheck.verification.case_runs import JudgedRun, PlannedRun, RecordedRun, is_separate
 from distcheck.verification.process_state import state_lines
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
@@ -26,18 +28,37 @@ _INTERRUPTED = "the run was interrupted before it; let it end, and the cause is 
 _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further": "further run"}
 
 
-@dataclass
-class InProgress:
-    """A case on its way; only the session changes it."""
+def is_separate(case: Case) -> bool:
+    """Whether a case's rerun is to be in separate interpreters: on the CPU, where LOCAL_RANK
+    chooses no device, and not within a job of MPI's, whose ranks are its own, or in one process.
+    """
+    own_ranks = name_of(case.backend) in ("mpi", "simulated")
+    return case.separate and case.rerun and case.device == "cpu" and not own_ranks
 
-    plan: PlannedRun
+
+@dataclass(eq=False, kw_only=True)
+class CaseRun:
+    """A case, what its checks must compare, how its ranks ended, and what judges found.
+
+    `surroundings` are those of the rerun; `rerun_in` says the same, or why they are not what was
+    asked for. `taking_apart` is how a rerun that differed is looked at, `of_rerun` what its own
+    steps were judged to be, `separation` what further worlds have shown of it. `seen` is what a
+    closer look at a failed case has measured. `not_run` says why no rank was started, `defect`
+    which one of distcheck's own ended a rank. Only the session changes it while it runs.
+    """
+
+    case: Case
+    facts: CaseFacts
+    planned: tuple[PlannedCheck, ...]
+    layout: TraceLayout
+    notes: tuple[str, ...] = ()
     traces: dict[WorldName, int] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     rerun_outcomes: tuple[Outcome, ...] = ()
-    surroundings: Surroundings = TOGETHER  # of the rerun
-    rerun_in: str = ""  # the same, or why it is not what was asked for, for the report
+    surroundings: Surroundings = TOGETHER
+    rerun_in: str = ""
     taking_apart: TakingApart | None = None
-    of_rerun: list[CheckResult] | None = None  # what its own steps were judged to be
+    of_rerun: list[CheckResult] | None = None
     separation: Separation | None = None
     results: list[CheckResult] = field(default_factory=list)
     seen: Facts | None = None
@@ -48,50 +69,15 @@ class InProgress:
     worlds_left: int = 0
     finished: bool = False
 
-    @classmethod
-    def after(cls, recorded: RecordedRun) -> "InProgress":
-        """A case that was recorded before, as it was when its last world had ended."""
-        fds: dict[WorldName, int] = {"world": recorded.trace_fd, "rerun": recorded.rerun_fd}
-        return cls(
-            recorded.plan,
-            traces={what: fd for what, fd in fds.items() if fd >= 0},
-            outcomes=recorded.outcomes,
-            rerun_outcomes=recorded.rerun_outcomes,
-            surroundings=recorded.surroundings,
-            rerun_in=recorded.rerun_in,
-            separation=recorded.separation,
-            not_run=recorded.not_run,
-            defect=recorded.defect,
-        )
-
     @property
-    def case(self) -> Case:
-        """The case."""
-        return self.plan.case
+    def contract(self) -> Contract:
+        """What its strategy promises."""
+        return self.facts.contract
 
-    def judged(self) -> JudgedRun:
-        """What is known by now; all that ever will be, once it is finished."""
-        recorded = RecordedRun(
-            plan=self.plan,
-            outcomes=self.outcomes,
-            rerun_outcomes=self.rerun_outcomes,
-            surroundings=self.surroundings,
-            rerun_in=self.rerun_in,
-            separation=self.separation,
-            not_run=self.not_run,
-            defect=self.defect,
-            trace_fd=self.traces.get("world", -1),
-            rerun_fd=self.traces.get("rerun", -1),
-        )
-        seen = self.seen
-        if seen is None and not self.finished and diagnosis.worth_a_look(self.results):
-            seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
-        return JudgedRun(
-            recorded=recorded,
-            results=tuple(self.results),
-            seen=seen,
-            timings_s=dict(self.timings_s),
-        )
+    def cut_short(self) -> None:
+        """Says, where a closer look was due, that the run ended before it."""
+        if self.seen is None and not self.finished and diagnosis.worth_a_look(self.results):
+            self.seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
 
     def close(self) -> None:
         """Frees the traces."""
@@ -138,13 +124,13 @@ class InProgress:
         """
         finished = all(outcome.outcome == RankEnd.FINISHED for outcome in self.rerun_outcomes)
         passed = bool(self.of_rerun) and all(r.verdict == "pass" for r in self.of_rerun or ())
-        facts = self.plan.facts
+        facts = self.facts
         lines = state_lines(facts.strategy_file, facts.strategy_line, found)
         self.separation = msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
 
     def shared_trace(self, what: WorldName) -> Shared:
         """The trace of a world, as its ranks are given it."""
-        layout = self.plan.layout
+        layout = self.layout
         return Shared(
             fd=self.traces[what],
             kind="trace",
