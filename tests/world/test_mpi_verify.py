@@ -168,3 +168,35 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
     assert not [p.cmdline() for p in marked(mark)]
     assert not folder.exists()
     assert not [name for name in shared if Path(name).exists()]
+
+
+IMPORTS_MPI = """
+from mpi4py import MPI
+import torch.distributed as dist
+
+def sync(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+"""
+
+
+def test_code_that_imports_mpi4py_for_gloo_leaves_no_shared_memory(
+    distcheck: Run, tmp_path: Path
+) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed (the extra `mpi`)")
+    (tmp_path / "sync.py").write_text(IMPORTS_MPI)
+    before = segments()
+    ran = distcheck(
+        "verify", "--strategy", f"{tmp_path}/sync.py:sync", "--world", "2", "--workload",
+        "mlp:small", "--dtype", "float32",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
+    assert not segments() - before
+
+
+def segments() -> set[str]:
+    """What Open MPI keeps in shared memory for processes of this user."""
+    with os.scandir("/dev/shm") as entries:
+        own = [one for one in entries if one.stat().st_uid == os.geteuid()]
+    return {one.name for one in own if one.name.startswith("sm_segment.")}

@@ -29,6 +29,7 @@ from distcheck.worlds import flight, linux, messages, postings
 from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
+from distcheck.worlds.mpi import segments
 from distcheck.worlds.waiting import LOOK_EVERY_S, Look
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
@@ -109,6 +110,8 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         code = 1
     finally:
         _flush()
+        if "mpi4py.MPI" in sys.modules:
+            segments.remove(segments.own_segments())
         _leave(code)
 
 
