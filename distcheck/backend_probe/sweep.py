@@ -12,7 +12,7 @@ from distcheck.backends import backend_names
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame
-from distcheck.worlds.launch import internal_error, run_job, run_until_over, start_world
+from distcheck.worlds.launch import Ranks, internal_error, run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
@@ -85,15 +85,10 @@ class _Episode:
                 refused=refused,
             )
 
-        ranks = start_world(
-            pool,
-            job=PROBE,
-            backend=backend,
-            size=self._size,
-            request=request,
-            fds={},
-            deadline_s=deadline_s,
+        wanted = Ranks(
+            job=PROBE, backend=backend, size=self._size, request=request, deadline_s=deadline_s
         )
+        ranks = start_world(pool, wanted)
         for rank, child in enumerate(ranks.children):
             child.on_said = partial(self._hear_in_time, ranks, rank)
         run_until_over(pool, ranks)

@@ -26,7 +26,7 @@ from distcheck.reports.files import check_outputs, write_text
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_defects, preparation
 from distcheck.worlds import blame
-from distcheck.worlds.launch import refusal_of, run_until_over, start_world
+from distcheck.worlds.launch import Ranks, refusal_of, run_until_over, start_world
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -150,15 +150,15 @@ def _train(
             )
 
         table.head(facts.environment)
-        world = start_world(
-            pool,
+        ranks = Ranks(
             job=TRAIN,
             backend=case.backend,
             size=case.world,
             request=request,
-            fds={"data": Shared(fd=data.fd, kind="data")} if data.fd is not None else {},
             deadline_s=case.deadline_s,
         )
+        fds = {"data": Shared(fd=data.fd, kind="data")} if data.fd is not None else {}
+        world = start_world(pool, ranks, fds=fds)
         for child in world.children:
             child.on_said = table.hear
         run_until_over(pool, world)

@@ -36,8 +36,9 @@ from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, re
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import numerics
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import Kind, State
-from distcheck.training.traces.reader import StepHeader, TraceReader
+from distcheck.training.traces.reader import TraceReader
 
 _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 

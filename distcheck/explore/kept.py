@@ -17,7 +17,7 @@ from distcheck.records import Case, CaseReport, Outcome
 from distcheck.worlds import blame
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.kept import Kept
-from distcheck.worlds.launch import error_of, start_job, start_world
+from distcheck.worlds.launch import Ranks, error_of, start_job, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
@@ -125,17 +125,16 @@ class KeptRanks:
     def _start_world(self, case: Case) -> Kept:
         fds = {name: Shared(fd=fd) for name, fd in zip(TRACES, self._traces, strict=True)}
 
+        ranks = Ranks(
+            job=SERVE,
+            backend="gloo",
+            size=case.world,
+            request=lambda rendezvous: rendezvous,
+            deadline_s=case.deadline_s,
+        )
+
         def start(own: Sequence[Descriptors]) -> World:
-            return start_world(
-                self._pool,
-                job=SERVE,
-                backend="gloo",
-                size=case.world,
-                request=lambda rendezvous: rendezvous,
-                fds=fds,
-                own_fds=own,
-                deadline_s=case.deadline_s,
-            )
+            return start_world(self._pool, ranks, fds=fds, own_fds=own)
 
         return Kept(self._pool, case.world, start)
 

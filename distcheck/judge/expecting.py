@@ -10,7 +10,7 @@ from distcheck.judge.oracles import expect
 from distcheck.judge.oracles.forms import GradientForms
 from distcheck.judge.oracles.references import References
 from distcheck.records.mistakes import Shown
-from distcheck.training.traces.reader import StepHeader
+from distcheck.training.traces.header import StepHeader
 
 Pair = tuple[str, str]  # a check and its layer
 

@@ -37,12 +37,11 @@ from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, RankReport, Seen
 from distcheck.testing.rank import Prepared
-from distcheck.testing.waiting import listen, wait
+from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds import turns
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.surroundings import Surroundings
 
 # Pools of worlds that are over. A helper takes milliseconds to leave the memory that it shares
 # with this process; the next world need not wait for that.
@@ -165,16 +164,7 @@ def _run_fresh(prepared: Prepared) -> Ended:
 
 
 def _run_in(pool: Pool, prepared: Prepared) -> Ended:
-    world = start_world(
-        pool,
-        job=RUN,
-        backend=prepared.options.backend,
-        size=prepared.options.size,
-        request=lambda rendezvous: rendezvous,
-        fds={},
-        deadline_s=prepared.options.deadline_s,
-        surroundings=Surroundings(schedule=prepared.options.schedule),
-    )
+    world = start_world(pool, ranks_of(prepared.options, RUN))
     return wait(pool, world, listen(world, prepared.item))
 
 

@@ -24,7 +24,7 @@ from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import KEPT_ELSE, SERVE, KeptTest, RankReport
 from distcheck.testing.rank import Prepared
-from distcheck.testing.waiting import listen, outputs_of, wait
+from distcheck.testing.waiting import listen, outputs_of, ranks_of, wait
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.kept import Kept
 from distcheck.worlds.launch import start_world
@@ -94,16 +94,7 @@ class KeptWorld:
         self._size = options.size
 
         def start(own: Sequence[Descriptors]) -> World:
-            return start_world(
-                self._pool,
-                job=SERVE,
-                backend=options.backend,
-                size=options.size,
-                request=lambda rendezvous: rendezvous,
-                fds={},
-                deadline_s=options.deadline_s,
-                own_fds=own,
-            )
+            return start_world(self._pool, ranks_of(options, SERVE), own_fds=own)
 
         try:
             self._ranks = Kept(self._pool, options.size, start)

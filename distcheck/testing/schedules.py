@@ -15,6 +15,7 @@ from distcheck.testing import failures, timeouts
 from distcheck.testing.failures import Ended
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN
+from distcheck.testing.waiting import ranks_of
 from distcheck.worlds.launch import search_schedules
 from distcheck.worlds.pool import Pool
 
@@ -30,13 +31,9 @@ def search(
     try:
         found = search_schedules(
             pool,
-            RUN,
-            backend=options.backend,
-            size=options.size,
-            request=lambda meeting: meeting,
+            ranks_of(options, RUN),
             schedules=how_many(options.schedules, options.switches),
             switches=options.switches,
-            deadline_s=options.deadline_s,
             look=lambda: timeouts.check(item),
         )
     except DistcheckError as error:

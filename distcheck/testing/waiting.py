@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 import msgspec
 import pytest
@@ -13,11 +13,27 @@ from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.testing import interrupts, timeouts
 from distcheck.testing.failures import Ended
+from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now, not_simulated, run_until_over
+from distcheck.worlds.jobs import Job
+from distcheck.worlds.launch import Ranks, end_now, not_simulated, run_until_over
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
+
+
+def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvous]:
+    """The ranks that a marker asks for, each of which is asked for its rendezvous alone."""
+    return Ranks(
+        job=job,
+        backend=options.backend,
+        size=options.size,
+        request=lambda rendezvous: rendezvous,
+        deadline_s=options.deadline_s,
+        surroundings=Surroundings(schedule=options.schedule),
+    )
 
 
 @dataclass

@@ -15,6 +15,7 @@ from distcheck.training.building import can_train, is_distributed, state_tensors
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import (
     OWNED_BY,
     TOGETHER,
@@ -198,21 +199,22 @@ class TraceRecorder:
         self._record_state(step + 1, model, optimizer)
         for index, spec in enumerate(self._layout.outputs):
             self._writer.put(Kind.OUTPUT, step, index, self._table_of_outputs(spec))
-        missing = len(self._layout.model.parameters) - len(self._ready)
-        self._writer.put_header(
-            step,
-            ids=self._ids,
+        tokens, positions = self._real or (None, 0)
+        header = StepHeader(
+            ids=tuple(self._ids),
             loss=loss,
             loss_factor=self._loss_factor,
             epoch=self._epoch,
             rng_state=self._rng_state,
-            ready_order=self._ready + [-1] * missing,
+            ready_order=tuple(self._ready),
             stretches=self._stretches,
-            real=self._real,
+            tokens=tokens,
+            positions=positions,
             library_states=self._library_states,
             settings=self._settings,
             implementation=implementation(optimizer),
         )
+        self._writer.put_header(step, header)
 
     def _table_of_outputs(self, spec: TensorSpec) -> torch.Tensor | None:
         """What the model returned, a row for each place of the shard; None where the rank computed

@@ -35,6 +35,7 @@ from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import blame
 from distcheck.worlds.launch import (
+    Ranks,
     error_of,
     internal_error,
     job_result,
@@ -292,15 +293,10 @@ def calibrate(
             rendezvous=rendezvous, orders=orders, dtypes=dtypes, device=device
         )
 
-    ranks = start_world(
-        pool,
-        job=CALIBRATE,
-        backend=backend,
-        size=world,
-        request=request,
-        fds={},
-        deadline_s=deadline_s,
+    wanted = Ranks(
+        job=CALIBRATE, backend=backend, size=world, request=request, deadline_s=deadline_s
     )
+    ranks = start_world(pool, wanted)
     run_until_over(pool, ranks)
     try:
         if not ranks.succeeded:

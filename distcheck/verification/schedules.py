@@ -8,7 +8,7 @@ from distcheck.judge import schedules
 from distcheck.records import Case, CaseReport, merge_verdicts
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
-from distcheck.worlds.launch import search_schedules
+from distcheck.worlds.launch import Ranks, search_schedules
 from distcheck.worlds.pool import Pool
 
 _OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
@@ -73,17 +73,20 @@ def _search(
     data_fd: int | None,
     show: Callable[[str], None],
 ) -> Searched:
-    return search_schedules(
-        pool,
-        DIGEST,
+    ranks = Ranks(
+        job=DIGEST,
         backend=case.backend,
         size=case.world,
         request=lambda meeting: DigestRequest(
             case=case, rendezvous=meeting, description=description
         ),
+        deadline_s=case.deadline_s,
+    )
+    return search_schedules(
+        pool,
+        ranks,
         schedules=case.schedules,
         switches=case.switches,
-        deadline_s=case.deadline_s,
         fds={} if data_fd is None else {"data": data_fd},
         on_progress=lambda ran: show(
             f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"

@@ -35,7 +35,7 @@ from distcheck.verification.judgings import (
 )
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import blame
-from distcheck.worlds.launch import end_now, refusal_of, start_world
+from distcheck.worlds.launch import Ranks, end_now, refusal_of, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -168,17 +168,15 @@ class Session:
                 at = step_in_words(progress.step, case.steps, progress.phase)
                 self._listener.progress(case, _SAID_OF[what] + at)
 
-        return start_world(
-            self._pool,
+        ranks = Ranks(
             job=RECORD,
             backend=case.backend,
             size=case.world,
             request=request,
-            fds=fds,
             deadline_s=_deadline_s(run, what),
-            on_progress=on_progress,
             surroundings=surroundings,
         )
+        return start_world(self._pool, ranks, fds=fds, on_progress=on_progress)
 
     def _tick_world(self) -> None:
         if self._world is None:

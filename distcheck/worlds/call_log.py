@@ -76,30 +76,19 @@ class CallLog:
         self._encoder = msgspec.msgpack.Encoder()
         self._count = 0
 
-    def collective(
-        self,
-        given: Tensors,
-        got: Tensors,
-        kind: str,
-        name: str,
-        group: str,
-        ranks: tuple[int, ...],
-        number: int,
-        place: str,
-        op: str,
-        root: int | None,
-        splits: tuple[tuple[int, ...], ...],
-    ) -> None:
-        """Logs a collective of tensors that the rank gives and gets."""
-        dtype = dtype_name(given[0].dtype) if given else dtype_name(got[0].dtype) if got else ""
-        sizes = [tuple(tensor.shape) for tensor in given]
-        received = [tuple(tensor.shape) for tensor in got] if got else ()
+    def collective(self, given: Tensors, got: Tensors, **about: Any) -> None:
+        """Logs a collective of tensors that the rank gives and gets; `about` are the other fields
+        of a LoggedCall.
+        """
+        named = [*given, *got][:1]
         self.write(
             LoggedCall(
-                kind, name, group, ranks, number, place, dtype, sizes, received, op, root, None, 0,
-                splits,
+                dtype=dtype_name(named[0].dtype) if named else "",
+                input_sizes=[tuple(tensor.shape) for tensor in given],
+                output_sizes=[tuple(tensor.shape) for tensor in got] if got else (),
+                **about,
             )
-        )  # fmt: skip
+        )
 
     def message(self, *, kind: str, shape: tuple[int, ...], **about: Any) -> None:
         """Logs a send or a receive."""

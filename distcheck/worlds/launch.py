@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic
 
 from distcheck import backends
 from distcheck.errors import (
@@ -33,29 +35,38 @@ from distcheck.worlds.world import World
 _END_DEADLINE_S = 5.0  # for killed processes to be gone
 _JOB_DEADLINE_S = 600.0  # idle seconds; reading and downloading files take their time
 
+NO_FDS: Mapping[str, Shared] = MappingProxyType({})
 OnProgress = Callable[[int, messages.Progress], None]
 
 
-def start_world(
-    pool: Pool,
-    *,
-    job: Job[Asked, Any],
-    backend: str,
-    size: int,
-    request: Callable[[Rendezvous], Asked],
-    fds: Mapping[str, Shared],
-    deadline_s: float,
-    on_progress: OnProgress | None = None,
-    own_fds: Sequence[Descriptors] = (),
-    surroundings: Surroundings = TOGETHER,
-) -> World:
-    """Starts `size` ranks that will meet; each is asked what `request` makes of its rendezvous,
-    and gets the listening socket, `fds`, and those of its own.
+@dataclass(frozen=True, kw_only=True)
+class Ranks(Generic[Asked]):
+    """`size` ranks that will meet; each does a job, and is asked what `request` makes of its
+    rendezvous.
 
     Of `surroundings`, the interpreters, the machines and the order of the environment are seen to
     here; the rest is for the job.
     """
+
+    job: Job[Asked, Any]
+    backend: str
+    size: int
+    request: Callable[[Rendezvous], Asked]
+    deadline_s: float
+    surroundings: Surroundings = TOGETHER
+
+
+def start_world(
+    pool: Pool,
+    ranks: Ranks[Asked],
+    *,
+    fds: Mapping[str, Shared] = NO_FDS,
+    own_fds: Sequence[Descriptors] = (),
+    on_progress: OnProgress | None = None,
+) -> World:
+    """Starts ranks; each gets the listening socket, `fds`, and those of its own."""
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
+    job, backend, size, surroundings = ranks.job, ranks.backend, ranks.size, ranks.surroundings
     mpi = MPIJob(size) if backend == "mpi" else None
     try:
         with listening(pool.address) as server:
@@ -69,10 +80,10 @@ def start_world(
                     world=size,
                     host=host,
                     port=port,
-                    deadline_s=deadline_s,
+                    deadline_s=ranks.deadline_s,
                 )
                 start = RankStart(
-                    payload=job.encode(request(meeting)),
+                    payload=job.encode(ranks.request(meeting)),
                     environment={
                         **environment_of(meeting, nodes=surroundings.nodes_of(size)),
                         **variables,
@@ -90,7 +101,7 @@ def start_world(
                     SimulatedShare(
                         pool,
                         backend=backend,
-                        deadline_s=deadline_s,
+                        deadline_s=ranks.deadline_s,
                         target=job.target,
                         starts=dict(enumerate(starts)),
                         fds=descriptors_of(given),
@@ -105,7 +116,7 @@ def start_world(
         raise
     if mpi is not None:
         mpi.let_go_of_connections()
-    return World(shares, deadline_s=deadline_s, on_progress=on_progress, job=mpi)
+    return World(shares, deadline_s=ranks.deadline_s, on_progress=on_progress, job=mpi)
 
 
 def start_job(
@@ -125,43 +136,41 @@ def start_job(
 
 def search_schedules(
     pool: Pool,
-    job: Job[Asked, Any],
+    ranks: Ranks[Asked],
     *,
-    backend: str,
-    size: int,
-    request: Callable[[Rendezvous], Asked],
     schedules: int,
     switches: int,
-    deadline_s: float,
     fds: Descriptors | None = None,
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
-    """What a job of ranks comes to in a simulated world under the usual schedule and `schedules`
+    """What ranks come to in a simulated world under the usual schedule and `schedules`
     others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
     Raises as `job_result` does.
     """
     meetings = [
         Rendezvous(
-            backend=backend,
+            backend=ranks.backend,
             rank=rank,
-            world=size,
+            world=ranks.size,
             host="127.0.0.1",
             port=1,  # a simulated world has no store on a port
-            deadline_s=deadline_s,
+            deadline_s=ranks.deadline_s,
         )
-        for rank in range(size)
+        for rank in range(ranks.size)
     ]
     host = HostRequest(
-        target=job.target,
-        order=backends.order_of(backend),
-        deadline_s=deadline_s,
-        payloads=[job.encode(request(one)) for one in meetings],
+        target=ranks.job.target,
+        order=backends.order_of(ranks.backend),
+        deadline_s=ranks.deadline_s,
+        payloads=[ranks.job.encode(ranks.request(one)) for one in meetings],
         environments=[environment_of(one) for one in meetings],
-        order_seeds=[None] * size,
+        order_seeds=[None] * ranks.size,
     )
-    asked = SearchRequest(host=host, schedules=schedules, deadline_s=deadline_s, switches=switches)
-    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * deadline_s)
+    asked = SearchRequest(
+        host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches
+    )
+    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
     world.children[0].on_progress = lambda progress: on_progress(progress.step)
     run_until_over(pool, world, look=look)
     try:

@@ -197,24 +197,22 @@ class Pool:
     def start(
         self,
         target: str,
-        payload: bytes,
+        start: RankStart,
         *,
         fds: Descriptors,
         release_fd: int,
         dump_fd: int,
-        env: Mapping[str, str],
-        named_fds: Mapping[str, int] | None = None,
-        order_seed: int | None = None,
         child: Child | None = None,
     ) -> Child:
-        """Forks a child that calls `target` ("module:function") with `payload` and `fds`.
+        """Forks a child that calls `target` ("module:function") with the payload of `start`, its
+        descriptors and `fds`.
 
-        The caller keeps its own copies of the descriptors; the child's copies of `named_fds` have
-        their numbers in the environment variables of these names. The child lingers after its job
-        until there is something to read from `release_fd`, and tells what it is doing when there
-        is from `dump_fd`. `order_seed` is that of the order of its environment variables, if not
-        the usual one. `child` is what to note it in, if not a new one.
+        The caller keeps its own copies of the descriptors. The child lingers after its job until
+        there is something to read from `release_fd`, and tells what it is doing when there is from
+        `dump_fd`. `child` is what to note it in, if not a new one.
         """
+        fds = {**fds, **start.fds}
+        own = {**child_environment(), **self._helper.variables(), **start.environment}
         self.wait_ready()
         folder, path = folder_and_path(self._helper)
         child = child or Child()
@@ -232,12 +230,12 @@ class Pool:
         spawn = messages.Spawn(
             key=child.key,
             target=target,
-            payload=payload,
+            payload=start.payload,
             cwd=folder,
             path=path,
-            env=in_order({**child_environment(), **self._helper.variables(), **env}, order_seed),
+            env=in_order(own, start.order_seed),
             given=list(fds),
-            fd_names=list(named_fds or {}),
+            fd_names=list(start.named_fds),
             imports=list(self._imports),
         )
         assert self._connection is not None
@@ -245,7 +243,7 @@ class Pool:
         try:
             self._connection.settimeout(_PATIENCE_S)
             given = [events, output, child._stacks_fd, release_fd, dump_fd, *fds.values()]
-            given += (named_fds or {}).values()
+            given += start.named_fds.values()
             self._line.send(spawn, given)
         except TimeoutError:
             self._watch.give_up(f"it took no message for {_PATIENCE_S:g} s")

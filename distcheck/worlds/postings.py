@@ -266,15 +266,15 @@ def _collective(
             with contextlib.suppress(Exception):  # of arguments that torch will refuse
                 log.collective(
                     *tensors(given),
-                    note.kind,
-                    note.name,
-                    note.group,
-                    HERE.ranks_of(group, note.group),
-                    note.number - HERE.of_group[note.group],
-                    _place(),
-                    op_name(note.op),
-                    note.root,
-                    note.splits,
+                    kind=note.kind,
+                    name=note.name,
+                    group=note.group,
+                    ranks=HERE.ranks_of(group, note.group),
+                    number=note.number - HERE.of_group[note.group],
+                    place=_place(),
+                    op=op_name(note.op),
+                    root=note.root,
+                    splits=note.splits,
                 )
         if log is not None:
             log.within_call(True)

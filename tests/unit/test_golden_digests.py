@@ -12,6 +12,7 @@ from distcheck.compare.records import CompareRequest, TraceComparison
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
 from distcheck.records import Case, ModelLayout, TensorSpec
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import Kind, TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.training.traces.writer import TraceWriter
@@ -47,10 +48,11 @@ def record() -> Iterator[Callable[..., int]]:
                     plain = torch.tensor([1.0, 2.0, 3.0])
                     writer.put(kind, slot, 0, others.get((rank, kind, slot), plain))
             for step in range(LAYOUT.steps):
-                writer.put_header(
-                    step, ids=[0, 1], loss=loss if step else 1.0, loss_factor=1.0, epoch=0,
-                    rng_state=b"state", ready_order=[0],
+                header = StepHeader(
+                    ids=(0, 1), loss=loss if step else 1.0, loss_factor=1.0, epoch=0,
+                    rng_state=b"state", ready_order=(0,),
                 )  # fmt: skip
+                writer.put_header(step, header)
         return fd
 
     yield write

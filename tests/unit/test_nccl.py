@@ -154,11 +154,11 @@ class PoolOfNothing:
 ])  # fmt: skip
 def test_ranks_get_them_before_they_begin(backend: str, size: int, extra: dict[str, str]) -> None:
     pool: Any = PoolOfNothing()
+    ranks = launch.Ranks(
+        job=RUN, backend=backend, size=size, request=lambda meeting: meeting, deadline_s=5.0
+    )
     with pytest.raises(CapturedError):
-        launch.start_world(
-            pool, job=RUN, backend=backend, size=size, request=lambda meeting: meeting, fds={},
-            deadline_s=5.0,
-        )  # fmt: skip
+        launch.start_world(pool, ranks)
     assert len(pool.starts) == size
     for start in pool.starts:
         found = {n: v for n, v in start.environment.items() if n.startswith("NCCL_")}

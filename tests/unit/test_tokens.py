@@ -18,7 +18,7 @@ from distcheck.plan.source_files import promises
 from distcheck.records import expected_events as events
 from distcheck.training.loading import LoadedStrategy
 from distcheck.training.tokens import with_tokens
-from distcheck.training.traces.reader import StepHeader
+from distcheck.training.traces.header import StepHeader
 from distcheck.verification.conflicts import check_global_sum, check_loss
 from distcheck.workloads.tokens import IGNORED, LENGTH, PADDING, workload
 from tests.unit.test_diagnosis import measured

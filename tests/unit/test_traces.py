@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from distcheck.judge.checks.comparison import bitwise
 from distcheck.records import ModelLayout, TensorSpec
 from distcheck.training.traces import files
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import (
     BYTES,
     OWNED_BY,
@@ -220,16 +221,11 @@ def test_headers_come_back_and_close_a_step(fd: int) -> None:
     for rank in range(2):
         writer = TraceWriter(fd, LAYOUT, rank)
         assert TraceReader(fd, LAYOUT).steps_written() == 0
-        writer.put_header(
-            0,
-            ids=[5, 9, 2**40],
-            loss=0.1,
-            loss_factor=0.75,
-            epoch=3,
-            rng_state=state,
-            ready_order=[2, 0, 1, -1],
-            library_states=state[:99],
-        )
+        given = StepHeader(
+            ids=(5, 9, 2**40), loss=0.1, loss_factor=0.75, epoch=3, rng_state=state,
+            ready_order=(2, 0, 1), library_states=state[:99],
+        )  # fmt: skip
+        writer.put_header(0, given)
     reader = TraceReader(fd, LAYOUT)
     header = reader.header(1, 0)
     assert header.written

@@ -21,6 +21,7 @@ from distcheck.plan.configuration import read_configuration
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
 from distcheck.training.sharding import Shards
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
 from distcheck.training.traces.writer import TraceWriter
@@ -119,9 +120,10 @@ def test_a_trace_of_some_ranks_is_that_of_a_smaller_world() -> None:
         writer = TraceWriter(fd, LAYOUT, rank)
         writer.put(Kind.GRADIENT, 0, 0, torch.full((3, 5), float(rank)))
         for step in range(LAYOUT.steps):
-            writer.put_header(
-                step, ids=[rank], loss=1.0, loss_factor=1.0, epoch=0, rng_state=b"", ready_order=[]
+            header = StepHeader(
+                ids=(rank,), loss=1.0, loss_factor=1.0, epoch=0, rng_state=b"", ready_order=()
             )
+            writer.put_header(step, header)
     whole = TraceReader(fd, LAYOUT)
     assert whole.of_ranks(range(LAYOUT.world)) is whole
     last = whole.of_ranks([LAYOUT.world - 1])

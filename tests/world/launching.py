@@ -6,7 +6,7 @@ from typing import Any
 from distcheck.records import Outcome
 from distcheck.worlds import blame
 from distcheck.worlds.jobs import LISTEN, Job
-from distcheck.worlds.launch import run_until_over, start_world
+from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.world import World
@@ -30,15 +30,14 @@ def start(
     def request(rendezvous: Rendezvous) -> Asked:
         return Asked(rendezvous, about)
 
-    return start_world(
-        pool,
+    ranks = Ranks(
         job=Job(job if ":" in job else f"tests.world.jobs:{job}", Asked, bytes, (LISTEN,)),
         backend=backend,
         size=world,
         request=request,
-        fds={},
         deadline_s=deadline_s,
     )
+    return start_world(pool, ranks)
 
 
 def run_to_end(pool: Pool, ranks: World) -> tuple[list[Outcome], float]:

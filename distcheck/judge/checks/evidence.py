@@ -13,8 +13,9 @@ from distcheck.records import Case
 from distcheck.records.expected_events import Happening
 from distcheck.records.mesh import Mesh
 from distcheck.records.mistakes import Shown
+from distcheck.training.traces.header import StepHeader
 from distcheck.training.traces.layout import Kind
-from distcheck.training.traces.reader import Entry, StepHeader, TraceReader
+from distcheck.training.traces.reader import Entry, TraceReader
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from distcheck.machine.numerics import unit_roundoff
 from distcheck.records import LossName
 from distcheck.records.mesh import Mesh
 from distcheck.training.building import Ingredients
-from distcheck.training.traces.reader import StepHeader, TraceReader
+from distcheck.training.traces.header import StepHeader
+from distcheck.training.traces.reader import TraceReader
 
 
 class StepExpectation:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from distcheck.contract import Contract
 from distcheck.records import LossName
-from distcheck.training.traces.reader import StepHeader
+from distcheck.training.traces.header import StepHeader
 
 
 def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:

@@ -42,7 +42,6 @@ ENTRY = struct.Struct("<16sBBHI")  # digest, state, source, rank that holds the 
 # the optimizer, samples, loss, factor on the loss, epoch, RNG bytes, RNG digest, library states'
 # bytes, tokens, positions
 HEADER = struct.Struct("<BHHIddqI16sIqq")
-NOT_COUNTED = (-1, -1)  # tokens and positions of a workload that does not count them
 # The loss of a rank that has none: a NaN with bits of its own, which no computation yields.
 NO_LOSS: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0D15_7C4E))[0]
 _MOST_ORDERED = 8  # dimensions: four bits each

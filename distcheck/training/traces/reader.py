@@ -1,20 +1,17 @@
 """A trace as the oracles and checks see it: tensors, digests and headers by rank and step."""
 
 import mmap
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from distcheck.machine.seeds import LIBRARY_STATES_BYTES
 from distcheck.machine.shared_tensors import mapped_tensor
+from distcheck.training.traces.header import StepHeader, read_header
 from distcheck.training.traces.layout import (
     ENTRY,
-    HEADER,
     OWNED_BY,
-    RNG_STATE_BYTES,
     TOGETHER,
     Kind,
     Source,
@@ -24,38 +21,6 @@ from distcheck.training.traces.layout import (
 )
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepHeader:
-    """What a rank recorded of a step besides tensors; ids and ready_order are indices.
-
-    `loss_factor` is the derivative of what backward started from by the shard's mean loss.
-    `rng_state` is that of torch's generators; `library_states` and `settings` are what the
-    functions of that name in `seeds` say, `implementation` what the one in `optimizers` does.
-    `stretches` is how many the strategy's own backward cut each of its batches into. `tokens` is
-    how many tokens the loss is over, of `positions` with padding; None where none were counted.
-    """
-
-    written: bool
-    ids: tuple[int, ...]
-    loss: float
-    loss_factor: float
-    epoch: int
-    rng_state: bytes
-    rng_digest: bytes
-    library_states: bytes
-    ready_order: tuple[int, ...]
-    settings: int
-    implementation: int
-    stretches: int = 1
-    tokens: int | None = None
-    positions: int = 0
-
-    @property
-    def loss_over(self) -> int:
-        """How many tokens the loss is a mean over; samples where none were counted."""
-        return len(self.ids) if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -106,34 +71,7 @@ class TraceReader:
 
     def header(self, rank: int, step: int) -> StepHeader:
         """The step header of a rank."""
-        at = self.layout.header_offset(rank, step)
-        header = HEADER.unpack_from(self._map, at)
-        written, settings, implementation, samples, loss, factor, epoch, *sizes = header
-        rng_bytes, digest, library_bytes, tokens, positions = sizes
-        at += HEADER.size
-        rng_state = bytes(self._map[at : at + rng_bytes])
-        at += RNG_STATE_BYTES
-        library_states = bytes(self._map[at : at + library_bytes])
-        at += LIBRARY_STATES_BYTES
-        ids = struct.unpack_from(f"<{samples}q", self._map, at)
-        at += 8 * self.layout.max_shard
-        order = struct.unpack_from(f"<{len(self.layout.model.parameters)}i", self._map, at)
-        return StepHeader(
-            written=bool(written),
-            ids=ids,
-            loss=loss,
-            loss_factor=factor,
-            epoch=epoch,
-            rng_state=rng_state,
-            rng_digest=digest,
-            library_states=library_states,
-            ready_order=tuple(i for i in order if i >= 0),
-            settings=settings,
-            implementation=implementation,
-            stretches=max(1, written),
-            tokens=max(0, tokens) if positions >= 0 else None,
-            positions=max(0, positions),
-        )
+        return read_header(self._map, self.layout, self.layout.header_offset(rank, step))
 
     def steps_written(self) -> int:
         """How many steps, from the first, every rank has finished."""

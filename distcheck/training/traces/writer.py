@@ -6,14 +6,11 @@ import os
 import torch
 import xxhash
 
-from distcheck.machine.seeds import LIBRARY_STATES_BYTES
 from distcheck.machine.shared_tensors import raw_bytes, write_at
+from distcheck.training.traces.header import StepHeader, write_header
 from distcheck.training.traces.layout import (
     ENTRY,
-    HEADER,
     NO_DIGEST,
-    NOT_COUNTED,
-    RNG_STATE_BYTES,
     Kind,
     Source,
     State,
@@ -80,49 +77,11 @@ class TraceWriter:
             os.preadv(fd, [raw_bytes(tensor)], self._layout.data_offset(holder, kind, slot, index))
         return tensor
 
-    def put_header(
-        self,
-        step: int,
-        *,
-        ids: list[int],
-        loss: float,
-        loss_factor: float,
-        epoch: int,
-        rng_state: bytes,
-        ready_order: list[int],
-        library_states: bytes = b"",
-        settings: int = 0,
-        implementation: int = 0,
-        stretches: int = 1,
-        real: tuple[int, int] | None = None,
-    ) -> None:
-        """Records what belongs to a step and is not a tensor of the model; marks it as written.
-
-        `ready_order` [parameters] lists parameter indices in the order in which backward
-        finished their gradients, padded with -1. The digest is of torch's generators alone: the
-        libraries' any code may draw from, and what that changes shows elsewhere.
-        `settings` is what `seeds.settings` says, `implementation` what `optimizers` does,
-        `stretches` how many the strategy's own backward cut its batch into: 1 to 255.
-        `real` are the tokens of the shard and its positions, where the workload counts them.
-        """
-        at = self._layout.header_offset(self._rank, step)
-        tail = at + HEADER.size
-        self._index[tail : tail + len(rng_state)] = rng_state
-        tail += RNG_STATE_BYTES
-        self._index[tail : tail + len(library_states)] = library_states
-        tail += LIBRARY_STATES_BYTES
-        packed_ids = b"".join(i.to_bytes(8, "little", signed=True) for i in ids)
-        self._index[tail : tail + len(packed_ids)] = packed_ids
-        tail += 8 * self._layout.max_shard
-        packed_order = b"".join(i.to_bytes(4, "little", signed=True) for i in ready_order)
-        self._index[tail : tail + len(packed_order)] = packed_order
-        digest = xxhash.xxh3_128_digest(rng_state)
-        sizes = len(rng_state), digest, len(library_states)
-        kinds = settings, implementation
-        HEADER.pack_into(
-            self._index, at, stretches, *kinds, len(ids), loss, loss_factor, epoch, *sizes,
-            *(real or NOT_COUNTED),
-        )  # fmt: skip
+    def put_header(self, step: int, header: StepHeader) -> None:
+        """Records what belongs to a step and is not a tensor of the model; marks it as written."""
+        write_header(
+            self._index, self._layout, self._layout.header_offset(self._rank, step), header
+        )
 
     def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
         """Who already holds these bytes; this rank itself if no other does."""

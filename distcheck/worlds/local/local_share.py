@@ -34,13 +34,10 @@ class LocalShare(Share):
             for rank, start in starts.items():
                 self.children[rank] = self._places[rank].start(
                     target,
-                    start.payload,
-                    fds={**fds, **start.fds},
+                    start,
+                    fds=fds,
                     release_fd=release_fd,
                     dump_fd=dump_fd,
-                    env=start.environment,
-                    named_fds=start.named_fds,
-                    order_seed=start.order_seed,
                     child=new_child(rank) if new_child is not None else None,
                 )
         except BaseException:

@@ -1,0 +1,102 @@
+"""What a rank recorded of a step besides tensors, and how that lies in a trace."""
+
+import mmap
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES
+from distcheck.training.traces.layout import HEADER, RNG_STATE_BYTES, TraceLayout
+
+_NOT_COUNTED = -1  # tokens and positions of a workload that does not count them
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHeader:
+    """`ids` are of samples; `ready_order` lists parameters in the order in which backward finished
+    their gradients. Both are indices.
+
+    `loss_factor` is the derivative of what backward started from by the shard's mean loss.
+    `rng_state` is that of torch's generators; `library_states` and `settings` are what the
+    functions of that name in `seeds` say, `implementation` what the one in `optimizers` does.
+    `stretches` is how many the strategy's own backward cut each of its batches into: 1 to 255.
+    `tokens` is how many tokens the loss is over, of `positions` with padding; None where none were
+    counted.
+    """
+
+    ids: tuple[int, ...]
+    loss: float
+    loss_factor: float
+    epoch: int
+    rng_state: bytes
+    ready_order: tuple[int, ...]
+    library_states: bytes = b""
+    settings: int = 0
+    implementation: int = 0
+    stretches: int = 1
+    tokens: int | None = None
+    positions: int = 0
+    written: bool = True
+    rng_digest: bytes = b""  # which the trace has
+
+    @property
+    def loss_over(self) -> int:
+        """How many tokens the loss is a mean over; samples where none were counted."""
+        return len(self.ids) if self.tokens is None else self.tokens
+
+
+def write_header(index: mmap.mmap, layout: TraceLayout, at: int, header: StepHeader) -> None:
+    """Puts a header at its place, which marks its step as written. Its digest is of torch's
+    generators alone: the libraries' any code may draw from, and what that changes shows elsewhere.
+    """
+    missing = len(layout.model.parameters) - len(header.ready_order)
+    order = (*header.ready_order, *[-1] * missing)
+    tail = at + HEADER.size
+    for data, room in (
+        (header.rng_state, RNG_STATE_BYTES),
+        (header.library_states, LIBRARY_STATES_BYTES),
+        (struct.pack(f"<{len(header.ids)}q", *header.ids), 8 * layout.max_shard),
+        (struct.pack(f"<{len(order)}i", *order), 4 * len(order)),
+    ):
+        index[tail : tail + len(data)] = data
+        tail += room
+    counted = header.tokens is not None
+    HEADER.pack_into(
+        index, at, header.stretches, header.settings, header.implementation, len(header.ids),
+        header.loss, header.loss_factor, header.epoch, len(header.rng_state),
+        xxhash.xxh3_128_digest(header.rng_state), len(header.library_states),
+        header.tokens if header.tokens is not None else _NOT_COUNTED,
+        header.positions if counted else _NOT_COUNTED,
+    )  # fmt: skip
+
+
+def read_header(index: mmap.mmap, layout: TraceLayout, at: int) -> StepHeader:
+    """The header at a place."""
+    header = HEADER.unpack_from(index, at)
+    written, settings, implementation, samples, loss, factor, epoch, *sizes = header
+    rng_bytes, digest, library_bytes, tokens, positions = sizes
+    at += HEADER.size
+    rng_state = bytes(index[at : at + rng_bytes])
+    at += RNG_STATE_BYTES
+    library_states = bytes(index[at : at + library_bytes])
+    at += LIBRARY_STATES_BYTES
+    ids = struct.unpack_from(f"<{samples}q", index, at)
+    at += 8 * layout.max_shard
+    order = struct.unpack_from(f"<{len(layout.model.parameters)}i", index, at)
+    return StepHeader(
+        written=bool(written),
+        ids=ids,
+        loss=loss,
+        loss_factor=factor,
+        epoch=epoch,
+        rng_state=rng_state,
+        rng_digest=digest,
+        library_states=library_states,
+        ready_order=tuple(i for i in order if i >= 0),
+        settings=settings,
+        implementation=implementation,
+        stretches=max(1, written),
+        tokens=max(0, tokens) if positions >= 0 else None,
+        positions=max(0, positions),
+    )
