@@ -134,7 +134,7 @@ def print_schedules(pool: Pool) -> None:
         )  # fmt: skip
         case = plan.plan_cases(request)[0]
         begun = time.monotonic()
-        report = run_cases([case], pool=pool).cases[0]
+        report = run_cases([case], pool).cases[0]
         if report.verdict != "pass":
             sys.exit(f"the schedules ended in {report.verdict}")
         spent.append(time.monotonic() - begun)

@@ -1,6 +1,7 @@
 """What the commands `verify`, `replay` and `recheck` do around a verification: show and keep."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,9 +13,7 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import say
 from distcheck.explore.beside import explore_beside
 from distcheck.plan.costs import rough_s
-from distcheck.plan.provenance import Provenance
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside
-from distcheck.records import Case, Report, RunPlan
+from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
@@ -23,7 +22,7 @@ from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.early_ends import GivenUpError, Interrupted
 from distcheck.verification.rechecking import recheck
-from distcheck.verification.run import run_cases
+from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launchers.launch import Launch
 from distcheck.worlds.pool import Pool
 
@@ -37,77 +36,64 @@ class Screen(Protocol):
         """As `distcheck.reports.terminal.render`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Showing:
+    """How a report is shown: on the screen, and in files by the format's name."""
+
+    files: Mapping[str, str]
+    verbose: bool
+    quiet: bool
+    screen: Screen = render
+
+
 def verify_command(
     cases: Sequence[Case],
+    options: RunOptions,
+    showing: Showing,
     *,
     save: str | None,
     digests: bool = False,
-    files: Mapping[str, str],
-    verbose: bool,
-    quiet: bool,
-    download: bool = False,
     launch: Launch | None = None,
-    made: Mapping[str, Provenance] | None = None,
-    whole: RunPlan | None = None,
-    beside: Beside = NOTHING_BESIDE,
-    show: Screen = render,
 ) -> int:
-    """Runs cases, `whole` or a part of it, and searches `beside` them, and shows the report;
-    returns the exit code. `digests`: what is saved holds digests in place of tensors. `show` prints
-    the report.
+    """Runs cases, and searches beside them, and shows the report; returns the exit code.
+    `digests`: what is saved holds digests in place of tensors.
     """
-    check_outputs(files)
+    check_outputs(showing.files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
-
-    def run(pool: Pool, listener: LiveProgress) -> Report:
-        return run_cases(
-            cases,
-            pool=pool,
-            keep=keep,
-            listener=listener,
-            download=download,
-            made=made,
-            whole=whole,
-            follow_up=True,
-            beside=beside,
-            explore=explore_beside,
-        )
-
+    options = replace(options, keep=keep, follow_up=True, explore=explore_beside)
     try:
         pool = front_pool(launch, cases)
-        return _show(run, pool, files=files, verbose=verbose, quiet=quiet, screen=show)
+        return _show(
+            lambda pool, listener: run_cases(cases, pool, replace(options, listener=listener)),
+            pool,
+            showing,
+        )
     except BaseException:
         if keep is not None:
             keep.discard_if_unused()
         raise
 
 
-def recheck_command(
-    folder: str, *, files: Mapping[str, str], trusted: bool, verbose: bool, quiet: bool
-) -> int:
+def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
     """Judges a saved run again and shows the report; returns the exit code."""
-    check_outputs(files)
+    check_outputs(showing.files)
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]
     require_trust(folder, cases, doing="rechecking", trusted=trusted)
-
-    def run(pool: Pool, listener: LiveProgress) -> Report:
-        return recheck(Path(folder), traces, pool=pool, listener=listener)
-
-    return _show(run, Pool(), files=files, verbose=verbose, quiet=quiet)
+    return _show(
+        lambda pool, listener: recheck(Path(folder), traces, pool=pool, listener=listener),
+        Pool(),
+        showing,
+    )
 
 
 def _show(
     run: Callable[[Pool, LiveProgress], Report],
     pool: Pool,
-    *,
-    files: Mapping[str, str],
-    verbose: bool,
-    quiet: bool,
-    screen: Screen = render,
+    showing: Showing,
 ) -> int:
     try:
-        with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
+        with LiveProgress(Console(stderr=True, quiet=showing.quiet), cost=rough_s) as listener:
             report = run(pool, listener)
     except Interrupted as interruption:
         report = interruption.report
@@ -125,7 +111,7 @@ def _show(
         dismiss(pool, int(report.exit_code), summarize(report))
     finally:
         pool.close()
-    unwritten = _written(report, files, verbose=verbose, quiet=quiet, screen=screen)
+    unwritten = _written(report, showing)
     if report.interrupted:
         judged = sum(not case.unfinished for case in report.cases)
         click.echo(
@@ -152,17 +138,15 @@ def _show(
     return int(report.exit_code)
 
 
-def _written(
-    report: Report, files: Mapping[str, str], *, verbose: bool, quiet: bool, screen: Screen
-) -> list[str]:
+def _written(report: Report, showing: Showing) -> list[str]:
     """Shows the report and writes its files; returns what could not be written. A verdict does not
     change by that: a failure stays a failure on a full disk.
     """
     problems = []
     ended_early = bool(report.interrupted or report.given_up) and not report.environment
-    if "-" not in files.values() and not ended_early:
-        screen(report, console_for(), verbose=verbose, quiet=quiet)
-    for name, path in files.items():
+    if "-" not in showing.files.values() and not ended_early:
+        showing.screen(report, console_for(), verbose=showing.verbose, quiet=showing.quiet)
+    for name, path in showing.files.items():
         try:
             write_outputs({name: path}, report)
         except CannotRunError as error:

@@ -39,7 +39,7 @@ from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.store.saved_traces import SavedTrace, read_trace, saved_traces
 from distcheck.store.trust import require_trust
-from distcheck.verification.run import run_cases
+from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 
@@ -136,7 +136,7 @@ def _run_again(
         for case in cases
     ]
     with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
-        report = run_cases(cases, pool=pool, keep=keep, listener=listener)
+        report = run_cases(cases, pool, RunOptions(keep=keep, listener=listener))
     if report.save_error:
         raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")
 

@@ -98,7 +98,7 @@ class Runner:
     def replay(self, case: Case, times: int) -> list[CaseReport]:
         """The case in fresh ranks, several times."""
         alike = [msgspec.structs.replace(case, id=f"{case.id}-{n}") for n in range(times)]
-        reports = run_cases(alike, pool=self._pool).cases
+        reports = run_cases(alike, self._pool).cases
         return [msgspec.structs.replace(report, case=case) for report in reports]
 
     def train(self, case: Case) -> None:

@@ -18,7 +18,7 @@ from distcheck.plan.settings import SETTINGS, Asked, with_adaptation, with_setti
 from distcheck.records import Report
 from distcheck.store.run_folder import Store
 from distcheck.verification.given_objects import names_of
-from distcheck.verification.run import verify_cases
+from distcheck.verification.run import RunOptions, verify_cases
 
 _DELAY = ("rank", "collective", "ms")
 
@@ -74,7 +74,7 @@ def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
     keep = None if save is None else Store.at(Path(save))
     cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    return verify_cases(cases, keep=keep, beside=beside, explore=explore_beside)
+    return verify_cases(cases, RunOptions(keep=keep, beside=beside, explore=explore_beside))
 
 
 def _request(fields: dict[str, Any]) -> Request:

@@ -11,6 +11,7 @@
 import atexit
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -78,29 +79,40 @@ class Explorer(Protocol):
         """As `distcheck.explore.beside.explore_beside`."""
 
 
-def verify_cases(
-    cases: Sequence[Case],
-    *,
-    keep: Store | None = None,
-    listener: Listener | None = None,
-    beside: Beside = NOTHING_BESIDE,
-    explore: Explorer | None = None,
-) -> Report:
-    """Runs and judges cases on this process's own pool, as `verify` does; in a turn of its own
-    where many processes run tests.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How cases are run, and what is done with them.
+
+    keep       where cases, traces and the report are kept; `listener` hears how far it is
+    download   whether missing files of a data set are fetched
+    made       where the cases with an id were run before
+    whole      the plan that the cases are, or a part of it
+    follow_up  whether what fails for a reason that `followups` knows is run again, or does not
+               count
+    beside     searches, which `explore` runs last, and what may be left out
+    """
+
+    keep: Store | None = None
+    listener: Listener | None = None
+    download: bool = False
+    made: Mapping[str, Provenance] = field(default_factory=dict)
+    whole: RunPlan | None = None
+    follow_up: bool = False
+    beside: Beside = NOTHING_BESIDE
+    explore: Explorer | None = None
+
+
+_USUAL = RunOptions()
+
+
+def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
+    """Runs and judges cases on this process's own pool, as `verify` does, with what follows up; in
+    a turn of its own where many processes run tests.
     """
     with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
-            return run_cases(
-                cases,
-                pool=pool,
-                keep=keep,
-                listener=listener,
-                follow_up=True,
-                beside=beside,
-                explore=explore,
-            )
+            return run_cases(cases, pool, replace(options, follow_up=True))
         except DistcheckError:
             raise
         except BaseException:
@@ -108,40 +120,13 @@ def verify_cases(
             raise
 
 
-def run_cases(
-    cases: Sequence[Case],
-    *,
-    pool: Pool,
-    keep: Store | None = None,
-    listener: Listener | None = None,
-    download: bool = False,
-    made: Mapping[str, Provenance] | None = None,
-    whole: RunPlan | None = None,
-    follow_up: bool = False,
-    beside: Beside = NOTHING_BESIDE,
-    explore: Explorer | None = None,
-) -> Report:
-    """Runs and judges cases, which are `whole` or a part of it; `made` says where those with an id
-    were run before. With `follow_up`, what fails for a reason that `followups` knows is run again,
-    or does not count. `explore` runs the searches of `beside` last. Raises Interrupted, with
-    what there is, on Ctrl-C and SIGTERM; GivenUpError where the helper or another process with
-    ranks is gone.
+def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -> Report:
+    """Runs and judges cases. Raises Interrupted, with what there is, on Ctrl-C and SIGTERM;
+    GivenUpError where the helper or another process with ranks is gone.
     """
-    origin = origin_here()
+    origin, whole = origin_here(), options.whole
     try:
-        return _run_cases(
-            cases,
-            pool=pool,
-            keep=keep,
-            listener=listener or Silent(),
-            download=download,
-            made=made or {},
-            whole=whole,
-            follow_up=follow_up,
-            beside=beside,
-            explore=explore,
-            origin=origin,
-        )
+        return _run_cases(cases, pool, options, origin)
     except (Interrupted, GivenUpError):
         raise
     except KeyboardInterrupt:
@@ -152,20 +137,9 @@ def run_cases(
         raise GivenUpError(given_up_on(lost, error)) from error
 
 
-def _run_cases(
-    cases: Sequence[Case],
-    *,
-    pool: Pool,
-    keep: Store | None,
-    listener: Listener,
-    download: bool,
-    made: Mapping[str, Provenance],
-    whole: RunPlan | None,
-    follow_up: bool,
-    beside: Beside,
-    explore: Explorer | None,
-    origin: Origin,
-) -> Report:
+def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: Origin) -> Report:
+    listener, keep, beside = options.listener or Silent(), options.keep, options.beside
+    made = options.made
     listener.preparing("importing torch")
     if any(source_files.mentions(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}):
         pool.will_need([late_compiler.NAME])
@@ -176,10 +150,11 @@ def _run_cases(
     try:
         pool.wait_ready()
     except MembershipError as error:
-        return nothing_judged(cases, str(error), whole, origin)
+        return nothing_judged(cases, str(error), options.whole, origin)
     data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
-    with preparation.prepared_data(pool, data_name, cases[0].data_dir, download=download) as data:
+    where = cases[0].data_dir
+    with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
         listener.preparing("looking at strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
         environment = {"hash_seeds": _hash_seeds(cases), **facts.environment, **pool.describe()}
@@ -198,7 +173,7 @@ def _run_cases(
             if run.case.id in made:
                 run.notes += _since(made[run.case.id], here[run.case.id], run.case)
         book = Book(pool, runs, here, environment, keep, earlier)
-        book.plan, book.left_out, book.settles = whole, out, follow_up
+        book.plan, book.left_out, book.settles = options.whole, out, options.follow_up
         if beside.required:
             book.left_out, book.unknown = {}, _unknown(left, out, origin)
         book.made = origin
@@ -206,33 +181,21 @@ def _run_cases(
         session.after_hang = beside.after_hang
         with reported(book):
             session.run(runs, on_finished=book.enter)
-            if follow_up:
+            if options.follow_up:
                 _follow_up(pool, book, data, session, listener)
             _search_schedules(pool, book, data, listener)
             if beside.searches:
-                assert explore is not None
-                _explore(explore, pool, book, beside.searches, keep, listener)
+                assert options.explore is not None
+                options.explore(
+                    pool,
+                    beside.searches,
+                    book.finished,
+                    book.not_counted,
+                    keep=keep is not None,
+                    show=listener.preparing,
+                    enter=book.enter_search,
+                )
     return book.report()
-
-
-def _explore(
-    explore: Explorer,
-    pool: Pool,
-    book: "Book",
-    searches: Sequence[Search],
-    keep: Store | None,
-    listener: Listener,
-) -> None:
-    """Searches for failing cases, and enters what was found."""
-    explore(
-        pool,
-        searches,
-        book.finished,
-        book.not_counted,
-        keep=keep is not None,
-        show=listener.preparing,
-        enter=book.enter_search,
-    )
 
 
 def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:

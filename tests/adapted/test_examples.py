@@ -96,7 +96,7 @@ def quickest(promise: Promise) -> list[Case]:
 
 
 def quick_run(promises: Sequence[Promise], pool: Pool) -> Report:
-    return run_cases([case for promise in promises for case in quickest(promise)], pool=pool)
+    return run_cases([case for promise in promises for case in quickest(promise)], pool)
 
 
 def _kinds(promise: Promise) -> Iterator[object]:

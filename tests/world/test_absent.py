@@ -10,7 +10,7 @@ from distcheck.contract import Step
 from distcheck.plan.cases import Request, plan_cases
 from distcheck.records import Case, Report
 from distcheck.verification.progress import NOT_FINISHED, Silent
-from distcheck.verification.run import verify_cases
+from distcheck.verification.run import RunOptions, verify_cases
 from tests.world.test_verify import assert_everything_compared
 
 
@@ -29,7 +29,7 @@ def judged(code: object, listener: Silent | None = None) -> Report:
     spec = f"{__name__}:{code.__qualname__}"  # type: ignore[attr-defined]
     cases = plan_cases(Request(strategies=(spec,), worlds=(3,)))
     wanted = [c for c in cases if c.workload in ("lattice", "absent_on_some")]
-    return verify_cases(wanted, listener=listener)
+    return verify_cases(wanted, RunOptions(listener=listener))
 
 
 def _mean(gradient: torch.Tensor, step: Step) -> None:

@@ -158,14 +158,14 @@ def test_a_replay_in_other_interpreters_finds_the_same_and_nothing_is_left(pool:
         killed = further.pop()
         killed.kill()
         killed.wait()
-        again = run_cases([case], pool=own)
+        again = run_cases([case], own)
         made = set(me.children(recursive=True)) - before
     finally:
         own.close()
     assert len(made) == 3
     assert not any(process.is_running() for process in made | further)
     assert me.num_fds() <= descriptors
-    once = run_cases([case], pool=pool)
+    once = run_cases([case], pool)
     for report in (once, again):
         assert report.environment["hash_seeds"] == [HASH_SEED, *HASH_SEEDS]
         (cause,) = only(report).diagnosis

@@ -25,8 +25,7 @@ def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) 
     """  # fmt: skip
     if is_elsewhere():
         return 0
-    from distcheck.cli.show_and_keep import recheck_command
+    from distcheck.cli.show_and_keep import Showing, recheck_command
 
-    return recheck_command(
-        folder, files=taken_from(asked), trusted=trust, verbose=verbose, quiet=quiet
-    )
+    showing = Showing(files=taken_from(asked), verbose=verbose, quiet=quiet)
+    return recheck_command(folder, showing, trusted=trust)

@@ -41,14 +41,13 @@ def command(case_file: str, save: str | None, trust: bool, quiet: bool, **asked:
         from distcheck.cli.under_launchers import lend
 
         return lend(launch, lambda: cases, deadline_s=cases[0].deadline_s)
-    from distcheck.cli.show_and_keep import verify_command
+    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.verification.run import RunOptions
 
     return verify_command(
         cases,
+        RunOptions(made=made),
+        Showing(files=taken_from(asked), verbose=True, quiet=quiet),
         save=save,
-        files=taken_from(asked),
-        verbose=True,
-        quiet=quiet,
         launch=launch,
-        made=made,
     )

@@ -68,10 +68,11 @@ def command(**asked: Any) -> int:
 
     All worlds train on the same total batch, as the single-process reference does.
     """  # fmt: skip
-    from distcheck.cli.show_and_keep import verify_command
+    from distcheck.cli.show_and_keep import Showing, verify_command
     from distcheck.plan.scale import plan_scale
     from distcheck.plan.thorough import Beside
     from distcheck.reports import scale_screen
+    from distcheck.verification.run import RunOptions
 
     files = {
         name: path for name in ("json", "html") if (path := asked.pop(f"{name}_file")) is not None
@@ -80,12 +81,10 @@ def command(**asked: Any) -> int:
     worlds, orders, strategy = asked.pop("worlds"), asked.pop("orders"), asked.pop("strategy")
     asked["strategies"] = (strategy,) if strategy else ()
     cases = plan_scale(with_adaptation(asked), worlds=worlds, orders=orders)
+    spare = tuple({case.world for case in cases})
     return verify_command(
         cases,
-        beside=Beside(spare=tuple({case.world for case in cases}), required=True),
+        RunOptions(beside=Beside(spare=spare, required=True)),
+        Showing(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
         save=None,
-        files=files,
-        verbose=verbose,
-        quiet=quiet,
-        show=scale_screen.render,
     )

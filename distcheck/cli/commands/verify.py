@@ -62,7 +62,8 @@ def command(
 
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
     from distcheck.cli.forecast import say_cost
-    from distcheck.cli.show_and_keep import verify_command
+    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.verification.run import RunOptions
 
     with errors_annotated(files):
         planned = plan()
@@ -70,13 +71,9 @@ def command(
             say_cost(planned, quiet=quiet)
         return verify_command(
             planned.cases,
-            whole=planned.whole,
-            beside=planned.beside,
+            RunOptions(whole=planned.whole, beside=planned.beside, download=asked["download"]),
+            Showing(files=files, verbose=verbose, quiet=quiet),
             save=save,
             digests=digests,
-            files=files,
-            verbose=verbose,
-            quiet=quiet,
-            download=asked["download"],
             launch=launch,
         )
