@@ -19,7 +19,7 @@ from distcheck.errors import DistcheckError
 from distcheck.explore.running import Runner
 from distcheck.explore.space import MOST_WORLD, identify
 from distcheck.judge import sensitivity
-from distcheck.judge.diagnosis.findings import APART
+from distcheck.judge.diagnosis.wording import APART
 from distcheck.machine.seeds import derive
 from distcheck.records import Case, CaseReport, Delay
 

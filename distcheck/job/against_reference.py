@@ -8,6 +8,7 @@ from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32, ROUNDING
 
 # Chosen: as in `causes`, a factor is named where it leaves a thousandth of the gradient; one that
@@ -47,11 +48,11 @@ def explain(
     own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
     parted = [failed[one] for one in (*own, ("agreement", "-")) if one in failed]
     if updated is not None and all(_step(updated) < _step(one) for one in parted):
-        yield Diagnosis(
-            cause="wrong-update",
-            evidence=f"step {_step(updated)}: from the same gradients, settings and parameters the "
+        yield name_cause(
+            "wrong-update",
+            f"step {_step(updated)}: from the same gradients, settings and parameters the "
             "optimizer of one process steps elsewhere",
-            suggestion="look at what the script does to parameters beside optimizer.step()",
+            "job",
         )
 
 
@@ -66,26 +67,22 @@ def _of_clipping(job: Recording, reference: Reference, result: CheckResult) -> D
     alone = next(one.clips for one in reference.replayed.steps if one.step == step)
     for clip, (most, norm) in zip(own, alone, strict=False):
         if clip.most is not None and abs(clip.most - most) > _LEFT * most:
-            return Diagnosis(
-                cause="clip-norm-differs",
-                evidence=f"step {step}: clipping allows a norm of {clip.most:.6g}, and {most:.6g} "
-                "as one process",
-                suggestion="clip the exchanged gradients by the norm that one process has; do not "
-                "multiply it by the number of ranks",
+            return name_cause(
+                "clip-norm-differs",
+                f"step {step}: clipping allows a norm of {clip.most:.6g}, and {most:.6g} as one "
+                "process",
             )
         if clip.norm is not None and abs(clip.norm - norm) > _LEFT * norm:
-            return Diagnosis(
-                cause="clip-by-local-norm",
-                evidence=f"step {step}: clipping finds a norm of {clip.norm:.6g} on rank {rank}, "
-                f"and {norm:.6g} as one process",
-                suggestion="clip by the norm of the exchanged gradients, once, after the exchange",
+            return name_cause(
+                "clip-by-local-norm",
+                f"step {step}: clipping finds a norm of {clip.norm:.6g} on rank {rank}, and "
+                f"{norm:.6g} as one process",
             )
     name = result.first.parameter if result.first is not None else "a parameter"
-    return Diagnosis(
-        cause="changed-before-step",
-        evidence=f"step {step}: the gradient of {name} is that of one process after the exchange, "
-        f"and another one when rank {rank} steps",
-        suggestion="look at what the script does to gradients between the exchange and the step",
+    return name_cause(
+        "changed-before-step",
+        f"step {step}: the gradient of {name} is that of one process after the exchange, and "
+        f"another one when rank {rank} steps",
     )
 
 
@@ -98,34 +95,27 @@ def _of_accumulation(job: Recording, steps: list[Folded], at: int) -> Diagnosis:
         f"{one.factor:.6g} times those of one batch with the same samples"
     )
     if expected_factor(one, common) is not None and one.passes != common.passes:
-        return Diagnosis(
-            cause="uneven-accumulation",
-            evidence=f"{said}, and {common.factor:.6g} times at step {common.step}, which has "
+        return name_cause(
+            "uneven-accumulation",
+            f"{said}, and {common.factor:.6g} times at step {common.step}, which has "
             f"{common.passes} passes",
-            suggestion="step after the last of the accumulated passes, (i + 1) % accumulate == 0, "
-            "and divide what an epoch has left by its own number of passes",
         )
     if expected_factor(one, common) is not None:
-        twice = one.factor < 1
-        return Diagnosis(
-            cause="scaled-twice" if twice else "accumulation-not-scaled",
-            evidence=said,
-            suggestion=f"divide the loss of every pass by {one.passes}, once",
-        )
+        return name_cause("scaled-twice" if one.factor < 1 else "accumulation-not-scaled", said)
     counts = _unlike_counts(job, at)
     if counts:
-        return Diagnosis(
-            cause="unweighted-tokens",
-            evidence=f"step {at}: the mean losses of the backward passes count alike, over "
+        return name_cause(
+            "unweighted-tokens",
+            f"step {at}: the mean losses of the backward passes count alike, over "
             f"{_listed(counts)} targets; {one.left:.2g} of the gradients' norm is not that of one "
             "batch",
-            suggestion="divide each pass's summed loss by the number of targets of the whole step",
+            "passes",
         )
-    return Diagnosis(
-        cause="unexplained",
-        evidence=f"step {at}: as one process, over {one.passes} backward passes, gradients differ "
-        f"from those of one batch by more than a factor ({one.left:.2g} of their norm is left)",
-        suggestion="look for what makes one backward pass count more than another",
+    return name_cause(
+        "unexplained",
+        f"step {at}: as one process, over {one.passes} backward passes, gradients differ from "
+        f"those of one batch by more than a factor ({one.left:.2g} of their norm is left)",
+        "job-passes",
     )
 
 
@@ -150,24 +140,11 @@ def _of_rates(job: Recording, result: CheckResult) -> Diagnosis:
     by = float(first.actual) / float(first.expected) if float(first.expected or 0.0) else 0.0
     said = result.reason.partition("; ")[0]
     if not is_rate(first.parameter):
-        return Diagnosis(
-            cause="settings-differ",
-            evidence=said,
-            suggestion="compute the optimizer's settings from what does not depend on the world",
-        )
+        return name_cause("settings-differ", said, "of-world")
     if at_once:
-        return Diagnosis(
-            cause="learning-rate-differs",
-            evidence=f"{said}: {by:.6g} times as much, with {job.world} ranks",
-            suggestion="do not multiply the learning rate by the number of ranks. If it is meant "
-            "to grow with them, give --accept learning-rate-differs",
-        )
-    return Diagnosis(
-        cause="scheduler-steps-per-rank",
-        evidence=f"{said}; steps before that have the same",
-        suggestion="step the scheduler once per optimizer step, whatever the number of ranks. If "
-        "it is meant to step once per rank, give --accept scheduler-steps-per-rank",
-    )
+        evidence = f"{said}: {by:.6g} times as much, with {job.world} ranks"
+        return name_cause("learning-rate-differs", evidence, "of-world")
+    return name_cause("scheduler-steps-per-rank", f"{said}; steps before that have the same")
 
 
 def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diagnosis]:
@@ -185,13 +162,12 @@ def _of_factor(job: Recording, reference: Reference, step: int) -> Iterator[Diag
         passes = max(1, len(job.records[0, step].trained))
         yield _named(factor, step, world=job.world, passes=passes)
     else:
-        yield _of_weights(job, found, step) or Diagnosis(
-            cause="unexplained",
-            evidence=f"step {step}: gradients are the mean of the ranks', and differ from those of "
-            f"one process with the same samples by more than a factor ({left:.2g} of their norm is "
+        yield _of_weights(job, found, step) or name_cause(
+            "unexplained",
+            f"step {step}: gradients are the mean of the ranks', and differ from those of one "
+            f"process with the same samples by more than a factor ({left:.2g} of their norm is "
             "left)",
-            suggestion="look for what the script computes from its rank or from the world: "
-            "weights of samples, masks, padding",
+            "job-weights",
         )
 
 
@@ -204,27 +180,19 @@ def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None
         shares = [number / (sum(rows) or 1) for number in rows]
         by_rows = all(abs(a - b) <= _LEFT for a, b in zip(shares, fitted[0], strict=True))
         said = ", ".join(f"{one:.4g}" for one in fitted[0])
-        return Diagnosis(
-            cause="unweighted-mean" if by_rows else "unweighted-tokens",
-            evidence=f"step {step}: the ranks' gradients count alike, and one process weighs them "
-            f"by {said}" + (f", as their samples {_listed(rows)}" if by_rows else ""),
-            suggestion="divide each rank's summed loss by the mean number of samples or targets "
-            "per rank, which takes an all-reduce of the counts",
+        return name_cause(
+            "unweighted-mean" if by_rows else "unweighted-tokens",
+            f"step {step}: the ranks' gradients count alike, and one process weighs them by {said}"
+            + (f", as their samples {_listed(rows)}" if by_rows else ""),
+            "job-counts",
         )
     if fitted is not None and fitted[1] <= _LEFT and all(one > _LEFT for one in fitted[0]):
         times = ", ".join(f"{1 / (job.world * one):.4g}" for one in fitted[0])
-        return Diagnosis(
-            cause="wrong-divisor",
-            evidence=f"step {step}: the ranks' gradients are {times} times those of one process",
-            suggestion="look for a factor of the loss that depends on the rank",
-        )
+        evidence = f"step {step}: the ranks' gradients are {times} times those of one process"
+        return name_cause("wrong-divisor", evidence, "job-by-rank")
     if counts:
-        return Diagnosis(
-            cause="unweighted-tokens",
-            evidence=f"step {step}: mean losses over {_listed(counts)} targets count alike",
-            suggestion="divide each summed loss by the number of targets of the whole step, which "
-            "takes an all-reduce of the counts",
-        )
+        evidence = f"step {step}: mean losses over {_listed(counts)} targets count alike"
+        return name_cause("unweighted-tokens", evidence, "job-step")
     return None
 
 
@@ -236,19 +204,9 @@ def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
 
     if close(world):
         also = " (or the number of accumulated passes)" if passes == world else ""
-        return Diagnosis(
-            cause="missing-division",
-            evidence=f"{evidence}: the number of ranks{also}",
-            suggestion=f"divide the sum over the ranks by {world}, or do not multiply the loss",
-        )
+        evidence += f": the number of ranks{also}"
+        return name_cause("missing-division", evidence, "job", world=world)
     if close(1 / world):
-        return Diagnosis(
-            cause="double-division",
-            evidence=f"{evidence}: one over the number of ranks, beside the mean of the exchange",
-            suggestion="do not divide the loss by the number of ranks: the exchange has the mean",
-        )
-    return Diagnosis(
-        cause="wrong-divisor",
-        evidence=evidence,
-        suggestion="look for a factor of the loss that depends on the rank or on the world",
-    )
+        evidence += ": one over the number of ranks, beside the mean of the exchange"
+        return name_cause("double-division", evidence, "job")
+    return name_cause("wrong-divisor", evidence, "job")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from distcheck.job.reading import Recording
 from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 
 def between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
@@ -13,22 +14,21 @@ def between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
     dropped = [number for number, one in enumerate(passes) if not one.live]
     early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
     if dropped:
-        yield Diagnosis(
-            cause="lost-micro-batch",
-            evidence=f"step {step}: of {len(passes)} backward passes number {dropped[-1]} (from 0) "
+        yield name_cause(
+            "lost-micro-batch",
+            f"step {step}: of {len(passes)} backward passes number {dropped[-1]} (from 0) "
             "is in no gradient that the optimizer got",
-            suggestion="call zero_grad() after the step, or before the first pass of the next one",
+            "job",
         )
     elif record.carried:
-        yield Diagnosis(
-            cause="accumulated-gradient",
-            evidence=f"step {step}: the gradients of the last step are still in those that it got",
-            suggestion="call zero_grad() after every step",
+        yield name_cause(
+            "accumulated-gradient",
+            f"step {step}: the gradients of the last step are still in those that it got",
+            "job",
         )
     elif early:
-        yield Diagnosis(
-            cause="clip-in-accumulation",
-            evidence=f"step {step}: gradients were clipped after {early[0]} of "
+        yield name_cause(
+            "clip-in-accumulation",
+            f"step {step}: gradients were clipped after {early[0]} of "
             f"{len(record.passes)} backward passes, and added to afterwards",
-            suggestion="clip once, after the last pass of the step",
         )

@@ -14,6 +14,7 @@ from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
 # Chosen: a factor is named where what it leaves is a thousandth of the gradient; rounding leaves
@@ -30,7 +31,7 @@ def diagnose(
     if not checks:
         return []
     if ("finite", NO_LAYER) in failed:
-        return [_of_numbers(failed["finite", NO_LAYER])]
+        return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     found = [*_of_data(failed), *_of_state(failed)]
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
@@ -40,7 +41,7 @@ def diagnose(
         step_at = _step_of(failed["gradients", ROUNDING])
         found += [*between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
     elif "clipping" in checks:
-        found += _of_clipping(job, step)
+        found.append(_of_clipping(step))
     if ("accumulation", NO_LAYER) in failed:
         found += between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
     if "loss scale" in checks:
@@ -74,52 +75,27 @@ def _first_step(failed: dict[tuple[str, str], CheckResult]) -> int:
 def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
-        yield Diagnosis(
-            cause="data-differs",
-            evidence=failed["data", IN_FLOAT32].reason.partition("; ")[0],
-            suggestion="look at what a data set, its transforms and collate_fn take from the rank "
-            "or the process: the order of a set or of a folder, numbers of classes, shifts",
-        )
+        yield name_cause("data-differs", failed["data", IN_FLOAT32].reason.partition("; ")[0])
     if "data" in checks and ALIKE in (reason := _reason(failed, "data")):
-        yield Diagnosis(
-            cause="same-randomness",
-            evidence=f"{reason}, so their augmentations are copies",
-            suggestion="seed the random streams by the rank once the data set is there, or give "
-            "the DataLoader a generator and a worker_init_fn that do",
-        )
+        evidence = f"{reason}, so their augmentations are copies"
+        yield name_cause("same-randomness", evidence, "job-data")
     elif ("data", NO_LAYER) in failed:
         same = "have the same" in reason
-        yield Diagnosis(
-            cause="same-data" if same else "overlapping-data",
-            evidence=reason,
-            suggestion="give the DataLoader a DistributedSampler; where the script draws samples "
-            "itself, seed that by the rank",
-        )
+        yield name_cause("same-data" if same else "overlapping-data", reason, "job-sampler")
     if "epoch order" in checks:
-        yield Diagnosis(
-            cause="no-set-epoch",
-            evidence=_reason(failed, "epoch order"),
-            suggestion="call sampler.set_epoch(epoch) at the start of every epoch",
-        )
+        yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:
-        yield Diagnosis(
-            cause="same-randomness",
-            evidence=f"{_reason(failed, 'random streams')}, so their dropout masks are copies",
-            suggestion="call torch.manual_seed(seed + rank) after the model was built; set_seed "
-            "and seed_everything of frameworks give all ranks one seed. If that is meant, give "
-            "--accept same-randomness",
-        )
+        evidence = f"{_reason(failed, 'random streams')}, so their dropout masks are copies"
+        yield name_cause("same-randomness", evidence, "job")
 
 
 def _of_state(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     result = failed.get(("initial state", "-"))
     if result is not None and result.first is not None:
-        yield Diagnosis(
-            cause="initial-state-differs",
-            evidence=f"before the first recorded step {result.first.parameter} of rank "
+        yield name_cause(
+            "initial-state-differs",
+            f"before the first recorded step {result.first.parameter} of rank "
             f"{result.first.rank} differs from rank 0's",
-            suggestion="build the model from one seed on all ranks, or broadcast rank 0's "
-            "parameters before training",
         )
 
 
@@ -137,11 +113,8 @@ def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
             owners[rank] = owners.get(rank, 0) + 1
     if len(owners) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
-        yield Diagnosis(
-            cause="missing-broadcast",
-            evidence=f"step {step}: every parameter moved on one rank alone ({counts})",
-            suggestion="call step() of the optimizer that divides its states, which broadcasts "
-            "what its shards have stepped to, or broadcast from the owner of each parameter",
+        yield name_cause(
+            "missing-broadcast", f"step {step}: every parameter moved on one rank alone ({counts})"
         )
 
 
@@ -149,22 +122,12 @@ def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
     """Parameters that were written beside the optimizer, and not on all ranks alike."""
     name = parted_before(job, step)
     if name:
-        yield Diagnosis(
-            cause="changed-outside-step",
-            evidence=f"{name} differs between ranks before step {step}, and after the step before "
-            "it did not",
-            suggestion="look for code beside optimizer.step() that writes to parameters (averages, "
-            "clamping, loading), and do that on all ranks alike",
+        yield name_cause(
+            "changed-outside-step",
+            f"{name} differs between ranks before step {step}, and after the step before it did "
+            "not",
+            "job",
         )
-
-
-def _of_numbers(result: CheckResult) -> Diagnosis:
-    return Diagnosis(
-        cause="nonfinite",
-        evidence=result.reason,
-        suggestion="look for what made them: a sample, a division by zero, a logarithm of zero, a "
-        "learning rate that is too large. What follows from it is not judged",
-    )
 
 
 def average_differs(job: Recording) -> Iterator[Diagnosis]:
@@ -176,61 +139,37 @@ def average_differs(job: Recording) -> Iterator[Diagnosis]:
         pairs = zip(first, last, strict=True)
         moved = all(a.averages.get(name) != b.averages.get(name) for a, b in pairs)
         if moved and len({record.averages.get(name) for record in last}) > 1:
-            yield Diagnosis(
-                cause="average-differs",
-                evidence=f"after step {job.steps[-1]} ranks hold different averages of the model "
-                f"({name}, of those that look like it)",
-                suggestion="save and evaluate that of one rank, or have all ranks average alike",
+            yield name_cause(
+                "average-differs",
+                f"after step {job.steps[-1]} ranks hold different averages of the model ({name}, "
+                "of those that look like it)",
             )
 
 
 def _of_scaler(reason: str) -> Diagnosis:
-    if BEFORE_UNSCALE in reason:
-        return Diagnosis(
-            cause="clip-before-unscale",
-            evidence=reason,
-            suggestion="call scaler.unscale_(optimizer) before clipping",
-        )
-    return Diagnosis(
-        cause="scaler-skips-differ",
-        evidence=reason,
-        suggestion="have every rank see the same gradients before GradScaler.unscale_: exchange "
-        "first, and give all ranks one initial scale",
-    )
+    clips_first = BEFORE_UNSCALE in reason
+    return name_cause("clip-before-unscale" if clips_first else "scaler-skips-differ", reason)
 
 
 def _of_settings(failed: dict[tuple[str, str], CheckResult]) -> Diagnosis:
     first = failed["learning rate", NO_LAYER].first
-    return Diagnosis(
-        cause="learning-rate-differs"
-        if first is None or is_rate(first.parameter)
-        else "settings-differ",
-        evidence=_reason(failed, "learning rate"),
-        suggestion="step the scheduler equally often on all ranks, and compute settings from "
-        "numbers that all ranks share",
-    )
+    of_rate = first is None or is_rate(first.parameter)
+    cause = "learning-rate-differs" if of_rate else "settings-differ"
+    return name_cause(cause, _reason(failed, "learning rate"), "settings")
 
 
 def _of_loss_scale(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     result = next(r for (check, _), r in failed.items() if check == "loss scale")
     twice = result.first is not None and float(result.first.actual) < 1
-    yield Diagnosis(
-        cause="scaled-twice" if twice else "accumulation-not-scaled",
-        evidence=_reason(failed, "loss scale"),
-        suggestion="divide the loss by the number of accumulated passes once; a library that "
-        "accumulates (accelerate, Trainer) divides by itself"
-        if twice
-        else "divide the loss of every pass, with all of its terms, by the number of accumulated "
-        "passes",
-    )
+    cause = "scaled-twice" if twice else "accumulation-not-scaled"
+    yield name_cause(cause, _reason(failed, "loss scale"))
 
 
-def _of_clipping(job: Recording, step: int) -> Iterator[Diagnosis]:
-    yield Diagnosis(
-        cause="clip-by-local-norm",
-        evidence=f"step {step}: what the optimizer was given is not the exchanged gradient times "
-        "the factor that clipping's own norm gives",
-        suggestion="clip once, after the exchange, by the norm of the exchanged gradients",
+def _of_clipping(step: int) -> Diagnosis:
+    return name_cause(
+        "clip-by-local-norm",
+        f"step {step}: what the optimizer was given is not the exchanged gradient times the factor "
+        "that clipping's own norm gives",
     )
 
 
@@ -243,33 +182,29 @@ def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:
     flags = [p.exchanges for p in passes[0]]
     if len(flags) > 1 and True in flags and flags[-1] is False:
         at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
-        yield Diagnosis(
-            cause="sync-on-wrong-micro-step",
-            evidence=f"step {step}: of {len(flags)} backward passes DistributedDataParallel "
+        yield name_cause(
+            "sync-on-wrong-micro-step",
+            f"step {step}: of {len(flags)} backward passes DistributedDataParallel "
             f"exchanged in number {at} (from 0), and not in the last one",
-            suggestion="leave no_sync() (or set require_backward_grad_sync) for the last pass "
-            "before the step",
         )
     elif alone and len(alone) == len(names) and _agree_at_step(job, step) and records[0].clips:
-        yield Diagnosis(
-            cause="clip-before-sync",
-            evidence=f"step {step}: clipping was given each rank's own gradients, and the ranks "
-            "exchanged afterwards",
-            suggestion="exchange gradients first, and clip what the exchange has left",
+        yield name_cause(
+            "clip-before-sync",
+            f"step {step}: clipping was given each rank's own gradients, and the ranks exchanged "
+            "afterwards",
         )
     elif alone and len(alone) == len(names):
-        yield Diagnosis(
-            cause="no-sync",
-            evidence=f"step {step}: after backward every rank has its own gradients, bit for bit",
-            suggestion="wrap the model in DistributedDataParallel, or all-reduce the gradients "
-            "before the step; in accumulation, exchange in the last pass",
+        yield name_cause(
+            "no-sync",
+            f"step {step}: after backward every rank has its own gradients, bit for bit",
+            "job",
         )
     elif alone:
-        yield Diagnosis(
-            cause="partial-sync",
-            evidence=f"step {step}: {len(alone)} of {len(names)} parameters were not exchanged, "
-            f"the first is {alone[0]}",
-            suggestion="call the wrapped model, and not model.module, in the forward pass",
+        yield name_cause(
+            "partial-sync",
+            f"step {step}: {len(alone)} of {len(names)} parameters were not exchanged, the first "
+            f"is {alone[0]}",
+            "job",
         )
     else:
         yield from _of_factor(job, step)
@@ -308,27 +243,20 @@ def _of_factor(job: Recording, step: int) -> Iterator[Diagnosis]:
         factor = fitted[0][0]
         if len(set(weights)) > 1 and abs(factor - 1) < _LEFT:
             counts = [r.trained[0].losses[0].counted for r in job.at(step)]
-            yield Diagnosis(
-                cause="unweighted-tokens",
-                evidence=f"step {step}: the ranks' mean losses count alike, over "
+            yield name_cause(
+                "unweighted-tokens",
+                f"step {step}: the ranks' mean losses count alike, over "
                 f"{', '.join(map(str, counts))} targets",
-                suggestion="divide each rank's summed loss by the mean number of targets per rank, "
-                "which takes an all-reduce of the counts",
+                "job-counts",
             )
             return
         cause = "double-division" if abs(factor * world - 1) < _LEFT else "wrong-divisor"
-        yield Diagnosis(
-            cause=cause,
-            evidence=f"step {step}: the gradients are {factor:.6g} times the mean of the ranks'",
-            suggestion=f"divide the sum of {world} ranks by {world}, once",
-        )
+        evidence = f"step {step}: the gradients are {factor:.6g} times the mean of the ranks'"
+        yield name_cause(cause, evidence, "job-sum", world=world)
         return
 
 
 def _unexplained(failed: dict[tuple[str, str], CheckResult], step: int) -> Diagnosis:
     names = ", ".join(dict.fromkeys(check for check, _ in failed))
-    return Diagnosis(
-        cause="unexplained",
-        evidence=f"from step {step} on: {names}; no known mistake leaves what was seen",
-        suggestion="look at the first divergence in the JSON, and at what the script does there",
-    )
+    evidence = f"from step {step} on: {names}; no known mistake leaves what was seen"
+    return name_cause("unexplained", evidence, "job")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from distcheck.records import CheckResult, Compared, Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.schedules import (
     BUFFERED,
     KINDS,
@@ -90,19 +91,8 @@ def _not_compared(found: Searched) -> CheckResult:
 def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
     if found.buffered is None or found.buffered.end != "finished":
         return []
-    return [
-        Diagnosis(
-            cause="needs-buffering",
-            evidence=(
-                f"{found.usual.what}; where a send is complete as soon as it is posted, the same "
-                "code finishes"
-            ),
-            suggestion=(
-                "a backend may hold a send until it is received: post the receive first on one of "
-                "the two ranks, or use isend and irecv and wait for both (batch_isend_irecv)"
-            ),
-        )
-    ]
+    finishes = "where a send is complete as soon as it is posted, the same code finishes"
+    return [name_cause("needs-buffering", f"{found.usual.what}; {finishes}")]
 
 
 def _by_chance(
@@ -118,8 +108,7 @@ def _by_chance(
         "such as the clock, the system's random numbers, or another thread"
     )
     result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
-    suggestion = "draw from seeded generators, and keep clocks out of what is computed"
-    return result, [Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)]
+    return result, [name_cause("nondeterministic", evidence, "one-schedule")]
 
 
 def _depends(
@@ -141,25 +130,10 @@ def _depends(
         ]
     )
     result = CheckResult(check=CHECK, layer="-", verdict="fail", compared=compared, reason=evidence)
-    again = f"run it again: {replay} --schedule {other.schedule}"
-    if race := _race(found.usual, other):
-        return result, [
-            Diagnosis(
-                cause="message-race",
-                evidence=f"{race}; {lines}",
-                suggestion="name the rank that the message comes from, or use what recv returns "
-                f"(the sender's rank) to tell messages apart; {again}",
-            )
-        ]
-    cause = Diagnosis(
-        cause="depends-on-schedule",
-        evidence=lines,
-        suggestion=(
-            "name the rank that a message comes from, wait for each work before its tensor is "
-            f"used, and let no order of arrival decide an order of addition; {again}"
-        ),
-    )
-    return result, [cause]
+    race = _race(found.usual, other)
+    cause, lines = ("message-race", f"{race}; {lines}") if race else ("depends-on-schedule", lines)
+    command = f"{replay} --schedule {other.schedule}"
+    return result, [name_cause(cause, lines, "usual", "run-again", command=command)]
 
 
 def _race(usual: ScheduleRun, other: ScheduleRun) -> str:

@@ -300,17 +300,26 @@ def test_it_takes_what_the_table_says(name: str, tmp_path: Path) -> None:
     assert re.search(rf"(^|\W){re.escape(added.says)}(\W|$)", said), said
 
 
+NO_HOPE = """
+[no-hope]
+what = "a rank gives up"
+when = "a rank raises NoHopeError"
+repair = "hope"
+suggestion = "hope"
+wrong = "raise NoHopeError"
+right = "pass"
+"""
 CAUSE = Added(
     row="cause",
-    named=("judge/diagnosis/", "CAUSES"),
+    named=("records/causes/", "judge/diagnosis/"),
     files={},
     lines={
         "distcheck/judge/diagnosis/outcomes.py": (
             "    cause = bad[0]",
             '    if cause.error.startswith("NoHopeError"):\n'
-            '        return [Diagnosis(cause="no-hope", evidence=cause.error, suggestion="hope")]',
+            '        return [name_cause("no-hope", cause.error)]',
         ),
-        "distcheck/judge/diagnosis/__init__.py": ("CAUSES = (", '    "no-hope",'),
+        "distcheck/records/causes/runs.toml": ("# How ranks ran", NO_HOPE),
     },
     use=(),
     says="no-hope: NoHopeError: sync; hope",
@@ -321,7 +330,6 @@ from distcheck.records import CheckResult, Outcome
 ends = (Outcome(rank=0, outcome="raised", error="NoHopeError: sync"),)
 failed = [CheckResult(check="outcome", layer="-", verdict="fail")]
 (found,) = diagnosis.diagnose(ends, failed)
-assert found.cause in diagnosis.CAUSES
 print(f"{found.cause}: {found.evidence}; {found.suggestion}")
 """
 

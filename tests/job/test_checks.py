@@ -81,6 +81,12 @@ def other_scale(facts: Facts) -> None:
     facts.passes = [facts.a_pass(0, loss=2.0 * facts.scale)]
 
 
+def clipped_while_scaled(facts: Facts) -> None:
+    facts.scale = 2.0
+    facts.passes = [facts.a_pass(0, loss=4.0)]
+    facts.clips = (Clip(kind="norm", most=1.0, norm=0.5, scaled=True),)
+
+
 def drift(facts: Facts) -> None:
     if (facts.rank, facts.step) == (1, 2):
         facts.after = {n: p.clone() for n, p in facts.before.items()}
@@ -141,6 +147,7 @@ CHANGES = (
     (same_masks, {("random streams", "-")}, "same-randomness"),
     (other_rate, {("learning rate", "-")}, "learning-rate-differs"),
     (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
+    (clipped_while_scaled, {("loss scaler", "-")}, "clip-before-unscale"),
     (drift, {("agreement", "-")}, "unexplained"),
     (owned, {("agreement", "-")}, "missing-broadcast"),
     (unsynced, {("gradients", R), ("agreement", "-")}, "no-sync"),
@@ -168,6 +175,15 @@ def test_one_change_fails_one_check_and_is_named(
     assert [one.cause for one in found] == [cause]
     assert found[0].evidence
     assert found[0].suggestion
+
+
+def test_averages_of_the_model_that_differ_are_a_remark(tmp_path: Path) -> None:
+    def averages(facts: Facts) -> None:
+        facts.of_record = {"averages": {"ema": f"{facts.step} of rank {facts.rank * facts.step}"}}
+
+    (remark,) = causes.average_differs(make(tmp_path, averages))
+    assert remark.cause == "average-differs"
+    assert "(ema, " in remark.evidence
 
 
 def test_a_sum_passes_with_a_remark(tmp_path: Path) -> None:

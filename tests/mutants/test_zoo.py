@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import distcheck
-from distcheck.judge import diagnosis
 from distcheck.judge.checks import ORDER
+from distcheck.records.causes import causes
 from distcheck.workloads.cells import CELLS
 from tests.firsts import firsts
 from tests.mutants import Mutant, everything
@@ -72,13 +72,15 @@ def test_every_mutant_says_what_it_is_called() -> None:
 
 
 def test_every_cause_has_a_mutant() -> None:
+    """Of those that `verify` names; the others are shown elsewhere (tests/unit/test_causes.py)."""
     # Of a machine that is lost, in tests/launchers; of schedules, in tests/world/test_simulated.py;
     # of ranks that wait for each other and calls that are misused, in tests/wrong_programs.
     elsewhere = {
         "unreachable", "depends-on-schedule", "needs-buffering", "hang",
         "buffer-in-flight", "work-not-waited", "work-waited-twice", "message-race",
     }  # fmt: skip
-    assert set().union(*CAUSES.values()) == set(diagnosis.CAUSES) - elsewhere
+    of_verify = {name for name, cause in causes().items() if "verify" in cause.by}
+    assert set().union(*CAUSES.values()) == of_verify - elsewhere
 
 
 def test_every_check_has_a_mutant_that_it_alone_catches() -> None:

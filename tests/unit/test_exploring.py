@@ -23,7 +23,7 @@ from distcheck.explore.found import KeptCases, as_python
 from distcheck.explore.report import ONE_RANK, Story, _lines
 from distcheck.explore.search import Search
 from distcheck.explore.space import DIMENSIONS, cases
-from distcheck.judge.diagnosis.findings import APART
+from distcheck.judge.diagnosis.wording import APART
 from distcheck.judge.oracles.full_batch import relative_tolerance
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.plan.cases import check_case

@@ -13,8 +13,8 @@ from distcheck.judge.diagnosis.facts import (
     StepFacts,
     UpdateFacts,
 )
-from distcheck.judge.diagnosis.findings import number_text
 from distcheck.judge.diagnosis.gradients import explain_step
+from distcheck.judge.diagnosis.wording import number_text
 from tests.unit.test_diagnosis import ENDS, causes, equal, failed, measured, named
 
 

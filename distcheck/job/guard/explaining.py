@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from distcheck.job.guard.records import Divergence, Finding, Sums, named, sentence
 from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 # Chosen: rounding moves a parameter by about 1e-7 of its norm a step, and a missing exchange by
 # about the learning rate's share of it.
@@ -17,12 +18,10 @@ def causes(found: Divergence) -> list[Diagnosis]:
     causes = [*_of_inputs(found, by_kind), *_of_settings(found, by_kind)]
     if "initial state" in by_kind:
         causes.append(
-            Diagnosis(
-                cause="initial-state-differs",
-                evidence=f"before the first step {_groups(by_kind['initial state'])} held "
-                "different parameters",
-                suggestion="build the model from one seed on all ranks, or broadcast rank 0's "
-                "parameters before training",
+            name_cause(
+                "initial-state-differs",
+                f"before the first step {_groups(by_kind['initial state'])} held different "
+                "parameters",
             )
         )
     is_explained = bool({"initial state", "settings"} & set(by_kind))
@@ -31,12 +30,11 @@ def causes(found: Divergence) -> list[Diagnosis]:
         causes.append(_of_replicas(found, replicas))
     if "buffers" in by_kind and replicas is None:
         causes.append(
-            Diagnosis(
-                cause="buffers-differ",
-                evidence=f"buffer {by_kind['buffers'].first} differs between "
+            name_cause(
+                "buffers-differ",
+                f"buffer {by_kind['buffers'].first} differs between "
                 f"{_groups(by_kind['buffers'])}, and parameters agree",
-                suggestion="broadcast buffers (DistributedDataParallel does unless "
-                "broadcast_buffers=False), or compute them from what all ranks share",
+                "guard",
             )
         )
     return causes or [_unexplained(found)]
@@ -44,30 +42,27 @@ def causes(found: Divergence) -> list[Diagnosis]:
 
 def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
     if "samples" in by_kind:
-        yield Diagnosis(
-            cause="overlapping-data" if by_kind["samples"].is_partly else "same-data",
-            evidence=sentence(by_kind["samples"], found),
-            suggestion="give the DataLoader a DistributedSampler; where these ranks are to share "
-            "samples (tensor parallelism), give guard the group of replicas: group=",
+        yield name_cause(
+            "overlapping-data" if by_kind["samples"].is_partly else "same-data",
+            sentence(by_kind["samples"], found),
+            "guard-sampler",
         )
     if "random streams" in by_kind:
-        yield Diagnosis(
-            cause="same-randomness",
-            evidence=f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the "
-            "same random numbers in the forward pass",
-            suggestion="call torch.manual_seed(seed + rank) after the model was built. If one seed "
-            "is meant, give guard randomness=False, or --accept same-randomness",
+        yield name_cause(
+            "same-randomness",
+            f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the same random "
+            "numbers in the forward pass",
+            "guard",
         )
 
 
 def _of_settings(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
     one = by_kind.get("settings")
     if one is not None:
-        yield Diagnosis(
-            cause="learning-rate-differs" if one.first.startswith("lr ") else "settings-differ",
-            evidence=f"step {found.step}: {one.first} is {', '.join(one.values[:8])}",
-            suggestion="step the scheduler equally often on all ranks, and compute settings from "
-            "numbers that all ranks share",
+        yield name_cause(
+            "learning-rate-differs" if one.first.startswith("lr ") else "settings-differ",
+            f"step {found.step}: {one.first} is {', '.join(one.values[:8])}",
+            "settings",
         )
 
 
@@ -82,43 +77,30 @@ def _of_replicas(found: Divergence, one: Finding) -> Diagnosis:
     rest = sum(len(group) for group in one.groups[1:])
     if len(one.groups[0]) > 1 and rest == 1:
         alone = named(one.groups[1])
-        return Diagnosis(
-            cause="one-rank-differs",
-            evidence=f"{what}; {alone} differs, and the {len(one.groups[0])} others agree bit for "
-            "bit",
-            suggestion=f"look for code that runs on {alone} alone; where there is none, test the "
-            "memory and the processor of its machine",
+        return name_cause(
+            "one-rank-differs",
+            f"{what}; {alone} differs, and the {len(one.groups[0])} others agree bit for bit",
+            rank=alone,
         )
     if found.state_compared and "optimizer state" not in {f.kind for f in found.findings}:
-        return Diagnosis(
-            cause="changed-outside-step",
-            evidence=f"{what}; the first is {one.first}. The optimizer's state agrees, so the "
+        return name_cause(
+            "changed-outside-step",
+            f"{what}; the first is {one.first}. The optimizer's state agrees, so the "
             "ranks' gradients were the same",
-            suggestion="look for code beside optimizer.step() that writes to parameters (averages, "
-            "clamping, loading); where there is none, test the memory of the machines",
+            "guard",
         )
     if not found.state_compared and not apart > _ROUNDING:
         return _unexplained(found, also=f"; {what}: rounding, or small steps by unlike gradients")
     if one.differing < one.compared and one.kind == "parameters":
-        return Diagnosis(
-            cause="partial-sync",
-            evidence=f"{what}; the first is {one.first}",
-            suggestion="exchange the gradients of these parameters too: call the wrapped model, "
-            "and not model.module, and add no parameter after it was wrapped",
-        )
+        return name_cause("partial-sync", f"{what}; the first is {one.first}", "guard")
     if apart <= _ROUNDING:
-        return Diagnosis(
-            cause="nondeterministic",
-            evidence=f"{what}, which is rounding: ranks computed the same in another order",
-            suggestion="have one rank compute what all use, or all add in one order; an all-reduce "
-            "gives all ranks the same bits, and a sum of gathered parts need not",
-        )
-    return Diagnosis(
-        cause="no-sync",
-        evidence=f"{what}, on every rank in another way ({_groups(one)}): each has stepped by its "
-        "own gradients",
-        suggestion="exchange gradients before every step; distcheck job shows in which backward "
-        "pass they are not",
+        evidence = f"{what}, which is rounding: ranks computed the same in another order"
+        return name_cause("nondeterministic", evidence, "guard")
+    return name_cause(
+        "no-sync",
+        f"{what}, on every rank in another way ({_groups(one)}): each has stepped by its own "
+        "gradients",
+        "guard",
     )
 
 
@@ -138,8 +120,8 @@ def _groups(one: Finding) -> str:
 
 def _unexplained(found: Divergence, also: str = "") -> Diagnosis:
     kinds = ", ".join(one.kind for one in found.findings)
-    return Diagnosis(
-        cause="unexplained",
-        evidence=f"step {found.step}: {kinds}; no single known mistake leaves what was seen{also}",
-        suggestion="run distcheck job on the script: it shows each step's gradients",
+    return name_cause(
+        "unexplained",
+        f"step {found.step}: {kinds}; no single known mistake leaves what was seen{also}",
+        "guard",
     )

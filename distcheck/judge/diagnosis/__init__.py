@@ -24,31 +24,11 @@ from distcheck.judge.diagnosis import (
     state,
 )
 from distcheck.judge.diagnosis.facts import Facts
-from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.diagnosis.wording import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
+from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
-
-CAUSES = (
-    "missing-division", "double-division", "wrong-divisor", "no-sync", "partial-sync",
-    "one-rank-only", "dropped-rank", "duplicated-rank", "wrong-parameter-order", "stale-gradient",
-    "accumulated-gradient", "unweighted-mean", "unweighted-tokens", "padding-counted",
-    "low-precision", "initial-state-differs",
-    "buffers-differ", "forward-ran-twice", "same-data", "overlapping-data", "same-randomness",
-    "clip-before-sync",
-    "optimizer-not-stepped", "nonfinite", "depends-on-process-state", "nondeterministic", "crash",
-    "hang", "collective-mismatch", "unreachable", "wrong-local-gradient", "wrong-sign",
-    "chained-mean", "shared-bucket", "noise", "lost-micro-batch", "accumulation-scale",
-    "lost-broadcast", "local-norm-clip", "replicas-in-norm",
-    "model-averaging",
-    "not-as-promised", "not-as-accepted", "last-bits-differ", "wrong-update", "wrong-loss",
-    "wrong-owner",
-    "repeated-samples", "wrong-on-server", "missing-sum", "missing-gradient", "wrong-group",
-    "extra-sum", "extra-division", "wrong-piece", "wrong-output", "broken-backward",
-    "replicas-differ", "micro-batch-scale", "depends-on-schedule", "needs-buffering",
-    "buffer-in-flight", "work-not-waited", "work-waited-twice", "unmatched-message", "message-race",
-    "unexplained",
-)  # fmt: skip
 
 
 def diagnose(
@@ -116,16 +96,16 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
         return found
     every = facts.averaged_every
     may_accept = any(step.undeclared for step in facts.steps)
-    intended = f"if that is intended, give --accept local-sgd:{every}; otherwise " * may_accept
     steps = "every step" if every == 1 else f"every {every} steps"
-    told = Diagnosis(
-        cause="model-averaging",
-        evidence=f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
+    averaging = name_cause(
+        "model-averaging",
+        f"gradients are each rank's own, and after {steps} all ranks hold the mean of the "
         "parameters that their own updates left: another design, which differs from a mean "
         "of gradients where the optimizer keeps state",
-        suggestion=f"{intended}average gradients before the optimizer's step",
+        "undeclared" if may_accept else "usual",
+        every=every,
     )
-    return [told if cause.cause == "no-sync" else cause for cause in found]
+    return [averaging if cause.cause == "no-sync" else cause for cause in found]
 
 
 def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[Diagnosis]:
@@ -172,23 +152,14 @@ def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return []
     weights = ", ".join(f"{weight:.5g}" for weight in facts.batch_weights)
     return [
-        Diagnosis(
-            cause="unweighted-mean",
-            evidence="ranks hold the mean by samples of their shards' gradients, and the whole "
+        name_cause(
+            "unweighted-mean",
+            "ranks hold the mean by samples of their shards' gradients, and the whole "
             f"batch's gradient is the one with weights {weights}: the loss is a mean over "
             "something that shards hold different numbers of",
-            suggestion="weight each rank by what its loss was averaged over (tokens, positive "
-            "samples), summed over the ranks, instead of by its samples",
+            "averaged-over",
         )
     ]
-
-
-_START = "start at that step: all that was compared before it agreed"
-_HINTS = {
-    "data": "look at the sampler: its seed, its epoch (set_epoch), its rank and world size",
-    "local gradients": "look at what changes the loss, the model's output or the gradients before "
-    "the exchange, and at how micro-batches are weighted",
-}
 
 
 def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
@@ -203,8 +174,8 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     evidence = "; ".join(filter(None, parts))
     if facts.trouble:
         evidence += f" (a closer look was not possible: {facts.trouble})"
-    suggestion = _HINTS.get(first.check, _START)
-    return Diagnosis(cause="unexplained", evidence=evidence, suggestion=suggestion)
+    hint = {"data": "data", "local gradients": "local-gradients"}.get(first.check, "usual")
+    return name_cause("unexplained", evidence, hint)
 
 
 def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
@@ -216,11 +187,9 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
     if first.first.rank in (facts.steps[0].ranks or (first.first.rank,)):
         return []
     return [
-        Diagnosis(
-            cause="wrong-on-server",
-            evidence="every rank with data holds the right mean, but the one without does not: "
+        name_cause(
+            "wrong-on-server",
+            "every rank with data holds the right mean, but the one without does not: "
             f"{where(first)}, actual {first.first.actual}, expected {first.first.expected}",
-            suggestion="let the server keep the mean that it sends, or leave its own gradients "
-            "unchanged",
         )
     ]

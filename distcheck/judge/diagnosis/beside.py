@@ -4,13 +4,11 @@ import math
 
 from distcheck.judge.diagnosis import gradients
 from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
-from distcheck.judge.diagnosis.findings import number_text, ranks_text
-from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, where
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
 
-_SAME_ORDER = "promise the order that is used, or use the one that is promised"
-_ONE_ORDER = "add up in one order on every rank"
 _SHOWN = 4
 
 
@@ -18,14 +16,8 @@ def lost(facts: Facts) -> list[Diagnosis]:
     """A loss from which no gradient comes back."""
     if not facts.lost:
         return []
-    return [
-        Diagnosis(
-            cause="wrong-local-gradient",
-            evidence=f"{facts.lost}: the shard's gradient is gone before anything is exchanged",
-            suggestion="look at what scales the loss: a schedule that reaches zero, a weight that "
-            "was never set",
-        )
-    ]
+    evidence = f"{facts.lost}: the shard's gradient is gone before anything is exchanged"
+    return [name_cause("wrong-local-gradient", evidence, "lost")]
 
 
 def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
@@ -42,21 +34,14 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     result = failed.get(("gradients", BITWISE))
     if result is not None:
         evidence = f"{what}of the promised order and scale: {where(result)}"
-        suggestion = f"{_ONE_ORDER}, the promised one; look at what rounds, and when"
         if facts.other_order:
             evidence += f"; the bits are those of {facts.other_order}"
-            suggestion = _SAME_ORDER
-        return [Diagnosis(cause="not-as-promised", evidence=evidence, suggestion=suggestion)]
+            return [name_cause("not-as-promised", evidence, "other-order")]
+        return [name_cause("not-as-promised", evidence)]
     if not any(len(step.alike) > 1 for step in facts.steps):
         return []
-    return [
-        Diagnosis(
-            cause="last-bits-differ",
-            evidence=f"{what}of the other ranks: {where(failed['agreement', '-'])}",
-            suggestion=f"{_ONE_ORDER}, or let one rank add up and broadcast its result: replicas "
-            "that differ in their last bits drift apart",
-        )
-    ]
+    evidence = f"{what}of the other ranks: {where(failed['agreement', '-'])}"
+    return [name_cause("last-bits-differ", evidence)]
 
 
 def of_passes(facts: Facts) -> list[Diagnosis]:
@@ -75,14 +60,11 @@ def of_passes(facts: Facts) -> list[Diagnosis]:
         for rank in range(min(len(rows), _SHOWN))
     )
     return [
-        Diagnosis(
-            cause="lost-micro-batch",
-            evidence=f"step {found.step}: each rank's {found.passes} backward passes should count "
+        name_cause(
+            "lost-micro-batch",
+            f"step {found.step}: each rank's {found.passes} backward passes should count "
             f"once each; {text} times those of ranks "
             f"{', '.join(str(facts.steps[0].number(r)) for r in range(len(rows)))}",
-            suggestion="exchange the sum of all backward passes of the step once, after the last: "
-            "look for an exchange that begins too early, a buffer that only the first or the "
-            "last pass fills, and a scale that every pass applies",
         )
     ]
 
@@ -105,20 +87,14 @@ def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return []
     found = gradients.explain_step(facts.average)
     return [
-        Diagnosis(
-            cause=finding.cause,
-            evidence=f"of the parameters, which are averaged then (a rank's own is what its own "
-            f"update left): {finding.evidence}",
-            suggestion=_AVERAGE,
+        name_cause(
+            finding.cause,
+            "of the parameters, which are averaged then (a rank's own is what its own update "
+            f"left): {finding.evidence}",
+            "average",
         )
         for finding in found
     ]
-
-
-_AVERAGE = (
-    "every rank's own update is right: look at the average of the parameters, what it is divided "
-    "by, which ranks and parameters it takes in, and after which steps"
-)
 
 
 def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
@@ -133,26 +109,19 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
         # Chosen: far above rounding in float32, and no other factor is so near.
         cause = next((c for f, c in named.items() if math.isclose(f, factor, rel_tol=1e-4)), "")
         return [
-            Diagnosis(
-                cause=cause or "wrong-divisor",
-                evidence=f"{where(result)}: every rank holds {number_text(factor)} times what a "
+            name_cause(
+                cause or "wrong-divisor",
+                f"{where(result)}: every rank holds {number_text(factor)} times what a "
                 "projection of the mean is",
-                suggestion=f"divide by the number of ranks ({world}) once, after the last of the "
-                "exchanges or before the first",
+                "low-rank",
+                world=world,
             )
         ]
     reason = result.reason.partition("; ")[0]
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [where(result), reason, seen]))
-    return [
-        Diagnosis(
-            cause="not-as-accepted",
-            evidence=f"gradients are not what --accept {accept} allows: {evidence}",
-            suggestion="look at what the compression does beyond that: fewer bits or more "
-            "directions than were said, directions that are not orthonormal, feedback that is "
-            "lost, and ranks that are left out",
-        )
-    ]
+    evidence = f"gradients are not what --accept {accept} allows: {evidence}"
+    return [name_cause("not-as-accepted", evidence)]
 
 
 def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
@@ -174,14 +143,7 @@ def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list
         evidence += f"; {reason}" if reason else ""
     else:
         evidence += f"; {_update_text(seen, facts.world)}"
-    return [
-        Diagnosis(
-            cause="wrong-update",
-            evidence=evidence,
-            suggestion="look for what else writes to parameters or to the optimizer's state, for "
-            "state that is lost or kept twice, and for an optimizer with other settings",
-        )
-    ]
+    return [name_cause("wrong-update", evidence)]
 
 
 def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
@@ -189,39 +151,31 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     names = ", ".join(seen.parameters[:_SHOWN])
     if seen.owners and seen.unchanged:
         return [
-            Diagnosis(
-                cause="lost-broadcast",
-                evidence=f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
+            name_cause(
+                "lost-broadcast",
+                f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
                 "right on one rank alone, and on the other ranks as it was before the step: the "
                 "rank that updates it did not send it on",
-                suggestion="broadcast every parameter from its owner after the owner's step: look "
-                "for a list of parameters that ends too early, and for an owner that differs from "
-                "rank to rank",
             )
         ]
     if seen.counted:
         return [
-            Diagnosis(
-                cause="replicas-in-norm",
-                evidence=f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
+            name_cause(
+                "replicas-in-norm",
+                f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
                 "far as they should, as if they had been clipped by a norm in which "
                 f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) count "
                 f"{seen.times} times",
-                suggestion="count what several ranks hold once in the norm: add up the squares of "
-                "pieces over the ranks, and those of whole parameters on one rank alone",
             )
         ]
     if seen.norms:
         norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
         return [
-            Diagnosis(
-                cause="local-norm-clip",
-                evidence=f"step {seen.step}: parameters moved as if ranks had clipped the pieces "
+            name_cause(
+                "local-norm-clip",
+                f"step {seen.step}: parameters moved as if ranks had clipped the pieces "
                 f"that they hold by the norms of these pieces alone ({norms}), and not by the "
                 "norm of all gradients",
-                suggestion="add up the squares of the norms of all ranks' pieces before the root: "
-                "torch's clip_grad_norm_ does so for DTensors; for pieces that are plain tensors "
-                "give the strategy clip(model, max_norm), which the loop then calls in its place",
             )
         ]
     return []
@@ -258,13 +212,11 @@ def of_owners(facts: Facts) -> list[Diagnosis]:
     )
     more = len(facts.elsewhere) - _SHOWN
     return [
-        Diagnosis(
-            cause="wrong-owner",
-            evidence=f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
+        name_cause(
+            "wrong-owner",
+            f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
             f"the one whose optimizer updates the parameter: {shown}"
             f"{f', and {more} more' if more > 0 else ''}",
-            suggestion="reduce each gradient to the rank that has its parameter in the groups of "
-            "its optimizer: look for two lists of owners, or one that is in another order",
         )
     ]
 
@@ -276,12 +228,5 @@ def of_loss(failed: Failures) -> list[Diagnosis]:
         return []
     place = results[0].first
     numbers = f" is {place.actual}, and should be {place.expected}" if place else ""
-    return [
-        Diagnosis(
-            cause="wrong-loss",
-            evidence="gradients and parameters are right, but the returned loss is not: "
-            f"{where(results[0])}{numbers}",
-            suggestion="look at how the loss is averaged, and what is added to it before it is "
-            "returned",
-        )
-    ]
+    evidence = "gradients and parameters are right, but the returned loss is not: "
+    return [name_cause("wrong-loss", f"{evidence}{where(results[0])}{numbers}")]

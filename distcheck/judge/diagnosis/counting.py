@@ -5,43 +5,33 @@ from math import isclose
 
 from distcheck.judge.diagnosis.combinations import Reading, usual_factors
 from distcheck.judge.diagnosis.facts import StepFacts
-from distcheck.judge.diagnosis.findings import Finding, number_text, positions_text
-
-SIGN = (
-    "look for a minus sign: a gradient that is subtracted, an update that is sent in place of a "
-    "gradient, a loss that is to be maximised"
-)
-
-DUPLICATED = (
-    "look at the index that picks a rank's buffer: one that is used twice, a ring that goes round "
-    "once too often, a gathered list whose entries are one tensor"
-)
+from distcheck.judge.diagnosis.wording import number_text, positions_text
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 
-def signed(step: StepFacts, way: Reading, where: str) -> Finding:
+def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     """Some ranks count -1 times."""
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
-    return Finding(
+    return name_cause(
         "wrong-sign",
         f"{where}: the sign is turned in what {positions_text(step, minus)} gave, as every rank "
         f"holds it (all times {number_text(abs(way.factor))})",
-        SIGN,
     )
 
 
-def chain(way: Reading, where: str) -> Finding:
+def chain(way: Reading, where: str) -> Diagnosis:
     """Each rank's gradient is averaged with what was there."""
     total = sum(way.counts)
     shown = ", ".join(f"{count}/{total}" for count in way.counts)
-    return Finding(
+    return name_cause(
         "chained-mean",
         f"{where}: in what every rank holds the ranks' gradients count {shown}, as where each is "
         "averaged with what came before it, (a + b) / 2 again and again",
-        "sum the gradients of all ranks first, and divide once by their number",
     )
 
 
-def count_less(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Most ranks count as they should, and the others a part of that: nothing was added twice."""
     most = max(way.counts)
     fewer = [rank for rank, count in enumerate(way.counts) if count < most]
@@ -52,17 +42,16 @@ def count_less(step: StepFacts, way: Reading, where: str) -> list[Finding]:
         return []
     counts = ", ".join(number_text(count / most) for count in way.counts)
     return [
-        Finding(
+        name_cause(
             "wrong-divisor",
             f"{where}: ranks count {counts} times in what every rank holds; what was given to the "
             f"exchange on {positions_text(step, fewer)} had another scale than on the others",
-            "multiply or divide by the same number on every rank; look for a condition on the "
-            "rank, and for a group whose size is taken for the world's",
+            "some-ranks",
         )
     ]
 
 
-def not_divided(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """A second mistake beside the counts: a factor that neither all ranks, nor those that count,
     nor their counts explain.
     """
@@ -72,33 +61,29 @@ def not_divided(step: StepFacts, way: Reading, where: str) -> list[Finding]:
         return []
     evidence = f"{where}: what is counted so is also multiplied by {number_text(factor)}"
     if factor == undivided:
-        suggestion = f"divide by the number of ranks ({world}) once, after the sum"
-        return [Finding("missing-division", f"{evidence}: the sum is not divided", suggestion)]
-    return [
-        Finding("wrong-divisor", evidence, "look for a further factor on the loss or the gradients")
-    ]
+        evidence += ": the sum is not divided"
+        return [name_cause("missing-division", evidence, "once", world=world)]
+    return [name_cause("wrong-divisor", evidence, "further")]
 
 
-def dropped(step: StepFacts, positions: Sequence[int], *, mean: bool) -> str:
-    """What to do about ranks that do not count. `mean` says whether what is left is the right mean
-    over the other ranks: a server that has no data by design leaves that.
+def dropped(step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool) -> Diagnosis:
+    """Ranks that do not count. `mean` says whether what is left is the right mean over the other
+    ranks: a server that has no data by design leaves that.
     """
-    ranks = positions_text(step, positions)
-    text = (
-        f"look for a range over ranks, or a ring, that ends too early, and for what keeps "
-        f"{ranks} out of the group"
-    )
     others = len(step.shares) - 1
-    if len(positions) > 1 or not mean or not step.undeclared or others < 1:
-        return text
-    return (
-        f"{text}; the rest is the mean over the other ranks. If {ranks} is a server that has no "
-        f"data by design, give --without-data {step.number(positions[0])}, and a --batch that is "
-        f"a multiple of {others}"
+    may_serve = len(positions) == 1 and mean and step.undeclared and others > 0
+    return name_cause(
+        "dropped-rank",
+        evidence,
+        "usual",
+        *["server"] * may_serve,
+        ranks=positions_text(step, positions),
+        number=step.number(positions[0]) if may_serve else "",
+        others=others,
     )
 
 
-def counted(step: StepFacts, way: Reading, where: str) -> Finding:
+def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     """Ranks count a whole number of times: some not at all, or some more than once."""
     counts = ", ".join(map(str, way.counts))
     absent = [rank for rank, count in enumerate(way.counts) if count == 0]
@@ -109,8 +94,8 @@ def counted(step: StepFacts, way: Reading, where: str) -> Finding:
     if max(way.counts) > 1:
         if absent:
             evidence += f", {positions_text(step, absent)} not at all"
-        return Finding("duplicated-rank", evidence, DUPLICATED)
+        return name_cause("duplicated-rank", evidence)
     required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
     # Chosen: far above rounding in float32, far below one rank in a thousand.
     mean = isclose(way.factor, required, rel_tol=1e-4)
-    return Finding("dropped-rank", evidence, dropped(step, absent, mean=mean))
+    return dropped(step, absent, evidence, mean=mean)

@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
-from distcheck.judge.diagnosis.findings import Finding, parameters_text
+from distcheck.judge.diagnosis.wording import parameters_text
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 
-def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Every cause that explains these parameters on all ranks."""
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     found = [
-        Finding(
-            "stale-gradient",
-            f"{where}: ranks hold the mean over all samples of step {past}",
-            "wait for the exchange of this step before the optimizer's; look for a buffer "
-            "that is read before it is written, a handle that is never waited for",
+        name_cause(
+            "stale-gradient", f"{where}: ranks hold the mean over all samples of step {past}"
         )
         for past in range(step.step)
         if _all_match(step, parameters, "earlier", past)
@@ -27,14 +26,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
                 if kinds[0] == "sum"
                 else f"this step's mean, added to what they held at step {past}"
             )
-            found.append(
-                Finding(
-                    "accumulated-gradient",
-                    f"{where}: ranks hold {what}",
-                    "set gradients, and buffers that they are copied into, to zero before every "
-                    "step",
-                )
-            )
+            found.append(name_cause("accumulated-gradient", f"{where}: ranks hold {what}"))
             break
     return found
 

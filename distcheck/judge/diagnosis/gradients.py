@@ -6,7 +6,6 @@ lists. Several that do so at once cannot be distinguished by what was measured, 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import isfinite
 from types import ModuleType
 
@@ -15,9 +14,8 @@ import msgspec
 from distcheck.judge.diagnosis import earlier, parts, precision, weights
 from distcheck.judge.diagnosis.combinations import all_parallel, distance
 from distcheck.judge.diagnosis.facts import Facts, ParameterFacts, StepFacts
-from distcheck.judge.diagnosis.findings import (
+from distcheck.judge.diagnosis.wording import (
     APART,
-    Finding,
     coefficients_text,
     number_text,
     parameters_text,
@@ -25,19 +23,20 @@ from distcheck.judge.diagnosis.findings import (
     ranks_text,
 )
 from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 FAMILIES: tuple[ModuleType, ...] = (weights, parts, earlier, precision)
 
 
 def explain(facts: Facts) -> list[Diagnosis]:
     """The causes of wrong gradients; empty where none explains them."""
-    return [_among(_diagnosis(finding), facts) for finding in _explain(facts)]
+    return [_among(one, facts) for one in _explain(facts)]
 
 
 def explain_left(facts: Facts) -> list[Diagnosis]:
     """The same of what backward left, where all that came of it is right."""
     found = next((left_otherwise(step) for step in facts.steps if step.left), [])
-    return [_among(_diagnosis(finding), facts) for finding in found]
+    return [_among(one, facts) for one in found]
 
 
 def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
@@ -46,10 +45,14 @@ def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
     if len(ranks) in (0, facts.world):
         return found
     among = f" (of {ranks_text(ranks)}, which {'have' if len(ranks) > 1 else 'has'} data)"
-    return msgspec.structs.replace(found, evidence=found.evidence + among)
+    return _extended(found, after=among)
 
 
-def _explain(facts: Facts) -> list[Finding]:
+def _extended(found: Diagnosis, *, before: str = "", after: str = "") -> Diagnosis:
+    return msgspec.structs.replace(found, evidence=f"{before}{found.evidence}{after}")
+
+
+def _explain(facts: Facts) -> list[Diagnosis]:
     steps = [step for step in facts.steps if step.parameters or step.not_finite or step.missing]
     if not steps:
         return []
@@ -57,14 +60,14 @@ def _explain(facts: Facts) -> list[Finding]:
     if not found and len(steps) > 1 and _holds_zeros(steps[0]):
         late = [f for f in explain_step(steps[1]) if f.cause == "stale-gradient"]
         before = f"step {steps[0].step}: ranks hold zeros; "
-        found = [Finding(f.cause, before + f.evidence, f.suggestion) for f in late]
+        found = [_extended(f, before=before) for f in late]
     if len(steps) > 1 and len(found) > 1:
         again = {finding.cause for finding in explain_step(steps[1])}
         found = [finding for finding in found if finding.cause in again] or found
     return found
 
 
-def explain_step(step: StepFacts) -> list[Finding]:
+def explain_step(step: StepFacts) -> list[Diagnosis]:
     """The causes of one step's wrong gradients."""
     if step.not_finite is not None:
         return [_not_finite(step)]
@@ -80,7 +83,7 @@ def explain_step(step: StepFacts) -> list[Finding]:
     return [*before, *(_beside_missing(finding, step) for finding in found)]
 
 
-def _beside_missing(found: Finding, step: StepFacts) -> Finding:
+def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
     """The same, with what has no gradient at all."""
     if not step.missing:
         return found
@@ -88,10 +91,10 @@ def _beside_missing(found: Finding, step: StepFacts) -> Finding:
     names = list(dict.fromkeys(name for name, _ in step.missing))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     absent = f"; {', '.join(names[:3])}{more} got no gradient on {ranks}, which did not use them"
-    return replace(found, evidence=f"{found.evidence}{absent}")
+    return _extended(found, after=absent)
 
 
-def left_otherwise(step: StepFacts) -> list[Finding]:
+def left_otherwise(step: StepFacts) -> list[Diagnosis]:
     """What went wrong before anything was exchanged. A loss that was scaled alike on all ranks, and
     whose mean the ranks hold, is a matter of scale.
     """
@@ -120,50 +123,41 @@ def left_otherwise(step: StepFacts) -> list[Finding]:
         buffers = list(dict.fromkeys(name for found in step.left for name in found.buffers))
         more = f" and {len(buffers) - 6} more" if len(buffers) > 6 else ""
         return [
-            Finding(
+            name_cause(
                 "buffers-differ",
                 f"{evidence}. It is, to the bit, if other ranks' buffers are in place of those "
                 f"that are promised: {', '.join(buffers[:6])}{more}",
-                "send all buffers from the promised rank before every forward pass: those that "
-                "are not saved, of every kind of module, of every dtype",
+                "not-sent",
             )
         ]
     dtypes = {found.autocast for found in step.left}
     if len(dtypes) == 1 and dtypes != {""}:
         (dtype,) = dtypes
         return [
-            Finding(
+            name_cause(
                 "low-precision",
                 f"{evidence}; it is what the shard has under torch.autocast in {dtype}",
-                f"verify the exchange without autocast: {dtype} keeps few digits, and no bound of "
-                "float32's holds for it",
+                "autocast",
+                dtype=dtype,
             )
         ]
-    return [
-        Finding(
-            "wrong-local-gradient",
-            evidence,
-            "look at what changes inputs, labels, the loss, the model's output or the gradients "
-            "before the exchange: a broadcast of inputs, a transformation, hooks, and how "
-            "micro-batches are weighted",
-        )
-    ]
+    return [name_cause("wrong-local-gradient", evidence)]
 
 
-def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """What every family says of these parameters, taken together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
     return [f for family in FAMILIES for f in family.explain(step, parameters)]
 
 
-def _one_by_one(step: StepFacts) -> list[Finding]:
+def _one_by_one(step: StepFacts) -> list[Diagnosis]:
     """Parameters that went wrong in different ways, by cause."""
     groups: dict[tuple[str, ...], list[ParameterFacts]] = {}
     for parameter in step.parameters:
         causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
         groups.setdefault(causes, []).append(parameter)
-    found: list[Finding] = []
+    found: list[Diagnosis] = []
     whole = sum(error_of(step, p) for p in step.parameters)
     shares = {
         causes: sum(error_of(step, p) for p in parameters) / whole if whole else 0.0
@@ -173,18 +167,15 @@ def _one_by_one(step: StepFacts) -> list[Finding]:
         together = [f for f in explain_all(step, parameters) if f.cause in causes]
         singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
         part = f" ({100 * shares[causes]:.3g} % of the error)" if len(groups) > 1 else ""
-        found += [
-            Finding(f.cause, f.evidence + part, f.suggestion)
-            for f in _said_together(together or singly)
-        ]
+        found += [_extended(f, after=part) for f in _said_together(together or singly)]
     unexplained = groups.get((), [])
     if found and unexplained:
         found.append(
-            Finding(
+            name_cause(
                 "unexplained",
                 f"step {step.step}: nothing that is known explains "
                 f"{parameters_text(step, unexplained)} ({100 * shares[()]:.3g} % of the error)",
-                "mend the other cause first, then look again",
+                "beside-others",
             )
         )
     return found
@@ -213,9 +204,9 @@ _SIDE_BY_SIDE = (
 )
 
 
-def _said_together(found: Sequence[Finding]) -> list[Finding]:
+def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
     """One finding a cause; those that exclude each other say so."""
-    by_cause: dict[str, Finding] = {}
+    by_cause: dict[str, Diagnosis] = {}
     for finding in found:
         by_cause.setdefault(finding.cause, finding)
     if len(by_cause) < 2 or set(by_cause) in _SIDE_BY_SIDE:
@@ -223,10 +214,10 @@ def _said_together(found: Sequence[Finding]) -> list[Finding]:
     result = []
     for cause, finding in by_cause.items():
         others = " or ".join(other for other in by_cause if other != cause)
-        evidence = f"{finding.evidence}; {APART} {others}"
+        apart = f"; {APART} {others}"
         if cause in ("one-rank-only", "dropped-rank", "duplicated-rank"):
-            evidence += " (a world of 3 ranks can)"
-        result.append(Finding(cause, evidence, finding.suggestion))
+            apart += " (a world of 3 ranks can)"
+        result.append(_extended(finding, after=apart))
     return result
 
 
@@ -239,48 +230,43 @@ def _holds_zeros(step: StepFacts) -> bool:
     )
 
 
-def _missing(step: StepFacts) -> Finding:
+def _missing(step: StepFacts) -> Diagnosis:
     names = list(dict.fromkeys(name for name, _ in step.missing))
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return Finding(
+    return name_cause(
         "partial-sync",
         f"step {step.step}: {', '.join(names[:6])}{more} ({len(names)} of "
         f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
         "at that step, and the other ranks hold their own: what they found was never sent",
-        "exchange a parameter on every rank if any rank has used it, with zeros where there is no "
-        "gradient (DDP's find_unused_parameters=True does)",
+        "unused",
     )
 
 
-def _not_finite(step: StepFacts) -> Finding:
+def _not_finite(step: StepFacts) -> Diagnosis:
     seen = step.not_finite
     assert seen is not None
     where = f"step {step.step}, {seen.parameter}, {positions_text(step, [seen.rank])}: "
     if seen.hidden:
         before = positions_text(step, seen.before)
-        return Finding(
+        return name_cause(
             "nonfinite",
             f"{where}{seen.count:,} elements are finite, and the gradient that backward gives on "
             f"{before} is infinite or NaN there",
-            "let infinities through: what skips a step (a GradScaler) has to see them on all ranks",
+            "hidden",
         )
     where += f"{seen.count:,} elements are "
     if seen.before:
         before = positions_text(step, seen.before)
-        return Finding(
+        return name_cause(
             "nonfinite",
             f"{where}infinite or NaN, and so they were in the gradient that backward gives on "
             f"{before}",
-            f"look at the loss and the learning rate, and at what {before} read: "
-            "the exchange was not the first to have them",
+            "before",
+            ranks=before,
         )
-    return Finding(
-        "nonfinite",
-        f"{where}infinite or NaN, and every rank's own gradient is finite",
-        "look for a division by zero, a sum in a dtype that is too short for it, and a buffer "
-        "that was never written (torch.empty)",
-    )
+    evidence = f"{where}infinite or NaN, and every rank's own gradient is finite"
+    return name_cause("nonfinite", evidence)
 
 
 def describe_unexplained(facts: Facts) -> str:
@@ -321,7 +307,3 @@ def describe_left(facts: Facts) -> str:
             shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)
             return f"before the exchange ranks held {shown} times their shard's gradient"
     return ""
-
-
-def _diagnosis(finding: Finding) -> Diagnosis:
-    return Diagnosis(cause=finding.cause, evidence=finding.evidence, suggestion=finding.suggestion)

@@ -8,25 +8,17 @@ from collections.abc import Iterator
 from itertools import combinations
 from math import isclose, prod
 
-from distcheck.judge.diagnosis.findings import number_text, ranks_text
+import msgspec
+
 from distcheck.judge.diagnosis.layout_facts import LayoutFacts, LayoutParameter, WrongOutputs
-from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, ranks_text, where
 from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 # Chosen: a share of its norm by which sums in bfloat16 are off at most, and mistakes seldom.
 _OF_PRECISION = 2.0**-6
 _SAME_FACTOR = 1e-4  # Chosen, relative: two factors that are one
 _APART = "; ranks that read the same samples have different losses"
-_OF_FORWARD = (
-    "look at what is added up or put together in the forward pass: a bias that is added on every "
-    "rank, a part that is counted twice or left out, the order of the parts, a mean over a part of "
-    "the batch or of its tokens, a mask that is the same on ranks that hold different units"
-)
-_OF_RANKS_APART = (
-    "look for what each rank computes by itself where all must have one result: a sum, a maximum "
-    "or a mean that is not taken over all ranks, such as that of a softmax over divided classes, "
-    "or a random mask that differs between ranks that hold the same units"
-)
 
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
@@ -47,12 +39,12 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
     ratio = facts.loss / facts.expected_loss if facts.expected_loss else 0.0
     times = [f"{text}" for text in _products(facts, ratio)]
     same = f", {number_text(ratio)} times it ({' or '.join(times)})" if times else ""
-    return Diagnosis(
-        cause="wrong-output",
-        evidence=f"step {facts.step}: the loss is {number_text(facts.loss)}, and the whole batch's "
+    return name_cause(
+        "wrong-output",
+        f"step {facts.step}: the loss is {number_text(facts.loss)}, and the whole batch's "
         f"is {number_text(facts.expected_loss)}{same}: the forward pass is wrong, and gradients "
         f"follow from it{_APART if facts.apart else ''}",
-        suggestion=_OF_RANKS_APART if facts.apart else _OF_FORWARD,
+        "ranks-apart" if facts.apart else "forward",
     )
 
 
@@ -66,153 +58,110 @@ def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
         how = f"they are {number_text(found.factor)} times the right ones"
     elif found.shifted:
         how = "all numbers of a sample are off by the same amount, which this loss does not see"
-    return Diagnosis(
-        cause="wrong-output",
-        evidence=f"step {facts.step}: the loss is right and {gradients}, but what the model "
+    return name_cause(
+        "wrong-output",
+        f"step {facts.step}: the loss is right and {gradients}, but what the model "
         f"returns on rank {found.rank} is not: {how}",
-        suggestion="compare what forward returns with what the model returns in one process: look "
-        "at what is subtracted, scaled or reordered after the last layer",
+        "loss-is-right",
     )
 
 
 def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
     """One diagnosis a cause, each with its parameters; of the last module that has wrong ones."""
     last = [p for p in facts.parameters if p.module == facts.parameters[-1].module]
-    by_cause: dict[tuple[str, str, str], list[str]] = {}
+    by_cause: dict[Diagnosis, list[str]] = {}
     for parameter in last:
         for found in _causes(facts, parameter):
             by_cause.setdefault(found, []).append(parameter.name)
     earlier = len({p.name for p in facts.parameters}) - len(last)
     several = "parameters of earlier layers are" if earlier > 1 else "parameter before them is"
     follow = f"; {earlier} {several} wrong as well" if earlier else ""
-    for (cause, evidence, suggestion), names in by_cause.items():
-        yield Diagnosis(
-            cause=cause,
-            evidence=f"step {facts.step}, {', '.join(names)}: {evidence}{follow}",
-            suggestion=suggestion,
-        )
+    for found, names in by_cause.items():
+        place = f"step {facts.step}, {', '.join(names)}"
+        yield msgspec.structs.replace(found, evidence=f"{place}: {found.evidence}{follow}")
 
 
-def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[tuple[str, str, str]]:
-    """(cause, evidence, suggestion) of one parameter."""
+def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
+    """Those of one parameter; the evidence does not name it yet."""
     if found.absent:
-        yield (
-            "missing-gradient",
-            f"there is no gradient on {ranks_text(found.absent)}",
-            "look for a tensor that leaves the graph on its way: one that was received or copied, "
-            "and whose gradient is never sent back",
-        )
+        yield name_cause("missing-gradient", f"there is no gradient on {ranks_text(found.absent)}")
     elif found.earlier or found.added:
         what = "that of the step before" if found.earlier else "the sum of this step's and the last"
-        yield (
+        yield name_cause(
             "stale-gradient" if found.earlier else "accumulated-gradient",
             f"the gradient is {what}",
-            "clear gradients before backward, and exchange them after it",
+            "clear-first",
         )
     elif found.factor is not None:
         yield from _of_factor(facts, found.factor)
     elif found.shard:
-        yield (
+        yield name_cause(
             "no-sync",
             "every rank holds the gradient of its own data coordinate's samples",
-            "average gradients over the axis data, of every part of the model",
+            "layout",
         )
     elif found.even:
-        yield (
-            "unweighted-mean" if not facts.by_tokens else "unweighted-tokens",
+        yield name_cause(
+            "unweighted-tokens" if facts.by_tokens else "unweighted-mean",
             "it is the mean of the data coordinates' gradients, each of which counts alike",
-            "weight each data coordinate by its number of samples (step.weight)"
-            if not facts.by_tokens
-            else "weight each data coordinate by its number of tokens (step.tokens)",
+            "layout",
         )
     elif found.shares:
-        yield (
+        yield name_cause(
             "missing-sum",
             f"ranks along the axis {found.shares} hold different parts of the gradient, which add "
             "up to the right one",
-            f"add up this gradient over the axis {found.shares} (all_reduce): each rank has seen "
-            "only its own part of what the parameter was used for",
+            axis=found.shares,
         )
     elif found.lost:
-        yield (
+        yield name_cause(
             "lost-micro-batch",
             "the gradient lacks that of micro-batch " + ", ".join(map(str, found.lost)),
-            "run backward for every micro-batch, and add its gradient to the others'",
+            "layout",
         )
     elif found.mixed:
-        yield (
+        yield name_cause(
             "wrong-group",
             f"ranks along the axis {found.mixed} hold different pieces of the parameter, and each "
             "holds the mean or the sum of all their pieces' gradients",
-            f"leave the axis {found.mixed} out of this exchange: only ranks of the same piece may "
-            "average it (a process group of the axis data)",
+            axis=found.mixed,
         )
     elif found.distance < _OF_PRECISION:
-        yield (
+        yield name_cause(
             "low-precision",
             f"the gradient is within {100 * found.distance:.2g} % of the right one, and no closer: "
             "something on its way is rounded to a shorter dtype",
-            "exchange activations and their gradients in the dtype that they are computed in",
+            "layout",
         )
     elif found.region is not None:
         factor = found.region.factor
         times = "" if factor is None else f", where it is {number_text(factor)} times the right one"
-        yield (
-            "wrong-piece",
-            f"the gradient is wrong in {found.region.where} alone{times}",
-            "look at the rank that holds these elements: the others computed theirs rightly",
-        )
+        where_alone = f"the gradient is wrong in {found.region.where} alone{times}"
+        yield name_cause("wrong-piece", where_alone)
 
 
-def _of_factor(facts: LayoutFacts, factor: float) -> Iterator[tuple[str, str, str]]:
-    said = f"the gradient is {number_text(factor)} times the right one"
-    known = False
-    for cause, why, suggestion in _factors(facts, factor):
-        known = True
-        yield cause, f"{said}: {why}", suggestion
-    if not known:
-        yield "wrong-divisor", said, "look at what scales this gradient, or the one that enters it"
-
-
-def _factors(facts: LayoutFacts, factor: float) -> Iterator[tuple[str, str, str]]:
-    sizes = dict(facts.axes)
-    parts = facts.micro_batches
+def _of_factor(facts: LayoutFacts, factor: float) -> list[Diagnosis]:
+    """All that a factor of the right gradient may be."""
+    times = f"the gradient is {number_text(factor)} times the right one"
+    parts, found = facts.micro_batches, list[Diagnosis]()
     if parts > 1 and (_same(factor, parts) or _same(factor, 1 / parts)):
         how = "their gradients are added up" if factor > 1 else "it is divided by them twice"
-        yield (
-            "micro-batch-scale",
-            f"there are {parts} micro-batches, and {how}",
-            "let each micro-batch's mean loss count for its share of the samples, once",
-        )
-    for axis in [name for name, size in sizes.items() if size > 1]:
-        size = sizes[axis]
+        evidence = f"{times}: there are {parts} micro-batches, and {how}"
+        found.append(name_cause("micro-batch-scale", evidence))
+    for axis, size in facts.axes:
+        over = f"{times}: the axis {axis} has {size} ranks, over which it was"
+        if size < 2 or not (_same(factor, size) or _same(factor, 1 / size)):
+            continue
         if _same(factor, size):
-            cause = "missing-division" if axis == "data" else "extra-sum"
-            yield (
-                cause,
-                f"the axis {axis} has {size} ranks, over which it was added up",
-                f"divide by the number of data coordinates, {size}"
-                if axis == "data"
-                else f"leave out the sum over the axis {axis}: every rank has the whole gradient",
-            )
-        elif _same(factor, 1 / size):
-            cause = "double-division" if axis == "data" else "extra-division"
-            yield (
-                cause,
-                f"the axis {axis} has {size} ranks, over which it was averaged",
-                f"divide once by the {size} data coordinates"
-                if axis == "data"
-                else _share_one_batch(facts, axis),
-            )
-
-
-def _share_one_batch(facts: LayoutFacts, axis: str) -> str:
-    if facts.by_tokens:
-        return (
-            f"do not divide by the ranks of the axis {axis}, and do not add up tokens over it: its "
-            "ranks read the same ones, which count once"
-        )
-    return f"do not divide by the ranks of the axis {axis}, which share one batch"
+            evidence = f"{over} added up"
+            added = name_cause("missing-division", evidence, "layout", size=size)
+            found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
+        elif axis == "data":
+            found.append(name_cause("double-division", f"{over} averaged", "layout", size=size))
+        else:
+            counted = "tokens" if facts.by_tokens else "usual"
+            found.append(name_cause("extra-division", f"{over} averaged", counted, axis=axis))
+    return found or [name_cause("wrong-divisor", times, "layout")]
 
 
 def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
@@ -239,22 +188,18 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
     if not facts.right or facts.loss_is_wrong:
         return
     last = facts.parameters[-1]
-    yield Diagnosis(
-        cause="broken-backward",
-        evidence=f"step {facts.step}: the loss is right, and so are the gradients of "
+    yield name_cause(
+        "broken-backward",
+        f"step {facts.step}: the loss is right, and so are the gradients of "
         f"{', '.join(facts.right)}; they are wrong from {last.module or last.name} on towards the "
         "inputs",
-        suggestion="look at what backward exchanges between these layers: a forward that copies "
-        "or gathers has a sum or a slice in its backward",
     )
 
 
 def _replicas(failed: Failures) -> Diagnosis:
     result = failed["agreement", "-"]
-    return Diagnosis(
-        cause="replicas-differ",
-        evidence="every gradient is within its bound, but ranks that hold the same parameter do "
-        f"not hold the same bits of it: {where(result)}",
-        suggestion="exchange the gradient of what several ranks hold, or send one rank's to the "
-        "others, so that all hold one result; sums of one order on every rank do",
+    return name_cause(
+        "replicas-differ",
+        "every gradient is within its bound, but ranks that hold the same parameter do not hold "
+        f"the same bits of it: {where(result)}",
     )

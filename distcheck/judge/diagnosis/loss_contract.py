@@ -6,6 +6,7 @@ import msgspec
 
 from distcheck.judge.diagnosis.facts import Facts
 from distcheck.records import Diagnosis
+from distcheck.records.causes import suggested
 
 # What another factor on the loss may look like; anything else is not explained by it.
 _BY_SCALE = (
@@ -26,7 +27,6 @@ def with_hint(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:
     hinted = msgspec.structs.replace(
         chosen,
         evidence=f"{chosen.evidence}; every gradient of every rank and step is right under {names}",
-        suggestion=f"{chosen.suggestion}; or, if the training loop of this code gives backward "
-        f"such a loss, give {names}",
+        suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
     )
     return [hinted if d is chosen else d for d in found]

@@ -4,36 +4,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distcheck.judge.diagnosis.findings import ranks_text
+from distcheck.judge.diagnosis.wording import ranks_text
 from distcheck.records import Diagnosis, Outcome
+from distcheck.records.causes import name_cause
 from distcheck.records.ends import MISUSES, RankEnd
 from distcheck.records.odd_ranks import Key, calls_apart
 
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
 
-_TRACEBACK = "read rank {}'s traceback first"
-# Of ends that leave no traceback.
-_AFTER_A_CRASH = {
-    RankEnd.EXITED: "look for sys.exit() or os._exit() in what rank {} calls",
-    RankEnd.KILLED: "look for what sent rank {} a signal: a fault in native code, a system that is "
-    "short of memory, a person",
-}
-
-_SAME_CALLS = (
-    "every rank must make the same collective calls, in the same order, with the same shapes: "
-    "look for a call inside a condition that depends on the rank or on its data"
-)
-_BOTH_ENDS = (
-    "every send needs one receive on the rank that it names, and every receive one send: add the "
-    "missing call, or leave this one out"
-)
-_OF_MISUSE = {
-    "buffer-in-flight": "call wait() on the work before the tensor is used, or give the call a "
-    "tensor of its own (clone)",
-    "work-not-waited": "keep the work that the call returns, and call wait() on it",
-    "work-waited-twice": "wait for each work once: a second wait for a message never ends on gloo",
-}
+_WITHOUT_TRACEBACK = {RankEnd.EXITED: "exited", RankEnd.KILLED: "killed"}
 
 
 def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
@@ -43,44 +23,35 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return []
     cause = bad[0]
     if cause.proven == "mismatch":
-        return [_of_apart(cause.why)]
+        return [name_cause("collective-mismatch", cause.why)]
     if cause.sizes_differ:
         return [_of_mismatch(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
         lost = [o.rank for o in bad if o.outcome == RankEnd.LOST]
-        return [
-            Diagnosis(
-                cause="unreachable",
-                evidence=f"{ranks_text(lost)}: {cause.ended_by}",
-                suggestion="look at that machine and at the network between; nothing is known of "
-                "what its ranks did last",
-            )
-        ]
+        return [name_cause("unreachable", f"{ranks_text(lost)}: {cause.ended_by}")]
     if cause.lost_peer:
         return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
     by_zero = [o.rank for o in bad if o.error.startswith(_ZERO_BY_ZERO)]
     if cause.rank in by_zero:
         return [
-            Diagnosis(
-                cause="nonfinite",
-                evidence=f"{ranks_text(by_zero)}: where "
-                "every gradient is zero, as that of a layer is which a batch does not use, the "
-                "step leaves parameters that are infinite or NaN",
-                suggestion="look for a division by a norm or a maximum (0/0), and add a small "
-                "number to the divisor",
+            name_cause(
+                "nonfinite",
+                f"{ranks_text(by_zero)}: where every gradient is zero, as that of a layer is which "
+                "a batch does not use, the step leaves parameters that are infinite or NaN",
+                "by-zero",
             )
         ]
     if cause.proven in MISUSES:
-        suggestion = _OF_MISUSE[cause.proven]
-        return [Diagnosis(cause=cause.proven, evidence=cause.why, suggestion=suggestion)]
+        return [name_cause(cause.proven, cause.why)]
     if cause.outcome != RankEnd.HUNG:
         last = cause.where or cause.ended_by or cause.text.partition("\n")[0]
         return [
-            Diagnosis(
-                cause="crash",
-                evidence=f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report "
-                "came after it",
-                suggestion=_AFTER_A_CRASH.get(cause.outcome, _TRACEBACK).format(cause.rank),
+            name_cause(
+                "crash",
+                f"rank {cause.rank} {cause.outcome} ({last}); what other ranks report came after "
+                "it",
+                _WITHOUT_TRACEBACK.get(cause.outcome, "traceback"),
+                rank=cause.rank,
             )
         ]
     found = _of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])
@@ -92,24 +63,15 @@ def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
     all wait.
     """
     if hung.proven == "unmatched":
-        return Diagnosis(cause="unmatched-message", evidence=hung.why, suggestion=_BOTH_ENDS)
+        return name_cause("unmatched-message", hung.why)
     if hung.proven == "asleep":
         return msgspec.structs.replace(found, evidence=hung.why)
     if hung.proven != "deadlock":
         return found
-    suggestion = found.suggestion
+    evidence = f"every rank waits for ever: {hung.why}"
     if found.cause == "hang":
-        suggestion = (
-            "no rank can go on before another one does: change the order of the calls, so that "
-            "each is posted before another rank needs it"
-        )
-    return Diagnosis(
-        cause=found.cause, evidence=f"every rank waits for ever: {hung.why}", suggestion=suggestion
-    )
-
-
-def _of_apart(what: str) -> Diagnosis:
-    return Diagnosis(cause="collective-mismatch", evidence=what, suggestion=_SAME_CALLS)
+        return name_cause("hang", evidence, "deadlock")
+    return msgspec.structs.replace(found, evidence=evidence)
 
 
 def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
@@ -123,25 +85,19 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
         if apart is None
         else apart.in_words()
     )
-    return Diagnosis(cause="collective-mismatch", evidence=said, suggestion=_SAME_CALLS)
+    return name_cause("collective-mismatch", said)
 
 
 def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """Every rank that did not finish had lost another one, which did not fail itself."""
     victims = ranks_text([o.rank for o in lost])
     if finished:
-        return Diagnosis(
-            cause="collective-mismatch",
-            evidence=f"{ranks_text(finished)} finished and left, and {victims} still waited in a "
-            "collective",
-            suggestion=_SAME_CALLS,
+        return name_cause(
+            "collective-mismatch",
+            f"{ranks_text(finished)} finished and left, and {victims} still waited in a collective",
         )
-    return Diagnosis(
-        cause="crash",
-        evidence=f"{victims} lost their peers, and no rank is known to have failed before that",
-        suggestion="look for what ended a connection: a limit, a network, a process group that was "
-        "destroyed too soon",
-    )
+    evidence = f"{victims} lost their peers, and no rank is known to have failed before that"
+    return name_cause("crash", evidence, "no-peer")
 
 
 def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
@@ -186,21 +142,15 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     evidence = "; ".join(parts)
     if stopped:
         evidence = "; ".join(filter(None, [f"{ranks_text(stopped)} was stopped", evidence]))
-        return Diagnosis(
-            cause="hang",
-            evidence=evidence,
-            suggestion=f"see what sends {ranks_text(stopped)} SIGSTOP: the code itself, a person, "
-            "or a scheduler",
-        )
+        return name_cause("hang", evidence, "stopped", ranks=ranks_text(stopped))
     if len(calls) > 1 and (apart := calls_apart(_calls(hung))) is not None:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
-        return Diagnosis(cause="collective-mismatch", evidence=evidence, suggestion=_SAME_CALLS)
+        return name_cause("collective-mismatch", evidence)
     where = elsewhere or ([] if silent else next(iter((messages | calls).values())))
-    return Diagnosis(
-        cause="hang",
-        evidence=f"no progress until the deadline: {evidence}",
-        suggestion=f"the stack of {ranks_text(where)} shows where"
-        if where
-        else f"see whether something stopped {ranks_text(silent)}, or holds it in the kernel",
+    return name_cause(
+        "hang",
+        f"no progress until the deadline: {evidence}",
+        "stack" if where else "silent",
+        ranks=ranks_text(where or silent),
     )

@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 
 from distcheck.judge.diagnosis.facts import Match, ParameterFacts, StepFacts
-from distcheck.judge.diagnosis.findings import Finding, parameters_text, positions_text
+from distcheck.judge.diagnosis.wording import parameters_text, positions_text
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 _LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by chance
 
 
-def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Every cause that explains these parameters on all ranks."""
     found = _partial(step, parameters)
     return [*(found or _other_kinds(step, parameters)), *_order(step, parameters)]
 
 
-def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Elements are the mean or the rank's own, and both are there (maybe in other parameters)."""
     own = mean = elements = 0
     for parameter in parameters:
@@ -33,48 +35,26 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Find
         what += "the mean over all samples"
     else:
         what = "ranks hold their own gradients there, and not in the other parameters"
-    return [
-        Finding(
-            "partial-sync",
-            f"{where}: {what}",
-            "look at what selects the parameters, slices or chunks to exchange: a remainder, a "
-            "first few rows, a layout that makes a copy, a parameter that is not in the list",
-        )
-    ]
+    return [name_cause("partial-sync", f"{where}: {what}")]
 
 
+# By kind of element: the cause, which suggestion it has, and what the elements are.
 _KINDS = {
-    "zero": (
-        "partial-sync",
-        "zero",
-        "look at what fills the buffer that is exchanged, and at what is copied back from it",
-    ),
-    "own / W": (
-        "partial-sync",
-        "a W-th of the rank's own gradient",
-        "these were divided and never exchanged: look at what selects the slices or chunks to "
-        "exchange",
-    ),
-    "sum": (
-        "missing-division",
-        "the sum over all ranks, not divided",
-        "divide everything that was added up, once: look at what selects the elements to divide",
-    ),
+    "zero": ("partial-sync", "zeros", "zero"),
+    "own / W": ("partial-sync", "divided", "a W-th of the rank's own gradient"),
+    "sum": ("missing-division", "elements", "the sum over all ranks, not divided"),
     "any rank's": (
-        "one-rank-only",
-        "some one rank's own gradient, or its share of the mean",
-        "look at the chunk that each rank adds up and passes on, and at the round at which it "
-        "stops: chunks that are one rank's alone were passed on before they were added to",
+        "one-rank-only", "chunks", "some one rank's own gradient, or its share of the mean",
     ),
-}
+}  # fmt: skip
 
 
-def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Elements are the mean or of one other kind, and both are there, or other parameters are
     right; chunks of single ranks may be all that there is.
     """
     found = []
-    for kind, (cause, what, suggestion) in _KINDS.items():
+    for kind, (cause, variant, what) in _KINDS.items():
         either = {p.name: dict(p.kinds).get(kind) for p in parameters}
         mean = other = elements = 0
         for parameter in parameters:
@@ -94,7 +74,7 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
                 where = f"step {step.step}, {parameters_text(step, parameters)}"
                 rest = ", the others the mean over all samples" if mean else ""
                 evidence = f"{where}: {other:,} of {elements:,} elements (over all ranks) are "
-                found.append(Finding(cause, f"{evidence}{what}{rest}", suggestion))
+                found.append(name_cause(cause, f"{evidence}{what}{rest}", variant))
     return found[:1]
 
 
@@ -109,19 +89,9 @@ def _are_parts(step: StepFacts, kind: str, mean: int) -> bool:
     return something or len(whole) < step.total
 
 
-_SHARED = (
-    "look for a buffer that several parameters share: it is filled again before its exchange has "
-    "ended, or before it was copied back; give each its own, or wait in between"
-)
-
-
-def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     others = [m for m in step.matches if m.kind == "parameter"]
     where = f"step {step.step}, {parameters_text(step, parameters)}"
-    suggestion = (
-        "exchange and put back parameters in one order on every rank: the same list both times, "
-        "with names to go by"
-    )
     if _all_match(parameters, others):
         names = {p.name for p in parameters}
         pairs = {m.parameter: m.other for m in others if m.parameter in names}
@@ -129,8 +99,8 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findin
         wrong = {p.name for p in step.parameters}
         if len(set(pairs.values())) < len(pairs) or not set(pairs.values()) <= wrong:
             what = f"{shown}, which {'that one' if len(pairs) == 1 else 'another'} holds as well"
-            return [Finding("shared-bucket", f"{where}: got {what}", _SHARED)]
-        return [Finding("wrong-parameter-order", f"{where}: got {shown}", suggestion)]
+            return [name_cause("shared-bucket", f"{where}: got {what}")]
+        return [name_cause("wrong-parameter-order", f"{where}: got {shown}")]
     mixed = [m for m in step.matches if m.kind in ("parameter", "mixed")]
     if _all_match(parameters, mixed):
         first = next(m for m in mixed if m.ranks)
@@ -141,12 +111,12 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findin
         )
         if first.other not in {p.name for p in step.parameters}:
             what += ", which is right itself"
-            return [Finding("shared-bucket", f"{where}: {what}", _SHARED)]
-        return [Finding("wrong-parameter-order", f"{where}: {what}", suggestion)]
+            return [name_cause("shared-bucket", f"{where}: {what}")]
+        return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     permuted = [m for m in step.matches if m.kind == "permuted"]
     if len(parameters) == len(step.parameters) and _all_match(parameters, permuted):
         what = "the elements are those of the mean over all samples, and stand in other places"
-        return [Finding("wrong-parameter-order", f"{where}: {what}", suggestion)]
+        return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     return []
 
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from distcheck.judge.diagnosis.combinations import bound, distance
 from distcheck.judge.diagnosis.facts import LEAST_FOR_A_GRID, Facts, ParameterFacts, StepFacts
-from distcheck.judge.diagnosis.findings import Finding, parameters_text
+from distcheck.judge.diagnosis.wording import parameters_text
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 _MOST_NOISE = 1e-2  # Chosen, of what is added up: more is another gradient
 _WIDTHS = ("float32", "float16", "bfloat16")  # by what they round away
@@ -38,7 +40,7 @@ def rounded_to(facts: Facts) -> str:
     return dtypes.pop() if len(dtypes) == 1 and all(on_grid for _, on_grid in wrong) else ""
 
 
-def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Every cause that explains these parameters on all ranks."""
     dtypes = {p.shorter[rank] for p in parameters for rank in p.wrong}
     if not dtypes or "" in dtypes:
@@ -63,31 +65,27 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     terms = all(p.of_terms[rank] if p.of_terms else False for p in parameters for rank in p.wrong)
     proof = f"; every result is a number of {dtype} (or a W-th of one)" if grid else ""
     proof = proof or (f"; each rank's gradient was rounded to {dtype} first" if terms else "")
-    accept = f", or give --accept low-precision:{dtype}" * step.undeclared
     found = [
-        Finding(
+        name_cause(
             "low-precision",
             f"{mean}as large as {dtype} makes when gradients are rounded to it, and larger than "
             f"their own dtype makes{proof}",
-            f"exchange gradients in their own dtype; or, if {dtype} is intended, promise it with "
-            f'@strategy(wire="{dtype}"){accept}',
+            "undeclared" if step.undeclared else "usual",
+            dtype=dtype,
         )
     ]
     return found if proof else [*found, _noise(f"{mean}in every element")]
 
 
-def _noise(what: str) -> Finding:
-    return Finding(
+def _noise(what: str) -> Diagnosis:
+    return name_cause(
         "noise",
         f"{what} that no weights of the ranks' gradients explain, and no result holds numbers of a "
         "shorter dtype only",
-        "look for noise that is added (differential privacy), stochastic rounding, quantisation "
-        "(if that is meant, --accept quantised:8 or as many bits as it has), and whatever reads "
-        "memory that another thread writes",
     )
 
 
-def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Errors in most elements, small beside what is added up, and in no direction of the ranks'
     gradients.
     """

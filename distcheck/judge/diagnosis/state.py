@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from distcheck.judge.diagnosis.facts import Facts, Overlap
-from distcheck.judge.diagnosis.findings import positions_text, ranks_text
-from distcheck.judge.diagnosis.places import Failures, where
+from distcheck.judge.diagnosis.wording import Failures, positions_text, ranks_text, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.training.traces.layout import Kind
 
@@ -21,34 +21,17 @@ def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
     return found
 
 
-_ORDER = (
-    "look for an order that differs from run to run: arrival order, threads, hashing, a clock, a "
-    "random number that no seed covers"
-)
-_RACE = (
-    "look for an asynchronous collective that is not waited for in time, a buffer that is "
-    "used again while it is being sent, and"
-)
 # Chosen, of a gradient: far more than orders of summation differ by.
 _NO_ROUNDING = 1e-2
 
 
-# What made a difference, in words, and what to do about it.
+# What made a difference, in words; the table of causes has what to do about each.
 _FACTORS = {
     "memory": "the addresses of objects (id(), data_ptr(), the order of a set of objects)",
     "nodes": "LOCAL_RANK, LOCAL_WORLD_SIZE or GROUP_RANK, as on several machines,",
     "environment": "the order of the environment variables",
     "interpreters": "a separate interpreter for the ranks (its PYTHONHASHSEED, and so hash() of a "
     "string and the order of a set of them)",
-}
-_INSTEAD = {
-    "memory": "choose and order by a parameter's name or its place in model.parameters(), which "
-    "are the same on every rank, and not by id(), hash() or an address",
-    "nodes": "use RANK and WORLD_SIZE (dist.get_rank(), dist.get_world_size()): LOCAL_RANK and "
-    "LOCAL_WORLD_SIZE count the ranks of one machine",
-    "environment": "sort os.environ before iterating over it",
-    "interpreters": "use one order on every rank: sorted(...) or a dict in place of a set, "
-    "zlib.crc32(name.encode()) in place of hash(name)",
 }
 
 
@@ -81,12 +64,12 @@ def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diag
         )
     )
     first = "the first world, in which ranks share their process state, passed every check, and "
-    return Diagnosis(
-        cause="depends-on-process-state",
-        evidence=f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
+    return name_cause(
+        "depends-on-process-state",
+        f"{first if passed else ''}the rerun in separate interpreters was another: {how}. "
         f"A repeat of the first world was as the first, and {said} ({separation.worlds} further "
         f"worlds); {lines}",
-        suggestion=_INSTEAD[factors[0]] if only else "; ".join(_INSTEAD.values()),
+        *(factors if only else _FACTORS),
     )
 
 
@@ -95,7 +78,6 @@ def _nondeterministic(
 ) -> Diagnosis:
     agreed = "everything agreed with one machine, but two" if alone else "two"
     evidence = f"{agreed} runs with the same seeds did not agree with each other: {where(result)}"
-    suggestion = _ORDER
     late = separation is not None and separation.factors == ("delays",)
     if late:
         evidence += ", nor does a world in which ranks are some milliseconds late"
@@ -107,11 +89,10 @@ def _nondeterministic(
                 "; and the update was not that of the gradients which the exchange had left: "
                 "something changed them after it had returned"
             )
-    if late or gradients_raced(failed):
-        suggestion = f"{_RACE} {_ORDER.removeprefix('look for ')}"
     if separation is not None and separation.lines:
         evidence += f"; lines that another process need not repeat: {'; '.join(separation.lines)}"
-    return Diagnosis(cause="nondeterministic", evidence=evidence, suggestion=suggestion)
+    races = late or gradients_raced(failed)
+    return name_cause("nondeterministic", evidence, "race" if races else "usual")
 
 
 def gradients_raced(failed: Failures) -> bool:
@@ -134,12 +115,11 @@ def same_randomness(facts: Facts) -> list[Diagnosis]:
         return []
     groups = "; ".join(ranks_text(group) for group in facts.same_randomness)
     return [
-        Diagnosis(
-            cause="same-randomness",
-            evidence=f"{groups} began a forward pass from one and the same random-number state, "
+        name_cause(
+            "same-randomness",
+            f"{groups} began a forward pass from one and the same random-number state, "
             "which distcheck had made different, and the workload draws from it: their masks or "
             "noise are copies. (By itself that fails no check.)",
-            suggestion="add the rank to the seed of what a forward pass draws",
         )
     ]
 
@@ -154,22 +134,9 @@ def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return []
     evidence = f"ranks did not begin where one machine begins: {where(result)}"
     if facts.begins_alike:  # a broadcast cannot help
-        return [
-            Diagnosis(
-                cause="initial-state-differs",
-                evidence=f"{evidence}; all ranks begin alike",
-                suggestion="look for what changes the model that it is given before the first "
-                "step: another model in its place, weights that are drawn or loaded again",
-            )
-        ]
-    return [
-        Diagnosis(
-            cause="initial-state-differs",
-            evidence=evidence,
-            suggestion="build the model from the same seed on every rank, or broadcast rank "
-            "0's parameters and buffers before the first step",
-        )
-    ]
+        evidence += "; all ranks begin alike"
+        return [name_cause("initial-state-differs", evidence, "alike")]
+    return [name_cause("initial-state-differs", evidence)]
 
 
 def _repeated(result: CheckResult) -> list[Diagnosis]:
@@ -177,37 +144,23 @@ def _repeated(result: CheckResult) -> list[Diagnosis]:
     reason = result.reason.partition("; ")[0]
     if "read before in the same epoch" not in reason and "in the same order" not in reason:
         return []
-    return [
-        Diagnosis(
-            cause="repeated-samples",
-            evidence=f"ranks share no samples, and read some again: {reason}",
-            suggestion="look at the sampler: its epoch (set_epoch before every epoch), and a shard "
-            "that is cut again from a shard",
-        )
-    ]
+    evidence = f"ranks share no samples, and read some again: {reason}"
+    return [name_cause("repeated-samples", evidence)]
 
 
 def _data(facts: Facts) -> list[Diagnosis]:
     same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
     if same:
-        return [
-            Diagnosis(
-                cause="same-data",
-                evidence=f"{_pairs(same)} read the very same samples at every step",
-                suggestion="give the sampler the rank and the world size "
-                "(DistributedSampler(num_replicas=, rank=))",
-            )
-        ]
+        evidence = f"{_pairs(same)} read the very same samples at every step"
+        return [name_cause("same-data", evidence)]
     if facts.overlaps:
         most = max(facts.overlaps, key=lambda overlap: overlap.shared)
         return [
-            Diagnosis(
-                cause="overlapping-data",
-                evidence=f"ranks share samples within an epoch: ranks {most.ranks[0]} and "
+            name_cause(
+                "overlapping-data",
+                f"ranks share samples within an epoch: ranks {most.ranks[0]} and "
                 f"{most.ranks[1]} {most.shared} of the {most.read} that each read, "
                 f"{len(facts.overlaps)} pairs of ranks share some",
-                suggestion="shuffle with one seed on all ranks, and let each take its own part "
-                "of that one order",
             )
         ]
     return []
@@ -223,24 +176,19 @@ def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return []
     if facts.forward_twice:
         return [
-            Diagnosis(
-                cause="forward-ran-twice",
-                evidence="gradients are right, and buffers moved as if each forward pass had run "
+            name_cause(
+                "forward-ran-twice",
+                "gradients are right, and buffers moved as if each forward pass had run "
                 f"twice on its batch: {where(result)}",
-                suggestion="where activations are recomputed in backward (checkpoint), keep "
-                "running statistics and counters from moving the second time, or leave what holds "
-                "them out",
             )
         ]
     return [
-        Diagnosis(
-            cause="buffers-differ",
-            evidence="gradients are right, but buffers are not those that the shard's own forward "
+        name_cause(
+            "buffers-differ",
+            "gradients are right, but buffers are not those that the shard's own forward "
             f"pass leaves: {where(result)}, actual "
             f"{result.worst.actual if result.worst else ''}, expected "
             f"{result.worst.expected if result.worst else ''}",
-            suggestion="look for what writes, resets or averages running statistics; if rank 0's "
-            'are broadcast before every forward, promise it with @strategy(buffers="rank 0")',
         )
     ]
 
@@ -252,12 +200,10 @@ def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
     if step is None:
         return []
     return [
-        Diagnosis(
-            cause="optimizer-not-stepped",
-            evidence=f"step {step.step}: no parameter moved on "
+        name_cause(
+            "optimizer-not-stepped",
+            f"step {step.step}: no parameter moved on "
             f"{positions_text(step, step.unchanged)}, "
             "although the gradients there are not zero and the optimizer would have moved them",
-            suggestion="look for an optimizer over other tensors than the model's parameters, a "
-            "step that is skipped or overwritten, updated parts that are never sent",
         )
     ]

@@ -12,33 +12,16 @@ from distcheck.judge.diagnosis.combinations import (
     readings,
 )
 from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
-from distcheck.judge.diagnosis.findings import Finding, number_text, parameters_text, positions_text
-
-_REDUCE = (
-    "look for a reduction that is never called, whose result is dropped, or that works on a copy "
-    "instead of parameter.grad"
-)
-_CLIP = "clip after the gradients are averaged, by the norm of the average"
-_ACCUMULATION = (
-    "multiply each micro-batch's mean loss by its share of the shard's samples, once: 1 over the "
-    "number of micro-batches where all are equal"
-)
-_ONE_RANK = (
-    "let every rank end with the same sum over all ranks: an all_reduce, or a broadcast after the "
-    "reduce; look for a list made as [t] * world, whose entries are one tensor"
-)
-
-_OWNERS = (
-    "or, where only the rank that updates a parameter needs its gradient (ZeRO-2), promise "
-    'gradients="owner"'
-)
+from distcheck.judge.diagnosis.wording import number_text, parameters_text, positions_text
+from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 
 
-def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Finding]:
+def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Every cause that explains these parameters on all ranks."""
     ways = [readings(step, parameters, rank) for rank in range(len(step.shares))]
     where = f"step {step.step}, {parameters_text(step, parameters)}"
-    found: list[Finding] = []
+    found: list[Diagnosis] = []
     if not all(ways):
         return _one_right(step, parameters, ways, where)
     for way in ways[0]:
@@ -52,7 +35,7 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Findi
     return found
 
 
-def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """All ranks hold the same combination."""
     if way.kind == "mean":
         return [] if way.factor == 1.0 else _scales(step, way, where)
@@ -64,12 +47,10 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     if way.kind == "plain mean":
         shares = ", ".join(number_text(share) for share in step.shares)
         found = [
-            Finding(
+            name_cause(
                 "unweighted-mean",
                 f"{where}: all ranks are weighted equally; by their samples the weights should be "
                 f"{shares}",
-                "multiply each rank's gradient (or loss) by samples * W / total before the mean, "
-                "or make all shards equal",
             )
         ]
         return found if way.factor == 1.0 else _larger_first(step, way, found[0], where)
@@ -88,7 +69,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     return _clipped(step, way, where)
 
 
-def _scales(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """All that a factor of the mean may be."""
     general = _scale(step, way, where)
     evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
@@ -97,44 +78,27 @@ def _scales(step: StepFacts, way: Reading, where: str) -> list[Finding]:
     return [*found, general] if by_ranks or not found else found
 
 
-def _scale(step: StepFacts, way: Reading, where: str) -> Finding:
+def _scale(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     world, factor = len(step.shares), way.factor
     mean = "mean over all samples" if way.kind == "mean" else "plain mean over the ranks"
     evidence = f"{where}: every rank holds {number_text(factor)} times the {mean}"
     evidence += _already_there(step, factor)
     if factor == -1.0:
-        return Finding("wrong-sign", evidence, counting.SIGN)
+        return name_cause("wrong-sign", evidence)
     if accumulated := _of_accumulation(step, factor):
-        return Finding("accumulation-scale", f"{evidence}; {accumulated}", _ACCUMULATION)
+        return name_cause("accumulation-scale", f"{evidence}; {accumulated}")
     if factor == world:
-        return Finding(
-            "missing-division",
-            evidence,
-            f"divide by the number of ranks ({world}) once, after the sum or before it; "
-            "reducing twice and dividing once gives the same symptom",
-        )
+        return name_cause("missing-division", evidence, "once", "twice", world=world)
     if factor == 1 / world:
-        return Finding(
-            "double-division",
-            evidence,
-            "divide once: look for a loss or gradient that is divided already, or for a mean "
-            "(ReduceOp.AVG, DDP) that is divided again",
-        )
+        return name_cause("double-division", evidence)
     divisor = world / factor
     shown = number_text(divisor, beside=(world,))
     evidence += f", as if the sum were divided by {shown} and not by {world}"
-    suggestion = (
-        f"divide by the number of ranks that took part ({world}), and look for a further factor "
-        "on the loss or the gradients"
-    )
     norm = _round_norm(step, way)
     if norm:
         evidence += f"; all of it together has the norm {norm}, as what is clipped to that has"
-        suggestion += (
-            f"; if the exchange clips what it has averaged, leave that to the loop: a workload "
-            f"with Training(clip_norm={norm})"
-        )
-    return Finding("wrong-divisor", evidence, suggestion)
+    clipped = ["clipped"] if norm else []
+    return name_cause("wrong-divisor", evidence, "usual", *clipped, world=world, norm=norm)
 
 
 def _of_accumulation(step: StepFacts, factor: float) -> str:
@@ -184,42 +148,40 @@ def _already_there(step: StepFacts, factor: float) -> str:
     return ""
 
 
-def _only_one(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Every rank holds one rank's own gradient. With two ranks that has more than one name."""
     world = len(step.shares)
     times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
     source = positions_text(step, [way.source])
     evidence = f"{where}: every rank holds {source}'s own gradient{times}"
-    found = [Finding("one-rank-only", evidence, _ONE_RANK)]
+    found = [name_cause("one-rank-only", evidence)]
     if world != 2:
         return found
-    dropped = counting.dropped(step, [1 - way.source], mean=way.factor == 1.0)
     return [
         *found,
-        Finding("dropped-rank", evidence, dropped),
-        Finding("duplicated-rank", evidence, counting.DUPLICATED),
+        counting.dropped(step, [1 - way.source], evidence, mean=way.factor == 1.0),
+        name_cause("duplicated-rank", evidence),
     ]
 
 
-def _clipped(step: StepFacts, way: Reading, where: str) -> list[Finding]:
+def _clipped(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if not norms_differ(step, way.tolerance / way.factor):
         return []  # a factor that all ranks share: named as such
     norms = ", ".join(f"{norm:.4g}" for norm in step.left_norms)
     return [
-        Finding(
+        name_cause(
             "clip-before-sync",
             f"{where}: each rank's gradient counts less the larger its norm is ({norms}), as if "
             f"it were clipped to {way.factor:.4g} before the mean",
-            _CLIP,
         )
     ]
 
 
-def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Finding:
+def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Diagnosis:
     own = [next(w for w in way if w.source == rank) for rank, way in enumerate(ways)]
     factors = {number_text(way.factor) for way in own}
     times = "" if factors == {"1"} else f" times {', '.join(sorted(factors))}"
-    return Finding("no-sync", f"{where}: every rank holds its own gradient{times}", _REDUCE)
+    return name_cause("no-sync", f"{where}: every rank holds its own gradient{times}")
 
 
 def _is_right(ways: Sequence[Reading]) -> bool:
@@ -239,7 +201,7 @@ def _one_right(
     parameters: Sequence[ParameterFacts],
     ways: Sequence[Sequence[Reading]],
     where: str,
-) -> list[Finding]:
+) -> list[Diagnosis]:
     """One rank alone has the mean, or the sum, and the others no multiple of it. A tenth of their
     elements and more are another number: a damaged element, or one that is right by chance, has no
     such name.
@@ -262,16 +224,16 @@ def _one_right(
     own = [r for r, way in enumerate(ways) if r not in right and any(w.source == r for w in way)]
     beside = f", and {positions_text(step, own)} what backward had left there" if own else ""
     if right != summed:
-        suggestion = f"{_ONE_RANK}; {_OWNERS}"
-        return [Finding("one-rank-only", f"{alone} the mean over all samples{beside}", suggestion)]
-    suggestion = f"divide by the number of ranks ({len(ways)}) once, before or after the sum"
+        mean = f"{alone} the mean over all samples{beside}"
+        return [name_cause("one-rank-only", mean, "usual", "owners")]
+    summed_up = f"{alone} the sum over all ranks"
     return [
-        Finding("one-rank-only", f"{alone} the sum over all ranks{beside}", _ONE_RANK),
-        Finding("missing-division", f"{alone} the sum over all ranks, not divided", suggestion),
+        name_cause("one-rank-only", f"{summed_up}{beside}"),
+        name_cause("missing-division", f"{summed_up}, not divided", "once", world=len(ways)),
     ]
 
 
-def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
     """Ranks that hold different things, each of them named."""
     if all(map(_is_right, ways)):
         return []  # as far as norms tell; single elements are further off
@@ -289,7 +251,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     if not rest:
         return []
     left = f"{where}: {positions_text(step, alone)} held only what backward had left there"
-    found = [Finding("no-sync", left, _REDUCE)]
+    found = [name_cause("no-sync", left)]
     counted = next((way for way in rest[0] if way.kind == "counted"), None)
     if counted is not None:
         text = f"{where}, on the other ranks"
@@ -297,7 +259,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     return found if all(map(_is_right, rest)) else []
 
 
-def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Finding]:
+def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
     """In every rank's result ranks count whole numbers of times, and not the same ones in all."""
     chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
     counts: dict[tuple[int, ...], list[int]] = {}
@@ -316,18 +278,11 @@ def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) 
     )
     evidence = f"{where}: ranks do not count alike, nor the same on every rank: {shown} times"
     if max(max(counted) for counted in counts) > 1:
-        return [Finding("duplicated-rank", evidence, counting.DUPLICATED)]
-    return [
-        Finding(
-            "dropped-rank",
-            evidence,
-            "exchange among all ranks: look at the process group that collectives are given, at "
-            "the peers of a rank, and for a ring that ends a round too early",
-        )
-    ]
+        return [name_cause("duplicated-rank", evidence)]
+    return [name_cause("dropped-rank", evidence, "groups")]
 
 
-def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Finding]:
+def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Diagnosis]:
     """Every rank holds the mean times a factor of its own."""
     factors = [way.factor for way in scaled]
     shown = ", ".join(number_text(factor) for factor in factors)
@@ -339,34 +294,24 @@ def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list
     evidence = f"{where}: ranks hold the mean over all samples times {shown}"
     if spread <= 2 * relative and norms_differ(step, 4 * relative):
         return [
-            Finding(
+            name_cause(
                 "clip-before-sync",
                 f"{evidence}, which is {products[0]:.4g} over the norm of each rank's own "
                 "gradient: the norm was taken before the sync",
-                _CLIP,
             )
         ]
     world = len(step.shares)
     for cause, named in (("missing-division", float(world)), ("double-division", 1 / world)):
         if set(factors) == {1.0, named}:
             some = [rank for rank, factor in enumerate(factors) if factor == named]
-            return [
-                Finding(
-                    cause,
-                    f"{evidence}: {positions_text(step, some)} did not do as the others",
-                    "divide on every rank, once; look for a condition on the rank",
-                )
-            ]
-    return [
-        Finding(
-            "wrong-divisor",
-            evidence,
-            "multiply or divide by the same number on every rank, after the exchange",
-        )
-    ]
+            evidence += f": {positions_text(step, some)} did not do as the others"
+            return [name_cause(cause, evidence, "on-every-rank")]
+    return [name_cause("wrong-divisor", evidence, "by-rank")]
 
 
-def _larger_first(step: StepFacts, way: Reading, unweighted: Finding, where: str) -> list[Finding]:
+def _larger_first(
+    step: StepFacts, way: Reading, unweighted: Diagnosis, where: str
+) -> list[Diagnosis]:
     """A plain mean times a factor: two mistakes, of which that one comes first that is further from
     the weights that are expected. They are apart by the sum over the ranks of |1/W - s_r|, the
     result from the plain mean by |factor - 1|.

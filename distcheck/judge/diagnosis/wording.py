@@ -1,20 +1,21 @@
-"""A cause that a family has found, and the wording that families share."""
+"""The wording that families of causes share."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from distcheck.judge.diagnosis.facts import Fit, ParameterFacts, StepFacts
+from distcheck.records import CheckResult
 
 APART = "what was recorded cannot tell this from"  # begins what follows several causes
+Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A cause that explains every wrong gradient of the parameters that it was tried on."""
-
-    cause: str
-    evidence: str
-    suggestion: str
+def where(result: CheckResult) -> str:
+    """Step, tensor and rank of the first divergence; the check's own words where it has none."""
+    place = result.first or result.worst
+    if place is None:
+        return result.reason
+    index = f"[{','.join(map(str, place.index))}]" if place.index else ""
+    return f"step {place.step}, {place.parameter}{index}, rank {place.rank}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -1,0 +1,156 @@
+"""The table of causes is whole: it has what code can name, and each of its entries is shown."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from distcheck.records.causes import Cause, causes, name_cause, shared
+
+ROOT = Path(__file__).parents[2]
+OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
+OF_ENDS = ROOT / "distcheck/judge/diagnosis/outcomes.py"
+OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS]
+OF_VERIFY = [*(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py"]
+# Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
+SHOWN_IN = (
+    "tests/mutants/causes.py", "tests/mutants/subtle/causes.py", "examples/jobs/planted.toml",
+    "tests/wrong_programs/*.py", "tests/job/test_*.py", "tests/launchers/test_deaths.py",
+)  # fmt: skip
+
+
+def strings(tree: ast.AST) -> set[str]:
+    nodes = ast.walk(tree)
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def named_in(files: list[Path]) -> set[str]:
+    """The names of causes that stand in code; a docstring is never one."""
+    return set().union(*(strings(ast.parse(path.read_text())) for path in files)) & set(causes())
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every place that makes a diagnosis."""
+    for path in (ROOT / "distcheck").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if name in ("name_cause", "suggested"):
+                yield f"{path.name}:{node.lineno}", node
+
+
+def literals(node: ast.expr) -> list[str]:
+    """What an argument may be, where it is written out."""
+    if isinstance(node, ast.IfExp):
+        return literals(node.body) + literals(node.orelse)
+    return [node.value] if isinstance(node, ast.Constant) else []
+
+
+def fields(text: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(text) if name}
+
+
+def test_what_code_names_is_in_the_table_with_its_variants_and_numbers() -> None:
+    seen = 0
+    for place, call in calls():
+        first = 1 if call.func.id == "suggested" else 2  # type: ignore[attr-defined]
+        given = {keyword.arg for keyword in call.keywords}
+        for cause in literals(call.args[0]):
+            assert cause in causes(), f"{place} names {cause}, which is not in the table"
+            texts = {**shared(), **causes()[cause].suggestions}
+            variants = [v for argument in call.args[first:] for v in literals(argument)]
+            for variant in variants if len(call.args) > first else ["usual"]:
+                assert variant in texts, f"{place}: {cause} has no suggestion {variant}"
+                assert fields(texts[variant]) <= given, f"{place}: {cause} needs more numbers"
+            seen += 1
+    assert seen > 100
+
+
+def test_only_the_table_makes_a_diagnosis() -> None:
+    makers = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "distcheck").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Diagnosis"
+    }
+    assert makers == {"distcheck/records/causes/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    ("command", "files"), [("verify", OF_VERIFY), ("job", OF_JOB), ("guard", OF_GUARD)]
+)
+def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) -> None:
+    only_simulated = {"unmatched-message"} if command == "job" else set()
+    names = {name for name, cause in causes().items() if command in cause.by}
+    assert names == named_in(files) - only_simulated
+
+
+def test_every_variant_is_used() -> None:
+    written = set().union(
+        *(strings(ast.parse(p.read_text())) for p in [*OF_VERIFY, *OF_JOB, *OF_GUARD])
+    )
+    variants = {v for cause in causes().values() for v in cause.suggestions} | set(shared())
+    assert variants - {"usual"} <= written
+
+
+def test_every_cause_is_shown_by_something() -> None:
+    texts = [path.read_text() for pattern in SHOWN_IN for path in ROOT.glob(pattern)]
+    assert [name for name in causes() if not any(f'"{name}"' in text for text in texts)] == []
+
+
+def test_what_is_not_in_the_table_cannot_be_named() -> None:
+    with pytest.raises(KeyError):
+        name_cause("no-hope", "seen")
+    with pytest.raises(KeyError):
+        name_cause("no-sync", "seen", "no such variant")
+    with pytest.raises(KeyError):
+        name_cause("missing-division", "seen", "once")  # by how many ranks?
+
+
+def test_several_suggestions_follow_each_other() -> None:
+    found = name_cause("missing-division", "twice", "once", "twice", world=2)
+    assert found.cause == "missing-division"
+    assert found.suggestion.startswith("divide by the number of ranks (2) once, ")
+    assert found.suggestion.endswith("; reducing twice and dividing once gives the same symptom")
+
+
+@pytest.mark.parametrize("cause", causes().values(), ids=lambda cause: cause.name)
+def test_an_entry_is_whole(cause: Cause) -> None:
+    assert cause.what, cause.when
+    assert len(cause.what) <= 100, "one line"
+    assert "\n" not in cause.what + cause.when + cause.repair + cause.confused
+    for example in (cause.wrong, cause.right):
+        assert 1 <= len(example.splitlines()) <= 10
+        ast.parse(example)
+    assert cause.wrong != cause.right
+    for name in _mentioned(cause.confused):
+        assert name in causes(), f"{cause.name} is confused with {name}, which is not in the table"
+
+
+def _mentioned(text: str) -> list[str]:
+    words = text.split("`")[1::2]
+    return [word for word in words if "-" in word and word.islower() and not word.startswith("-")]
+
+
+def test_what_was_seen_in_public_is_in_the_corpus() -> None:
+    from tests.mutants.corpus import CORPUS
+
+    known = ", ".join(one.where for one in CORPUS)
+    for cause in causes().values():
+        for seen in cause.seen:
+            project, number = seen.split(" ")
+            assert project in known, seen
+            assert number in known, seen
+
+
+def test_the_documentation_is_made_from_it(tmp_path: Path) -> None:
+    script = ROOT / "docs" / "make_causes.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, cwd=ROOT)
+    for path in tmp_path.iterdir():
+        written = (ROOT / "docs" / path.name).read_text()
+        assert written == path.read_text(), "run: python docs/make_causes.py"
+    page = (tmp_path / "diagnosis.md").read_text()
+    assert all(f"| `{name}` |" in page for name in causes())
