@@ -1,6 +1,7 @@
 """The table of causes is whole: it has what code can name, and each of its entries is shown."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from pathlib import Path
 from string import Formatter
 
 import pytest
+from click.testing import CliRunner
 
+from distcheck.cli.commands.explain import command as explain
+from distcheck.errors import UsageError
 from distcheck.records.causes import Cause, causes, name_cause, shared
 
 ROOT = Path(__file__).parents[2]
@@ -154,3 +158,24 @@ def test_the_documentation_is_made_from_it(tmp_path: Path) -> None:
         assert written == path.read_text(), "run: python docs/make_causes.py"
     page = (tmp_path / "diagnosis.md").read_text()
     assert all(f"| `{name}` |" in page for name in causes())
+
+
+@pytest.mark.parametrize("name", causes())
+def test_every_cause_is_explained_on_a_screen(name: str) -> None:
+    ran = CliRunner().invoke(explain, [name])
+    lines = ran.output.splitlines()
+    assert ran.exit_code == 0
+    assert lines[0].startswith(f"{name}: ")
+    assert {"wrong:", "right:"} <= set(lines)
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert not re.search(r"`|\]\(|\x1b", ran.output)
+
+
+def test_explain_lists_every_cause_and_says_what_was_meant() -> None:
+    listed = CliRunner().invoke(explain, []).output
+    names = re.findall(r"^  (\S+)", listed, re.MULTILINE)
+    assert sorted(names) == sorted(causes())
+    refused = CliRunner().invoke(explain, ["no-snc"])
+    assert isinstance(refused.exception, UsageError)
+    assert "did you mean no-sync" in str(refused.exception)

@@ -85,7 +85,7 @@ def test_help_fits_and_has_one_form_of_default(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
     joined = " ".join(text.split())
     bracketed = re.findall(r"\[([^\]]*)\]", joined.partition(" -h, --help ")[0])
-    others = ("default: ", "OPTIONS", "DIR", "RUN", "data", "explore")
+    others = ("default: ", "OPTIONS", "DIR", "RUN", "CAUSE|FILE", "data", "explore")
     assert [said for said in bracketed if not said.startswith(others)] == []
     assert "is no " not in joined
 

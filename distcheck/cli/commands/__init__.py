@@ -7,7 +7,7 @@ A file imports nothing heavy at its top: `distcheck --help` reads them all.
 COMMANDS = {
     "verify": "Judge strategies against single-process training.",
     "job": "Judge a whole training job, unchanged.",
-    "explain": "Explain what distcheck.guard has found in a job.",
+    "explain": "Explain a cause, or what distcheck.guard has found in a job.",
     "plan": "Print what verify would run, and about how long it takes.",
     "merge": "Join the reports of the parts of verify --shard.",
     "replay": "Run a kept case, a run or a bundle again.",

@@ -1,25 +1,52 @@
-"""`distcheck explain`: what a guard has found, and why."""
+"""`distcheck explain`: what a cause is, and what a guard has found."""
 
 from pathlib import Path
 
 import click
 
+from distcheck.cli.completion import of
 from distcheck.cli.group import Command
 
 
+def _names() -> list[str]:
+    from distcheck.records.causes import causes
+
+    return [*causes()]
+
+
 @click.command("explain", cls=Command)
-@click.argument("bundle", metavar="FILE", type=click.Path())
-def command(bundle: str) -> int:
-    """Explain a bundle that distcheck.guard has saved: what differs, since when, and why.
+@click.argument("what", metavar="[CAUSE|FILE]", required=False, **of(_names, files=True))
+def command(what: str | None) -> int:
+    """Explain a cause that a report names: how it shows, an example, and how to repair it; or a
+    bundle that distcheck.guard has saved. Without an argument, list all causes.
 
     \b
+    distcheck explain no-sync
     distcheck explain distcheck-guard/step-000200.json
-    """
+    """  # fmt: skip
+    from distcheck.errors import ExitCode, UsageError
+    from distcheck.errors.spelling import did_you_mean
+    from distcheck.records.causes import causes
+    from distcheck.reports.causes import explained, listed
+
+    if what is None or what in causes():
+        for line in listed() if what is None else explained(causes()[what]):
+            click.echo(line)
+        return int(ExitCode.PASS)
+    if not Path(what).exists() and "/" not in what and not what.endswith(".json"):
+        raise UsageError(
+            f"unknown cause {what!r}{did_you_mean(what, causes())}; distcheck explain lists them. "
+            "What a guard has saved is a file, as in distcheck-guard/step-000200.json"
+        )
+    return _explain_bundle(Path(what))
+
+
+def _explain_bundle(file: Path) -> int:
     from distcheck.errors import ExitCode
     from distcheck.errors.shown_text import say
     from distcheck.job.guard import explaining, records
 
-    found = records.read(Path(bundle))
+    found = records.read(file)
     say(found.text)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     say(f"  {len(found.ranks)} ranks, checked every {found.every} steps; {found.optimizer}, "
