@@ -222,7 +222,7 @@ def _is_gone(outcome: Outcome) -> bool:
     """Whether a rank ended, or was stopped, by something else than what its calls came to."""
     if outcome.outcome not in (RankEnd.KILLED, RankEnd.EXITED, RankEnd.LOST):
         return outcome.silence == "stopped"
-    return not outcome.proven
+    return not (outcome.proven or outcome.sizes_differ)
 
 
 def _untrained_note(report: CaseReport) -> str:

@@ -9,13 +9,17 @@ from . import right
 
 
 class Owning(torch.optim.Optimizer):
-    """Every rank updates the parameters that it owns, and broadcasts them."""
+    """Every rank updates the parameters that it owns, by the rate that is set here, and broadcasts
+    them.
+    """
 
     def __init__(self, inner, parameters):
         super().__init__(parameters, {})
         self.optim = inner
 
     def step(self, closure=None):
+        for group in self.optim.param_groups:
+            group["lr"] = self.param_groups[0].get("lr", group["lr"])
         self.optim.step()
         for index, parameter in enumerate(self.param_groups[0]["params"]):
             dist.broadcast(parameter.data, index % dist.get_world_size())
