@@ -236,7 +236,9 @@ def command(*words: str, shape: bool = False, folder: Path | None = None) -> Row
         document = json.loads(text)
     except ValueError:
         return {"exit": ran.returncode, "document": "none"}
-    cases = [short(case) for case in document.get("cases", ()) if "checks" in case]
+    listed = document.get("cases", ())
+    found = listed if isinstance(listed, list) else ()  # a search says how many
+    cases = [short(case) for case in found if "checks" in case]
     row: Row = {"exit": ran.returncode, "cases": cases}
     return {**row, "shape": shape_of(document)} if shape else row
 

@@ -115,13 +115,14 @@ def _join_simulated(rendezvous: Rendezvous, timeout: timedelta, usual_limit_s: f
     """Ranks of one process meet in its memory."""
     import torch.distributed as dist
 
-    from distcheck.backends.simulated.store import SimulatedStore
-    from distcheck.backends.simulated.world import here
+    from distcheck.worlds.simulated.group import register
+    from distcheck.worlds.simulated.store import SimulatedStore
+    from distcheck.worlds.simulated.world import here
 
     here().usual_limit_s = usual_limit_s
     store = SimulatedStore(here())
     dist.init_process_group(
-        backends.register(rendezvous.backend),
+        register(),
         store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world,

@@ -71,6 +71,7 @@ WITHOUT_LIMIT = {
     "machine/cores.py": "/proc and /sys",
     "machine/devices.py": "/proc",
     "machine/free_memory.py": "/sys",
+    "records/causes/__init__.py": "the package's own table",
     "testing/threads.py": "code that a test has imported",
     "verification/inspection.py": "code that is about to be imported, in a process of its own",
     "worlds/launchers/mpirun.py": "/proc",

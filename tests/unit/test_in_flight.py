@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from distcheck.backends.simulated.calls import Call, calling_stack, is_shown_by_a_library
-from distcheck.backends.simulated.in_flight import InFlight
+from distcheck.worlds.simulated.calls import Call, calling_stack, is_shown_by_a_library
+from distcheck.worlds.simulated.in_flight import InFlight
 
 Use = Callable[[torch.Tensor], object]
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from distcheck.backends.simulated import collectives
-from distcheck.backends.simulated.calls import Call
-from distcheck.backends.simulated.matching import Channel
+from distcheck.worlds.simulated import collectives
+from distcheck.worlds.simulated.calls import Call
+from distcheck.worlds.simulated.matching import Channel
 
 LOOKS = 0
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from distcheck.backends.simulated.baton import Baton
-from distcheck.backends.simulated.schedules import Chooser
 from distcheck.errors import UsageError
 from distcheck.judge import schedules as judging
 from distcheck.plan.cases import Request, plan_cases
@@ -19,7 +17,9 @@ from distcheck.records.schedules import (
     Turn,
     read_schedule,
 )  # fmt: skip
+from distcheck.worlds.simulated.baton import Baton
 from distcheck.worlds.simulated.rounds import Tree
+from distcheck.worlds.simulated.schedules import Chooser
 from distcheck.worlds.simulated.search import Forks, RunAll, search
 
 

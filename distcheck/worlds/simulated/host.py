@@ -17,10 +17,6 @@ from typing import Any
 import msgspec
 import torch
 
-from distcheck.backends.simulated import leaks
-from distcheck.backends.simulated import world as simulated
-from distcheck.backends.simulated.baton import Runner, State
-from distcheck.backends.simulated.calls import Call, is_theirs
 from distcheck.errors import NotSimulatedError
 from distcheck.records.ends import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
@@ -29,7 +25,10 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
 from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.local.helper_process import in_order
-from distcheck.worlds.simulated import limits
+from distcheck.worlds.simulated import leaks, limits
+from distcheck.worlds.simulated import world as simulated
+from distcheck.worlds.simulated.baton import Runner, State
+from distcheck.worlds.simulated.calls import Call, is_theirs
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.requests import HostRequest

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from distcheck.backends.simulated import TORCH_NAME
-from distcheck.backends.simulated.calls import is_theirs
-from distcheck.backends.simulated.work import finish_before_torch_waits
-from distcheck.backends.simulated.world import here
 from distcheck.worlds.simulated import reads
+from distcheck.worlds.simulated.calls import is_theirs
+from distcheck.worlds.simulated.group import TORCH_NAME
 from distcheck.worlds.simulated.isolation import is_of_ranks
+from distcheck.worlds.simulated.work import finish_before_torch_waits
+from distcheck.worlds.simulated.world import here
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")

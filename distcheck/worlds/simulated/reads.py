@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distcheck.backends.simulated.calls import is_shown_by_a_library
-from distcheck.backends.simulated.world import here
+from distcheck.worlds.simulated.calls import is_shown_by_a_library
+from distcheck.worlds.simulated.world import here
 
 _COPY = copy.copy.__code__  # which shares the memory, and reads none of it
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed import Work  # type: ignore[attr-defined]
 
-from distcheck.backends.simulated.calls import Call
-from distcheck.backends.simulated.world import SimulatedWorld
+from distcheck.worlds.simulated.calls import Call
+from distcheck.worlds.simulated.world import SimulatedWorld
 
 _NO_LIMIT = timedelta(0)
 # torch's functions that wait in C++ for futures of calls made within them: autograd's, DDP's.

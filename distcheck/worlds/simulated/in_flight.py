@@ -16,7 +16,7 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.backends.simulated.calls import Call, is_called_by_theirs, place_of_caller
+from distcheck.worlds.simulated.calls import Call, is_called_by_theirs, place_of_caller
 
 _SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
 # Operations that take a tensor for its size or its storage, and touch no element.

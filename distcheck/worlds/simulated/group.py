@@ -4,13 +4,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from distcheck.backends._python_group import PythonGroup, Tensors
-from distcheck.backends.simulated import TORCH_NAME, collectives, world
-from distcheck.backends.simulated.calls import Call, calling_stack
-from distcheck.backends.simulated.work import SimulatedWork
 from distcheck.records.posted_calls import own_limit_s
+from distcheck.worlds.simulated import collectives, world
+from distcheck.worlds.simulated.calls import Call, calling_stack
+from distcheck.worlds.simulated.work import SimulatedWork
+
+TORCH_NAME = "distcheck_simulated"
+
+
+def register() -> str:
+    """Makes torch know these groups as a backend; returns its name."""
+    if not hasattr(dist.Backend, TORCH_NAME.upper()):
+        dist.Backend.register_backend(TORCH_NAME, create, extended_api=True, devices=["cpu"])
+    return TORCH_NAME
 
 
 def create(options: Any, _: Any) -> "SimulatedGroup":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distcheck.backends.simulated import orders
-from distcheck.backends.simulated.calls import Call
+from distcheck.worlds.simulated.calls import Call
 
 _COMBINE: dict[str, orders.Combine] = {
     "SUM": torch.add,

@@ -22,7 +22,7 @@ _NOT_THEIRS = (
 # Files between the caller of an operation and the process group: torch's own, and what wraps them.
 _ON_THE_WAY = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py", "torch/overrides.py", "distcheck/worlds/simulated/limits.py",
+    "torch/utils/_contextlib.py", "torch/overrides.py",
 )  # fmt: skip
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")  # folders in Python's own that hold others' code

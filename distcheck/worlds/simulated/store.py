@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distcheck.backends.simulated.calls import is_theirs
-from distcheck.backends.simulated.world import SimulatedWorld
+from distcheck.worlds.simulated.calls import is_theirs
+from distcheck.worlds.simulated.world import SimulatedWorld
 
 _USUAL_LIMIT: timedelta = Store().timeout  # type: ignore[attr-defined]
 

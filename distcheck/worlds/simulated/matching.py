@@ -9,10 +9,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distcheck.backends.simulated import collectives
-from distcheck.backends.simulated.calls import Call, place_of_caller
 from distcheck.records import posted_calls
 from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.worlds.simulated import collectives
+from distcheck.worlds.simulated.calls import Call, place_of_caller
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from distcheck.backends.simulated.calls import Call, is_called_by_theirs
-from distcheck.backends.simulated.in_flight import Held, hold, overlap
 from distcheck.records import posted_calls
+from distcheck.worlds.simulated.calls import Call, is_called_by_theirs
+from distcheck.worlds.simulated.in_flight import Held, hold, overlap
 
 _MOST_SAID = 4  # remarks of one name; chosen
 _MANY = 64  # outputs that are looked at on rank 0 alone: of 1,024 ranks they are a million

@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from distcheck.backends.simulated import collectives
-from distcheck.backends.simulated.baton import Baton, State
-from distcheck.backends.simulated.calls import (
+from distcheck.errors import NotSimulatedError
+from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.records.schedules import Schedule
+from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
+from distcheck.worlds.simulated import collectives
+from distcheck.worlds.simulated.baton import Baton, State
+from distcheck.worlds.simulated.calls import (
     Call,
     calling_stack,
     is_called_by_theirs,
     place_of_caller,
 )
-from distcheck.backends.simulated.in_flight import InFlight, unseen
-from distcheck.backends.simulated.leaks import GroupsKept, MadeGroup
-from distcheck.backends.simulated.matching import Channel, GroupsMade
-from distcheck.backends.simulated.odd_calls import OddCalls
-from distcheck.backends.simulated.schedules import Chooser
-from distcheck.errors import NotSimulatedError
-from distcheck.records.odd_ranks import ranks_in_words
-from distcheck.records.schedules import Schedule
-from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
+from distcheck.worlds.simulated.in_flight import InFlight, unseen
+from distcheck.worlds.simulated.leaks import GroupsKept, MadeGroup
+from distcheck.worlds.simulated.matching import Channel, GroupsMade
+from distcheck.worlds.simulated.odd_calls import OddCalls
+from distcheck.worlds.simulated.schedules import Chooser
 
 End = Literal[
     "mismatch", "deadlock", "asleep", "refused", "buffer-in-flight", "work-not-waited",
