@@ -180,9 +180,13 @@ def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
     if (folder / "defect").exists():
         trace = (folder / "defect").read_text(errors="backslashreplace")
         last = trace.strip().rpartition("\n")[2]
-        from distcheck.errors import InternalError
+        from distcheck.errors.defects import save_traceback
 
-        raise InternalError(f"the recorder failed in a rank ({last}); the job went on", trace)
+        raise DistcheckError(
+            f"the recorder failed in a rank ({last[:300]}), a defect of distcheck: the job went on "
+            "without it, and is not judged; please report it with the traceback"
+            f"{' in ' * bool(saved := save_traceback(trace))}{saved}"
+        )
     if any(folder.glob("rank-*/step-*.json")):
         return
     for _, said in ran.raised:

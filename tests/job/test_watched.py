@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distcheck.job.settings import Settings, write
 from tests.job.planted import FOLDER, SCRIPTS
 from tests.job.scripts import both, run
 
@@ -129,6 +130,76 @@ def test_what_the_recorder_raises_never_reaches_the_script(event: str, tmp_path:
     alone = run(script.replace("{watched}", "False"), tmp_path, watched=False)
     watched = run(script.replace("{watched}", "True"), tmp_path, defect=True)
     assert json.loads(watched) == json.loads(alone)
+
+
+LISTS = """
+calls = []
+class Lists(torch.nn.Linear):
+    def parameters(self, recurse=True):
+        return [*super().parameters(recurse)]
+model = Lists(3, 2)
+optimizer = optimizer_of(model)
+for step in range(3):
+    x, y = batch(step)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("reads", ["[*super().parameters(recurse)]", "1 / 0"])
+def test_what_is_asked_of_a_model_never_reaches_the_script(reads: str, tmp_path: Path) -> None:
+    """Its own `parameters` may return a list, or raise."""
+    script = LISTS.replace("[*super().parameters(recurse)]", reads).replace(
+        "optimizer_of(model)", "torch.optim.SGD([model.weight, model.bias], lr=0.1)"
+    )
+    tell = TELL.replace("model.parameters()", "model._parameters.values()")
+    alone = run(script + tell, tmp_path, watched=False)
+    watched = run(script + tell, tmp_path, defect=reads == "1 / 0")
+    assert json.loads(watched) == json.loads(alone)
+
+
+BEATS = """
+from distcheck.job.inside import hooks
+from distcheck.job.inside.recorder import Recorder
+def raises(*_): raise RuntimeError("a defect")
+Recorder.enters = raises
+beats = []
+hooks.beat = lambda: beats.append(0)
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for step in range(3):
+    seen = len(beats)
+    F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+    optimizer.step()
+    assert len(beats) > seen, step
+"""
+
+
+def test_a_job_goes_on_where_the_recorder_failed(tmp_path: Path) -> None:
+    """And says so: what waits for it does not take it for one that hangs."""
+    run(BEATS, tmp_path, defect=True)
+
+
+INSTALLS = """
+import sys
+from distcheck.job.inside import start
+if {fails}:
+    sys.modules["distcheck.job.inside.recorder"] = None  # its import raises
+start.begin(sys.argv[1])
+import torch
+print(torch.ones(2).sum().item())
+"""
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_hooks_that_cannot_be_put_in_leave_the_script_alone(fails: bool, tmp_path: Path) -> None:
+    file = write(Settings(), tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", INSTALLS.replace("{fails}", str(fails)), str(file)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.stdout == "2.0\n", ran.stderr
+    assert (tmp_path / "defect").exists() == fails
 
 
 PROBE = """

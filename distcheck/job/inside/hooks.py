@@ -63,15 +63,22 @@ def listen(listener: Deaf | None) -> None:
 
 def say(what: str, *given: Any) -> Any:
     """Calls the listener, if there is one; None where there is none, or it failed."""
+    return _within(_tell, what, *given)
+
+
+def _tell(what: str, *given: Any) -> Any:
+    beat()  # also where it has failed: the job goes on
+    return None if _listener is None else getattr(_listener, what)(*given)
+
+
+def _within(call: Callable[..., Any], *given: Any) -> Any:
+    """Calls what is distcheck's own; None where that raises, and nothing listens any more."""
     global _listener
-    if _listener is None:
-        return None
     try:
-        beat()
-        return getattr(_listener, what)(*given)
+        return call(*given)
     except Exception:
-        _listener = None
-        if _on_defect is not None:
+        has_failed, _listener = _listener is None, None
+        if _on_defect is not None and not has_failed:
             _on_defect()
         return None
 
@@ -82,7 +89,11 @@ def _is_heard(module: torch.nn.Module) -> bool:
         return False
     if torch._C._is_tracing():  # by torch.jit
         return False
-    return next(module.parameters(), None) is not None
+    return bool(_within(_has_parameters, module))
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(iter(module.parameters()), None) is not None
 
 
 def _trains(module: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,21 @@ def install(file: str) -> None:
     """Called once in a process, when torch has been imported."""
     settings = asked.read(Path(file))
     folder = Path(file).parent
+
+    def give_up() -> None:
+        with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
+            (folder / "defect").write_text(traceback.format_exc())
+        if settings.mode == "replay":
+            os._exit(ExitCode.INTERNAL)
+
+    try:
+        _install(settings, folder, give_up)
+    except Exception:  # the script imports torch, and goes on with it
+        hooks.listen(None)
+        give_up()
+
+
+def _install(settings: asked.Settings, folder: Path, give_up: Callable[[], None]) -> None:
     if settings.on_cpu:
         from distcheck.job.inside import on_cpu
 
@@ -36,13 +52,6 @@ def install(file: str) -> None:
 
         Guarded(settings, folder).install()
         return
-
-    def give_up() -> None:
-        with contextlib.suppress(OSError):  # the folder is gone: its reader is, too
-            (folder / "defect").write_text(traceback.format_exc())
-        if settings.mode == "replay":
-            os._exit(ExitCode.INTERNAL)
-
     if settings.mode == "record":
         recorder = Recorder(settings, folder)
         hooks.install(recorder, give_up)

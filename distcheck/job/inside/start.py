@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -93,9 +94,13 @@ def _note_what_ends_it(settings: str) -> None:
 
 def _install(settings: str) -> None:
     note(settings, "torch")
-    from distcheck.job.inside import install
+    try:
+        from distcheck.job.inside import install
 
-    install.install(settings)
+        install.install(settings)
+    except Exception:  # the script imports torch, and goes on with it
+        with contextlib.suppress(OSError):
+            Path(os.path.dirname(settings), "defect").write_text(traceback.format_exc())
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
