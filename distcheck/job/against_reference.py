@@ -32,6 +32,9 @@ def explain(
     follows = from_step is not None and wrong is not None and _step(wrong) >= from_step
     if wrong is not None and wrong.first is not None and exchanged and not follows:
         yield from _of_factor(job, reference, wrong.first.step)
+    loss = failed.get(("loss", IN_FLOAT32))
+    if loss is not None and wrong is None and exchanged and from_step is None:
+        yield from filter(None, [_of_losses(job, _step(loss))])
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
     # The first of them is the cause: ranks part after a step, and compute others in the next.
     comes_first = clipped is not None and (
@@ -175,7 +178,10 @@ def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None
     """Ranks that count alike and should not: one process weighs them otherwise."""
     fitted = fit(found, *(of_rank(job, "local", rank, step) for rank in range(job.world)))
     counts = _unlike_counts(job, step)
-    if fitted is not None and fitted[1] <= _LEFT and abs(sum(fitted[0]) - 1) <= _LEFT:
+    if fitted is not None:  # what is left must be little beside what the weights explain
+        unlike = max(abs(one * job.world - 1) for one in fitted[0])
+        fitted = fitted if fitted[1] <= min(_LEFT, _SHARE * unlike) else None
+    if fitted is not None and abs(sum(fitted[0]) - 1) <= _LEFT:
         rows = [sum(len(one.rows) for one in record.trained) for record in job.at(step)]
         shares = [number / (sum(rows) or 1) for number in rows]
         by_rows = all(abs(a - b) <= _LEFT for a, b in zip(shares, fitted[0], strict=True))
@@ -186,14 +192,43 @@ def _of_weights(job: Recording, found: Gradients, step: int) -> Diagnosis | None
             + (f", as their samples {_listed(rows)}" if by_rows else ""),
             "job-counts",
         )
-    if fitted is not None and fitted[1] <= _LEFT and all(one > _LEFT for one in fitted[0]):
+    if fitted is not None and all(one > _LEFT for one in fitted[0]):
         times = ", ".join(f"{1 / (job.world * one):.4g}" for one in fitted[0])
         evidence = f"step {step}: the ranks' gradients are {times} times those of one process"
         return name_cause("wrong-divisor", evidence, "job-by-rank")
-    if counts:
+    named = _of_losses(job, step)
+    if counts and named is None:
         evidence = f"step {step}: mean losses over {_listed(counts)} targets count alike"
         return name_cause("unweighted-tokens", evidence, "job-step")
-    return None
+    return named
+
+
+def _of_losses(job: Recording, step: int) -> Diagnosis | None:
+    """A rank whose loss counts nothing, or adds up other terms than rank 0's."""
+    records = job.at(step)
+    local = [of_rank(job, "local", rank, step).values() for rank in range(job.world)]
+    zero = [r for r, own in enumerate(local) if not any(g is not None and g.any() for g in own)]
+    heard = [[call.counted for one in records[r].trained for call in one.losses] for r in zero]
+    if 0 < len(zero) < job.world and all(not counts or any(counts) for counts in heard):
+        return name_cause(
+            "dropped-rank",
+            f"step {step}: before the exchange all gradients of rank {_listed(zero)} are zero, and "
+            "the others' are not",
+            "job",
+        )
+    terms = [
+        ", ".join(dict.fromkeys(term.name for one in record.trained for term in one.terms))
+        or "what is no weighted sum of losses"
+        for record in records
+    ]
+    other = next((rank for rank, one in enumerate(terms) if one != terms[0]), 0)
+    if not other:
+        return None
+    return name_cause(
+        "loss-differs",
+        f"step {step}: the loss of rank {other} adds up {terms[other]}, and that of rank 0 "
+        f"{terms[0]}",
+    )
 
 
 def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:

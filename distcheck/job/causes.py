@@ -8,7 +8,7 @@ from distcheck.job import against_reference
 from distcheck.job.accepting import is_rate
 from distcheck.job.between_passes import between_passes
 from distcheck.job.checks.exchange import local_gradients, token_weights
-from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before
+from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE
 from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
@@ -120,12 +120,15 @@ def _of_shards(job: Recording, step: int) -> Iterator[Diagnosis]:
 
 def _of_writes(job: Recording, step: int) -> Iterator[Diagnosis]:
     """Parameters that were written beside the optimizer, and not on all ranks alike."""
-    name = parted_before(job, step)
-    if name:
+    between, name = parted_before(job, step), written_before(job, step)
+    if between or name:
         yield name_cause(
             "changed-outside-step",
-            f"{name} differs between ranks before step {step}, and after the step before it did "
-            "not",
+            f"{between} differs between ranks before step {step}, and after the step before it did "
+            "not"
+            if between
+            else f"step {step}: {name} was written after the forward pass and before "
+            "optimizer.step(), and not on all ranks alike",
             "job",
         )
 

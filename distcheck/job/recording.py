@@ -6,7 +6,8 @@
 
 Tensors are called by what they are: `before/<parameter>` and `buffer/` (all of them, before the
 first forward pass that the step was trained on; `start/` before the first one, where they have
-changed in between), and of the parameters that the optimizer has: `after/`, `local/` (before the
+changed in between), and of the parameters that the optimizer has: `written/` (a digest alone, where
+one is another when the optimizer begins to step), `after/`, `local/` (before the
 exchange, added up over the backward passes that are in `.grad`), `sizes/` (the absolute values of
 those, added up, where a pass before the last may exchange), `raw/` (at the end of the exchange),
 `step/` (what the optimizer sees). `data/<digest>` are batches, inputs and targets; `random/<pass>`

@@ -34,6 +34,7 @@ class Facts:
         self.sizes: Tensors = {}
         self.at_step: Tensors | None = None
         self.after: Tensors | None = None
+        self.written: Tensors = {}  # what parameters are when the optimizer begins to step
         self.groups: tuple[dict[str, float], ...] = ({"lr": LR},)
         self.rows = tuple(f"{rank}-{step}-{i}" for i in range(4))
         self.epoch = step
@@ -60,6 +61,7 @@ class Facts:
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
             file.add_state(f"after/{name}", after[name], keep=self.rank == 0)
+        file.note_written(self.written)
         kinds = {"local": self.local, "sizes": self.sizes, "raw": self.raw, "step": at_step}
         for kind, found in kinds.items():
             file.add_gradients(kind, found, 1.0)

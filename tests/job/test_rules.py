@@ -17,7 +17,7 @@ from distcheck.job.asked import Asked
 from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import choosing, spawned
 from distcheck.job.inside.feeding import Feeding
-from distcheck.job.recording import Call, Clip
+from distcheck.job.recording import Call, Clip, Term
 from distcheck.job.running import Ran
 from distcheck.job.settings import Role, Settings, write
 from distcheck.job.watching import Watch
@@ -319,6 +319,64 @@ def test_a_loss_that_is_scaled_by_rank_is_named(tmp_path: Path) -> None:
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     assert found.cause == "wrong-divisor"
     assert "are 1, 2 times those of one process" in found.evidence
+
+
+def test_what_one_rank_writes_between_backward_and_step_is_named(tmp_path: Path) -> None:
+    def writes(facts: Facts) -> None:
+        if facts.step == 1:
+            facts.written = {n: p + facts.rank for n, p in facts.before.items()}
+            facts.after = {n: p - LR * facts.raw[n] for n, p in facts.written.items()}
+
+    job = make(tmp_path, writes)
+    alone = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    assert found.cause == "changed-outside-step"
+    assert "step 1: weight was written after the forward pass" in found.evidence
+
+
+def _adds(facts: Facts, of_rank_one: float, *names: str) -> None:
+    """What rank 1 adds to its gradients, and the terms of its loss."""
+    facts.locals[1] = {n: g + of_rank_one * (g + 1) for n, g in facts.locals[1].items()}
+    facts.local, facts.raw = facts.locals[facts.rank], mean(facts.locals)
+    terms = ("cross_entropy", *(names if facts.rank else ()))
+    facts.passes = [
+        replaced(
+            facts.passes[0], terms=tuple(Term(name=n, reduction="mean", call=-1) for n in terms)
+        )
+    ]
+
+
+@pytest.mark.parametrize("much", [0.1, 1e-4])
+@pytest.mark.parametrize(
+    ("names", "cause"), [(("a sum",), "loss-differs"), ((), "unexplained")], ids=str
+)
+def test_a_loss_with_a_term_of_one_rank_alone_is_named(
+    much: float, names: tuple[str, ...], cause: str, tmp_path: Path
+) -> None:
+    """However little it adds; and not where ranks' losses have the same terms."""
+    job = make(tmp_path, lambda facts: _adds(facts, much, *names))
+    alone = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    assert found.cause == cause
+    if names:
+        assert "rank 1 adds up cross_entropy, a sum, and that of rank 0 cross_ent" in found.evidence
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_whose_loss_counts_nothing_is_named(silent: int, tmp_path: Path) -> None:
+    """Of rank 0 the reference's gradients are zero, too, and its loss alone differs."""
+
+    def is_zero(facts: Facts) -> None:
+        facts.locals[silent] = {n: torch.zeros_like(g) for n, g in facts.locals[silent].items()}
+        facts.local, facts.raw = facts.locals[facts.rank], mean(facts.locals)
+        if facts.rank == silent:
+            facts.passes = [replaced(facts.passes[0], loss=0.0)]
+
+    job = make(tmp_path, is_zero)
+    alone = reference(job, tmp_path, **({"loss": 0.0} if silent == 0 else {}), raw=float(silent))
+    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    assert found.cause == "dropped-rank"
+    assert f"all gradients of rank {silent} are zero" in found.evidence
 
 
 def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:

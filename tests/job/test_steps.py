@@ -195,6 +195,43 @@ def test_the_state_of_a_step_is_that_of_the_passes_that_it_was_trained_on(tmp_pa
     assert torch.allclose(kept["start/before/weight"], job.tensors(0, 0)["after/weight"])
 
 
+WRITES = """
+model = torch.nn.Linear(3, 2)
+optimizer = {optimizer}
+for step in range(2):
+    x, y = batch(step)
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if {writes}: model.bias.data.add_(1)
+        return loss
+    {step}
+"""
+TWICE = {"optimizer": "torch.optim.LBFGS(model.parameters(), max_iter=4)",
+         "step": "optimizer.step(closure)"}  # fmt: skip
+ONCE = {"optimizer": "optimizer_of(model)", "step": "closure(); optimizer.step()"}
+
+
+@pytest.mark.parametrize(
+    ("about", "writes", "expected"),
+    [
+        (ONCE, "step == 1", [[], ["written/bias"]]),
+        (ONCE, "False", [[], []]),
+        (TWICE, "False", [[], []]),  # the optimizer itself writes between its evaluations
+    ],
+)
+def test_what_is_written_between_backward_and_step_is_noted(
+    about: dict[str, str], writes: str, expected: list[list[str]], tmp_path: Path
+) -> None:
+    script = WRITES.replace("{writes}", writes)
+    for name, text in about.items():
+        script = script.replace(f"{{{name}}}", text)
+    job = recorded(script, tmp_path, steps=2)
+    digests = [job.records[0, step].digests for step in (0, 1)]
+    assert [[n for n in one if n.startswith("written/")] for one in digests] == expected
+
+
 LAZY = """
 model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 2))
 model(torch.zeros(1, 3))

@@ -101,6 +101,16 @@ def parted_before(job: Recording, step: int) -> str:
     return ""
 
 
+def written_before(job: Recording, step: int) -> str:
+    """The first parameter that was another one when the optimizer stepped than it was before the
+    forward pass, and not on all ranks alike.
+    """
+    for name in job.parameters(step):
+        if len({record.digests.get(f"written/{name}") for record in job.at(step)}) > 1:
+            return name
+    return ""
+
+
 def _plain(name: str) -> str:
     return name.partition("/")[2]
 

@@ -267,7 +267,9 @@ class Recorder(Deaf):
         names = self._names_of(optimizer)
         if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
             return  # a step without gradients, as before a schedule begins
-        self._open_step([])
+        file = self._open_step([])
+        if not self._evaluations and not self.parameters.has_parts:  # to look is a collective then
+            file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
         self._at_step = self.parameters.gradients(names)
         self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)

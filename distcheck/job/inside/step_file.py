@@ -1,7 +1,7 @@
 """The tensors of one step of one rank, until they are written: whole, or as sums."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,17 @@ class StepFile:
 
     def differ(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Whether some parameter is not what was taken of it."""
-        return any(
-            self._digests.get(f"before/{name}") != tensors.digest_of(tensors.whole(one))
-            for name, one in parameters.items()
-        )
+        return any(self._written(parameters))
+
+    def note_written(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Notes the parameters that are not what was taken of them, by their digests."""
+        self._digests |= {f"written/{name}": now for name, now in self._written(parameters)}
+
+    def _written(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+        for name, one in parameters.items():
+            now = tensors.digest_of(tensors.whole(one))
+            if now != self._digests.get(f"before/{name}"):
+                yield name, now
 
     def restart(self) -> None:
         """Parameters are taken again: what was taken is the state before the first pass alone."""
