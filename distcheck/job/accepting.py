@@ -144,11 +144,19 @@ def _factor(job: Recording, reference: Reference) -> float:
 
 
 def _scaled(job: Recording, reference: Reference, tally: Tally) -> Compared:
-    """Every rate is the reference's times the factor of the first one that is not zero."""
+    """Every rate is the reference's times the factor of the first one that is not zero. A warm-up
+    may begin at one rate for both: then what it has risen is such a multiple.
+    """
     factor = _factor(job, reference)
     tally.remark(f"learning rates are {factor:.6g} times those of one process")
-    for step, name, actual, expected in _pairs(job, reference):
-        yield step, name, actual, factor * expected if is_rate(name) else expected
+    pairs = list(_pairs(job, reference))
+    begins = {n: was for step, n, own, was in pairs if step == job.steps[0] and own == was}
+    tops = {n.replace("/initial_lr", "/lr"): was for _, n, _, was in pairs if "/initial_lr" in n}
+    for step, name, actual, expected in pairs:
+        low, top = begins.get(name, 0.0), tops.get(name, 0.0)
+        risen = (factor * top - low) / (top - low) if top > low else factor
+        low = low if top > low else 0.0
+        yield step, name, actual, low + risen * (expected - low) if is_rate(name) else expected
 
 
 def _later(job: Recording, reference: Reference, tally: Tally) -> Compared:

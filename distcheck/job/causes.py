@@ -85,7 +85,7 @@ def _of_data(failed: dict[tuple[str, str], CheckResult]) -> Iterator[Diagnosis]:
     if "epoch order" in checks:
         yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:
-        evidence = f"{_reason(failed, 'random streams')}, so their dropout masks are copies"
+        evidence = f"{_reason(failed, 'random streams')}, so dropout masks or noise are copies"
         yield name_cause("same-randomness", evidence, "job")
 
 

@@ -89,6 +89,26 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
     assert "weight_decay" in rates.reason
 
 
+@pytest.mark.parametrize(("by", "verdict"), [(2.0, "pass"), (1.9, "fail")])
+def test_a_warm_up_may_begin_at_one_rate_for_all_numbers_of_ranks(
+    by: float, verdict: str, tmp_path: Path
+) -> None:
+    """It rises to twice as much, from the rate that one process has at first."""
+
+    def rises(facts: Facts) -> None:
+        facts.groups = ({"lr": 0.1 + (by * LR - 0.1) * facts.step / 4, "initial_lr": 2 * LR},)
+
+    job = make(tmp_path, rises)
+    alone = reference(job, tmp_path, lr=lambda step: 0.1 + (LR - 0.1) * step / 4)
+    for seen in alone.replayed.steps:
+        seen.groups[0]["initial_lr"] = LR
+    results = judged(job, alone)
+    assert accepting.RATES in accepting.remarkable(job, alone, results)
+    named = causes.diagnose(job, results, alone)
+    found = accepting.accept([accepting.RATES], job, alone, results, named)
+    assert [r.verdict for r in found if (r.check, r.layer) == ("learning rate", "S32")] == [verdict]
+
+
 def test_a_schedule_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
     def faster(facts: Facts) -> None:
         facts.groups = ({"lr": LR / (1 + 2 * facts.step)},)

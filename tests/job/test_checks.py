@@ -40,6 +40,16 @@ def test_losses_that_are_no_numbers_are_no_terms(tmp_path: Path) -> None:
     assert ("gradients", "R") in failed(results)
 
 
+def test_what_all_ranks_draw_to_take_their_parts_of_is_right(tmp_path: Path) -> None:
+    """Where no loader has handed out a batch, the script has drawn its samples."""
+
+    def slices(facts: Facts) -> None:
+        same_noise(facts)
+        facts.passes = [replaced(one, batches=()) for one in facts.passes]
+
+    assert not failed(checks.without_reference(make(tmp_path, slices)))
+
+
 def at_step_one(facts: Facts, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if facts.step == 1:
         facts.raw = {name: change(gradient) for name, gradient in facts.raw.items()}
@@ -70,6 +80,10 @@ def own_start(facts: Facts) -> None:
 
 def same_masks(facts: Facts) -> None:
     facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
+
+
+def same_noise(facts: Facts) -> None:
+    facts.passes = [replaced(facts.a_pass(0), drew=True, random={"torch": str(facts.step)})]
 
 
 def other_rate(facts: Facts) -> None:
@@ -145,6 +159,7 @@ CHANGES = (
     (no_set_epoch, {("epoch order", "-")}, "no-set-epoch"),
     (own_start, {("initial state", "-"), ("agreement", "-")}, "initial-state-differs"),
     (same_masks, {("random streams", "-")}, "same-randomness"),
+    (same_noise, {("random streams", "-")}, "same-randomness"),
     (other_rate, {("learning rate", "-")}, "learning-rate-differs"),
     (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
     (clipped_while_scaled, {("loss scaler", "-")}, "clip-before-unscale"),

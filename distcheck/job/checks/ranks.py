@@ -116,22 +116,27 @@ def _plain(name: str) -> str:
 
 
 def random_streams(job: Recording) -> Iterator[CheckResult]:
-    """Where forward passes draw random numbers, no two ranks draw the same ones."""
+    """Where forward passes draw random numbers, or the script does between a batch and its loss,
+    no two ranks draw the same ones.
+    """
     tally = Tally("random streams", NO_LAYER)
     compared = False
     for step in job.steps:
         seen: dict[str, int] = {}
         for rank in range(job.world):
             for one in job.records[rank, step].passes:
-                if not one.draws or not one.live or job.world == 1:
+                # Without a batch, ranks may draw the same samples, and each take its part of them.
+                draws = one.draws or (one.drew and one.batches)
+                if not draws or not one.live or job.world == 1:
                     continue
                 compared = True
                 tally.count(parameter="torch", rank=rank, step=step, elements=1)
                 other = seen.setdefault(one.random["torch"], rank)
                 if other != rank:
+                    where = "in the forward pass" if one.draws else "between a batch and its loss"
                     tally.fail(
                         f"step {step}: ranks {other} and {rank} draw the same random numbers "
-                        "in the forward pass",
+                        f"{where}",
                         parameter="torch", rank=rank, step=step,
                     )  # fmt: skip
     if compared:
