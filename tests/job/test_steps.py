@@ -195,6 +195,29 @@ def test_the_state_of_a_step_is_that_of_the_passes_that_it_was_trained_on(tmp_pa
     assert torch.allclose(kept["start/before/weight"], job.tensors(0, 0)["after/weight"])
 
 
+AVERAGES = """
+import copy
+class Around(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+model = torch.nn.Linear(3, 2)
+other = {other}
+optimizer = optimizer_of(model)
+for step in range(2):
+    x, y = batch(step)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("other", "found"), [("copy.deepcopy(model)", 1), ("Around(model)", 0)])
+def test_what_is_around_a_model_is_no_average_of_it(other: str, found: int, tmp_path: Path) -> None:
+    job = recorded(AVERAGES.replace("{other}", other), tmp_path, steps=2)
+    kept = job.records[0, 0].averages
+    assert len([name for name in kept if name.startswith(("Linear", "Around"))]) == found
+
+
 WRITES = """
 model = torch.nn.Linear(3, 2)
 optimizer = {optimizer}

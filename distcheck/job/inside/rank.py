@@ -94,12 +94,14 @@ def averages(parameters: Parameters) -> dict[str, str]:
     """Digests of models that are made as one that trains and do not train, as averages of it are:
     by the order in which they were made.
     """
-    own = {id(part) for root in parameters.roots for part in root.modules()}
+    trained = {id(one) for root in parameters.roots for one in root.parameters()}
     shapes = {_shapes(root) for root in parameters.roots}
     found: dict[str, str] = {}
     for one in gc.get_objects():
         # Not isinstance: an object that stands in for another may do something when it is asked.
-        if issubclass(type(one), torch.nn.Module) and id(one) not in own and _shapes(one) in shapes:
+        if issubclass(type(one), torch.nn.Module) and _shapes(one) in shapes:
+            if any(id(parameter) in trained for parameter in one.parameters()):
+                continue  # it trains, or is around one that does
             held = [tensors.digest_of(tensors.whole(p)) for p in one.parameters()]
             found[f"{type(one).__name__} {len(found)}"] = recording.digest("".join(held).encode())
     return found
