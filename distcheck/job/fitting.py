@@ -1,38 +1,27 @@
-"""Sets of gradients as multiples of others, by least squares: the one fit behind every factor."""
+"""Sets of gradients by name, as multiples of others and as means."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from distcheck.job.reading import Recording
+from distcheck.judge import fitting
 
 Gradients = Mapping[str, torch.Tensor | None]
 
 
-def fit(actual: Gradients, *bases: Gradients) -> tuple[list[float], float] | None:
+def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float] | None:
     """The factors whose multiples of `bases` add up to `actual`, and the share of its norm that
     they leave; None where one of them is zero.
     """
-    columns: list[list[torch.Tensor]] = []
+    rows = []
     for name, one in actual.items():
         several = [one, *(base.get(name) for base in bases)]
-        there = [part.double().reshape(-1) for part in several if part is not None]
-        if len(there) == len(several) and len({part.shape for part in there}) == 1:
-            columns.append(there)
-    if not columns:
-        return None
-    gram = torch.zeros(len(bases) + 1, len(bases) + 1, dtype=torch.float64)
-    for parts in columns:
-        stacked = torch.stack(parts)
-        gram += stacked @ stacked.T
-    if not bool((gram.diagonal() > 0).all()):
-        return None
-    found = torch.linalg.lstsq(gram[1:, 1:], gram[1:, :1]).solution[:, 0]
-    left = 0.0
-    for own, *others in columns:
-        apart = own - sum(float(by) * other for by, other in zip(found, others, strict=True))
-        left += float(apart.square().sum())
-    return found.tolist(), (left / float(gram[0, 0])) ** 0.5
+        there = tuple(part for part in several if part is not None)
+        if len(there) == len(several) and len({part.numel() for part in there}) == 1:
+            rows.append(there)
+    found = fitting.fit(rows)
+    return (found.factors, found.share) if found is not None and found.size else None
 
 
 def of_rank(job: Recording, kind: str, rank: int, step: int) -> Gradients:

@@ -8,7 +8,7 @@ the script's own computation. So it does not matter what the script takes the fa
 
 import math
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import psutil
@@ -250,18 +250,8 @@ def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     """Whether one is the other times a factor."""
     if set(one) != set(other):
         return False
-    product = _total((one[n].double() * other[n].double()).sum() for n in one)
-    square = _total(other[n].double().square().sum() for n in one)
-    size = _total(one[n].double().square().sum() for n in one)
-    if not square or not size:
-        return False
-    by = product / square
-    left = _total((one[n].double() - by * other[n].double()).square().sum() for n in one)
-    return by > 0 and (left / size) ** 0.5 <= _SAME
-
-
-def _total(terms: Iterable[torch.Tensor]) -> float:
-    return float(sum(float(term) for term in terms))
+    by = state.factor_of(one, other)
+    return by > 0 and state.distance(one, other, by) <= _SAME
 
 
 def factor_of_mean(loss: torch.Tensor) -> float:

@@ -74,7 +74,9 @@ def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors |
     return {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
 
 
-def distance(one: Tensors, other: Tensors, factor: float = 1.0) -> float:
+def distance(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], factor: float = 1.0
+) -> float:
     """How far gradients are from others times a factor, over the norm of those, in the L2 norm."""
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     size = sum(float(other[name].double().square().sum()) for name in names) * factor**2
@@ -83,7 +85,7 @@ def distance(one: Tensors, other: Tensors, factor: float = 1.0) -> float:
     return float((left / size) ** 0.5) if size else 0.0
 
 
-def factor_of(one: Tensors, other: Tensors) -> float:
+def factor_of(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
     """The factor between one set of gradients and another, by least squares; 0 if there is none."""
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     square = sum(float(other[name].double().square().sum()) for name in names)

@@ -3,6 +3,7 @@
 import torch
 
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.fitting import fit
 from distcheck.training.traces.layout import Kind
 
 # Chosen: far above the rounding of a moving average in float32, far below what it moves by.
@@ -31,10 +32,8 @@ def ran_twice(expectation: StepExpectation) -> bool:
 
 
 def _goes_on(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> bool:
-    first, second = (once - before).flatten(), (twice - once).flatten()
-    length = float(first.square().sum())
-    if not length:
+    found = fit([(twice - once, once - before)])
+    if found is None:
         return False
-    share = float((first * second).sum()) / length
-    rest = float((second - share * first).norm()) / length**0.5
+    (share,), rest = found.factors, found.left / float((once - before).norm())
     return 0 < share <= 1 + _SAME and rest <= _SAME

@@ -11,6 +11,7 @@ from distcheck.judge.diagnosis.layout_facts import (
     Region,
     WrongOutputs,
 )
+from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import whole_batch
 from distcheck.judge.oracles.at_step import AtStep
 from distcheck.machine.numerics import real_parts
@@ -54,6 +55,12 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
     )
 
 
+def _factor(actual: torch.Tensor, right: torch.Tensor) -> float:
+    """The multiple of what is right that comes nearest; 0.0 where that is zero."""
+    fitted = fit([(actual, right)])
+    return fitted.factors[0] if fitted is not None else 0.0
+
+
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -79,7 +86,7 @@ def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
 
 def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutputs:
     off, norm = found - right, float(right.norm())
-    factor = float((found * right).sum() / right.square().sum())
+    factor = _factor(found, right)
     mean = off.mean(1, keepdim=True)
     nearest = torch.cdist(found, right).argmin(1)
     return WrongOutputs(
@@ -161,7 +168,7 @@ class _Measuring:
         return bool(other.any()) and all(self._near(one, other) for one in held)
 
     def _common_factor(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> float | None:
-        factors = [float((one * expected).sum() / expected.square().sum()) for one in held]
+        factors = [_factor(one, expected) for one in held]
         if max(factors) - min(factors) > _LEFT_OVER * max(map(abs, factors), default=0.0):
             return None
         factor = factors[0]
@@ -246,7 +253,7 @@ def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Regio
     if inside == held.numel() or len(places) < inside / 4:
         return None
     right = expected[box]
-    factor = float((held[box] * right).sum() / right.square().sum()) if bool(right.any()) else 0.0
+    factor = _factor(held[box], right)
     fits = float((held[box] - factor * right).norm()) <= _LEFT_OVER * float(right.norm())
     cuts = ", ".join(
         f"{a}:{b}" if b - a < size else ":"

@@ -7,6 +7,7 @@ import torch
 from distcheck.judge.diagnosis.facts import LeftFacts
 from distcheck.judge.diagnosis.measured import Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
@@ -22,27 +23,23 @@ def factor(expectation: StepExpectation, rank: int, measured: list[Measured]) ->
     """What multiple of the shard's gradient backward left, a loss that was scaled included; None
     where it was not seen, or is not a multiple.
     """
-    same, along, square, size = True, 0.0, 0.0, 0.0
+    same, rows = True, []
     for m in measured:
         found = seen(expectation, rank, m.index)
         shard = expectation.shards[rank].gradients[m.index]
         if found is None or shard is None:
             return None
         same = same and torch.equal(found, shard)
-        wanted, got = real_parts(shard).double(), real_parts(found).double()
-        along += float((wanted * got).sum())
-        square += float((wanted * wanted).sum())
-        size += float((got * got).sum())
-    if not measured or not square or not along:
+        rows.append((found, shard))
+    fitted = fit(rows)
+    if fitted is None or not fitted.factors[0]:
         return None
     by_loss = expectation.contract.weighting == "loss"
     promised = 1.0 if by_loss else expectation.unscaled[rank]
     if same:
         return promised
-    # |got - f wanted|^2 for the best f. Chosen: no multiple where more than 1e-5 is left over.
-    left = max(0.0, size - along**2 / square)
-    # Chosen: the square of 1e-5, since these are squares.
-    return along / square * promised if left <= 1e-10 * size else None
+    # Chosen: no multiple where more than 1e-5 is left over.
+    return fitted.factors[0] * promised if fitted.share <= 1e-5 else None
 
 
 def others(expectation: StepExpectation, measured: list[Measured]) -> tuple[LeftFacts, ...]:

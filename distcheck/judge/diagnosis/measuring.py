@@ -13,6 +13,7 @@ from distcheck.judge.diagnosis.facts import Fit, Match, NotFinite, ParameterFact
 from distcheck.judge.diagnosis.matching import matches_of
 from distcheck.judge.diagnosis.measured import Given, Measured
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff
@@ -26,7 +27,7 @@ _MOST_ELEMENTS = 1 << 20
 # 9,000 u.
 _LEAST_GAMMA = 1e-12
 # Chosen, of the largest: below it, ranks' gradients do not tell ranks apart.
-_LEAST_SINGULAR = 1e-6
+LEAST_SINGULAR = 1e-6
 
 
 class StepMeasuring:
@@ -220,42 +221,35 @@ class StepMeasuring:
         return smallest(self._wire or self._expectation.ingredients.case.dtype)
 
     def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
-        rows, targets, rest, sizes = [], [], 0.0, []
+        rows, rest, sizes = list[tuple[torch.Tensor, ...]](), 0.0, []
         for p in parameters:
             size = sum(share * norm for share, norm in zip(self.shares, p.norms, strict=True))
             if size == 0:
                 continue
-            rows.append(torch.tensor(p.basis, dtype=torch.float64) / size)
-            targets.append(torch.tensor(p.projected[rank], dtype=torch.float64) / size)
+            columns = torch.tensor((p.projected[rank], *zip(*p.basis, strict=True))) / size
+            rows.append(columns.unbind())
             rest += (p.remainder[rank] / size) ** 2
             sizes.append((p, size))
         world = len(self._ranks)
         none = Fit(
             coefficients=(0.0,) * world, tolerance=(0.0,) * world, residual=1.0, identified=False
         )
-        if not rows:
+        found = fit(rows)
+        if found is None or found.apart < LEAST_SINGULAR:
             return none
-        system, target = torch.cat(rows), torch.cat(targets)
-        if not bool(target.isfinite().all() and system.isfinite().all()):
-            return none
-        singular = torch.linalg.svdvals(system)
-        if len(singular) < world or float(singular[-1]) < _LEAST_SINGULAR * float(singular[0]):
-            return none
-        inverse = torch.linalg.pinv(system)
-        weights = inverse @ target
         moved = sqrt(
             sum(
-                sum(step_gamma * abs(float(w)) * n for w, n in zip(weights, p.norms, strict=True))
+                sum(step_gamma * abs(w) * n for w, n in zip(found.factors, p.norms, strict=True))
                 ** 2
                 / size**2
                 for p, size in sizes
             )
         )
-        total = sqrt(float(target.norm()) ** 2 + rest)
-        left = sqrt(float((system @ weights - target).norm()) ** 2 + rest)
+        total = sqrt(found.size**2 + rest)
+        left = sqrt(found.left**2 + rest)
         return Fit(
-            coefficients=tuple(weights.tolist()),
-            tolerance=tuple((inverse.norm(dim=1) * moved).tolist()),
+            coefficients=found.factors,
+            tolerance=tuple(by * moved for by in found.moved_by),
             residual=left / total if total else 0.0,
             identified=True,
         )

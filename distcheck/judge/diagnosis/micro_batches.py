@@ -6,6 +6,7 @@ import torch
 
 from distcheck.judge.diagnosis.facts import PassFacts
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import real_parts
 from distcheck.training.traces.layout import Kind
 
@@ -32,20 +33,14 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
         for passes in parts
         for gradients in passes
     ]
-    system = torch.stack(columns, dim=1)
-    singular = torch.linalg.svdvals(system)
-    if len(singular) < len(columns) or singular[-1] < _LEAST_SINGULAR * singular[0]:
-        return None
     weights = []
     for rank in ranks:
         held = [trace.tensor(rank, Kind.GRADIENT, step, index) for index in _used(expectation)]
-        result = _flat(held, stride)
-        found = torch.linalg.lstsq(system, result.unsqueeze(1)).solution
-        rest = float((system @ found - result.unsqueeze(1)).norm())
-        if not rest <= _RESIDUAL * float(result.norm()):
+        found = fit([(_flat(held, stride), *columns)])
+        if found is None or found.apart < _LEAST_SINGULAR or not found.share <= _RESIDUAL:
             return None
-        of_rank = found.squeeze(1).view(len(parts), count).tolist()
-        weights.append(tuple(tuple(row) for row in of_rank))
+        starts = range(0, len(columns), count)
+        weights.append(tuple(found.factors[start : start + count] for start in starts))
     return PassFacts(step=step, passes=count, weights=tuple(weights))
 
 

@@ -25,7 +25,7 @@ from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.facts import Facts, Overlap
 from distcheck.judge.diagnosis.forward_twice import ran_twice
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
-from distcheck.judge.diagnosis.measuring import MOST_KEPT, StepMeasuring
+from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.micro_batches import measured_passes
 from distcheck.judge.diagnosis.on_demand import StepExpectation
 from distcheck.judge.diagnosis.owned import owned_elsewhere
@@ -35,6 +35,7 @@ from distcheck.judge.diagnosis.updates import (
     measured_update,
     scaled_projection,
 )
+from distcheck.judge.fitting import fit
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import order_exact
 from distcheck.judge.oracles.references import References
@@ -280,7 +281,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     Least squares over all parameters, each by its own size; the whole batch is within S32's or
     S64's tolerance of what it should be, which bounds both the residual and the weights' error.
     """
-    rows, targets, allowed = [], [], 0.0
+    rows, allowed = list[tuple[torch.Tensor, ...]](), 0.0
     for index, whole in enumerate(expectation.full_batch.gradients):
         parts = [shard.gradients[index] for shard in expectation.shards]
         present = [part for part in parts if part is not None]
@@ -293,26 +294,18 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
         size = sum(float(c.norm()) for c in columns) / len(columns)
         if size == 0:
             continue
-        rows.append(torch.stack(columns, dim=1) / size)
-        targets.append(whole.double().reshape(-1) / size)
+        rows.append((whole.double() / size, *(column / size for column in columns)))
         allowed += (expectation.full_batch_tolerance(index) / size) ** 2
-    if not rows:
+    fitted = fit(rows)
+    if fitted is None or fitted.apart < LEAST_SINGULAR:
         return ()
-    system, target = torch.cat(rows), torch.cat(targets)
-    q, r = torch.linalg.qr(system)
-    # Chosen: below it, ranks' gradients do not tell ranks apart.
-    if float(r.diagonal().abs().min()) < 1e-6 * float(r.diagonal().abs().max()):
-        return ()
-    inverse = torch.linalg.inv(r)
-    weights = inverse @ (q.T @ target)
-    moved = float(inverse.norm(dim=1).max()) * sqrt(allowed)
+    moved = max(fitted.moved_by) * sqrt(allowed)
     shares = [weight / len(expectation.weights) for weight in expectation.weights]
-    found = weights.tolist()
-    fits = float((system @ weights - target).norm()) <= sqrt(allowed)
+    found, fits = fitted.factors, fitted.left <= sqrt(allowed)
     # Chosen: 1e-9 for the roundings of a fit in float64, where nothing moved.
     positive = min(found) > 0 and isclose(sum(found), 1.0, abs_tol=len(found) * moved + 1e-9)
     differs = max(abs(f - s) for f, s in zip(found, shares, strict=True)) > 2 * moved
-    return tuple(found) if fits and positive and differs else ()
+    return found if fits and positive and differs else ()
 
 
 def _overlaps(trace: TraceReader) -> Iterator[Overlap]:

@@ -10,6 +10,7 @@ import torch
 from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.diagnosis.on_demand import StepExpectation
+from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
@@ -172,18 +173,12 @@ def _made_of(
     taken, wanted, held = (torch.cat(parts) for parts in zip(*rows, strict=True))
     if not bool(taken.isfinite().all() and wanted.isfinite().all()):
         return 1.0, 0.0, 1.0
-    factor, rest = _fit(taken, [wanted])
-    both, less = _fit(taken, [wanted, held])
-    if rest <= _SAME or less > rest / 4:
-        return factor[0], 0.0, rest
-    return both[0], both[1], less
-
-
-def _fit(taken: torch.Tensor, columns: list[torch.Tensor]) -> tuple[list[float], float]:
-    system, size = torch.stack(columns, dim=1), float(taken.norm())
-    found = torch.linalg.lstsq(system, taken.unsqueeze(1)).solution
-    rest = float((system @ found - taken.unsqueeze(1)).norm())
-    return found.squeeze(1).tolist(), rest / size if size else 0.0
+    alone, both = fit([(taken, wanted)]), fit([(taken, wanted, held)])
+    if alone is None:
+        return 0.0, 0.0, 1.0
+    if both is None or alone.share <= _SAME or both.share > alone.share / 4:
+        return alone.factors[0], 0.0, alone.share
+    return both.factors[0], both.factors[1], both.share
 
 
 def averaged_every(expectation: StepExpectation, written: int) -> int:
