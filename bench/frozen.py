@@ -31,7 +31,7 @@ import distcheck
 from bench import zoo
 from distcheck.errors import DistcheckError
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]

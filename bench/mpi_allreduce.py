@@ -15,9 +15,9 @@ import msgspec
 
 from distcheck.worlds.jobs import LISTEN, Descriptors, Job
 from distcheck.worlds.launch import run_until_over, start_world
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, join
+from distcheck.worlds.reporter import Reporter
 
 WORLD = 4
 ROUNDS = 15

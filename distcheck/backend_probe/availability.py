@@ -8,7 +8,7 @@ from distcheck.backend_probe.jobs import LOOK, Look, LookRequest
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor only
 

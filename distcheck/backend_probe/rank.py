@@ -20,8 +20,8 @@ from distcheck.backend_probe.scene import Buffers, Call, Layout, Scene, WrongAns
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
+from distcheck.worlds.reporter import Reporter
 
 _MOST_GROUPS = 60  # each has sockets and threads of its own; then a fresh world goes on
 _CALLS = 2  # of an operation without a root: a second answer that is the first one again is seen

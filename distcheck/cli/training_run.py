@@ -18,7 +18,7 @@ from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.plan import cases as plan
-from distcheck.plan.cases import Request
+from distcheck.plan.request import Request
 from distcheck.records import Case
 from distcheck.records.ends import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training

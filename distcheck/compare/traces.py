@@ -16,7 +16,7 @@ from distcheck.records import Difference
 from distcheck.training.traces.layout import Kind, State
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 INITIAL = "initial state"
 _STATE = (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER)

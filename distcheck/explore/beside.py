@@ -11,8 +11,8 @@ import msgspec
 from distcheck.errors import CannotRunError, DistcheckError
 from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
-from distcheck.plan.cases import Request
 from distcheck.plan.declined import notes_on, words_of_cells
+from distcheck.plan.request import Request
 from distcheck.plan.thorough import Search as Asked
 from distcheck.records import Case, CaseReport
 from distcheck.records.generated_words import EXPLORED_DTYPES

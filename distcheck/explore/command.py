@@ -16,7 +16,7 @@ from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.explore.budget import seconds_of
 from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
-from distcheck.plan.cases import Request
+from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.reports.files import check_writable, write_text

@@ -31,8 +31,8 @@ from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.kept import requests
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
+from distcheck.worlds.reporter import Reporter
 
 
 @SERVE.does

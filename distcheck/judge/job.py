@@ -22,7 +22,7 @@ from distcheck.records import CheckResult
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 
 @JUDGE.does

@@ -17,9 +17,10 @@ from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run
 from distcheck.plan.coverage import Coverage, PlannedCheck
-from distcheck.plan.settings import DTYPES, Settings
+from distcheck.plan.request import Request
+from distcheck.plan.settings import DTYPES
 from distcheck.plan.single_ranks import check_delays, check_without_data, exchanges_nothing
-from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Adaptation, Case, Delay, LossName
+from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, LossName
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
@@ -32,15 +33,6 @@ from distcheck.workloads.cells import CELLS
 FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
-
-
-class Request(Settings, frozen=True, kw_only=True):
-    """What `distcheck verify` was asked for; the options' own names."""
-
-    adaptation: Adaptation = Adaptation()
-    ranks_here: int | None = None  # of a launcher's world, on this machine
-    cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
-    delays: tuple[Delay, ...] = ()
 
 
 def check_request(request: Request) -> None:

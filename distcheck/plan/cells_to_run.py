@@ -8,17 +8,15 @@ ranks do not finish, a note says what was not judged.
 """
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from distcheck.plan.request import Request
 from distcheck.plan.source_files import promises
 from distcheck.records import Case
 from distcheck.workloads import DEFAULT_RUN
 from distcheck.workloads.cells import CELLS
-
-if TYPE_CHECKING:
-    from distcheck.plan.cases import Request
 
 # The workloads of the default run that every strategy must train.
 ALWAYS = tuple(name for name, how in DEFAULT_RUN.items() if not how.if_it_can and not how.promised)
@@ -26,8 +24,8 @@ _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 
 
 def cells_to_run(
-    request: "Request", world: int, *, besides: Collection[str]
-) -> Iterator[tuple[str, "Request", dict[str, Any]]]:
+    request: Request, world: int, *, besides: Collection[str]
+) -> Iterator[tuple[str, Request, dict[str, Any]]]:
     """The cells in this world, each with its request, and what is said of its case. They keep their
     own number of steps, whatever was asked for: fewer would not show what a cell is for.
     """
@@ -53,7 +51,7 @@ def cells_to_run(
             yield name, of_cell, {"rerun": False}
 
 
-def promised_to_run(request: "Request", strategy: str, world: int) -> Iterator[str]:
+def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str]:
     """The workloads of the default run that are for what this strategy promises: where it says so
     in a decorator, which can be read without an import.
     """
@@ -64,7 +62,7 @@ def promised_to_run(request: "Request", strategy: str, world: int) -> Iterator[s
             yield name
 
 
-def _fits(request: "Request", world: int) -> bool:
+def _fits(request: Request, world: int) -> bool:
     """Whether the default run has cells: with gloo on the CPU, since elsewhere collectives that do
     not fit together may take the job down; and not where what `--accept` allows, a dtype, or ranks
     without data change what is expected of an absent gradient.

@@ -15,10 +15,11 @@ import xxhash
 
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import thorough
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
 from distcheck.plan.costs import rough_s
 from distcheck.plan.identity import identity_of
+from distcheck.plan.request import Request
 from distcheck.plan.settings import SETTINGS, with_adaptation
 from distcheck.plan.thorough import NOTHING_BESIDE, Beside
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan

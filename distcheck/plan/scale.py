@@ -13,7 +13,8 @@ import msgspec
 from distcheck.backends.simulated import ORDERS
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
+from distcheck.plan.request import Request
 from distcheck.records import Case
 from distcheck.records.case_ids import name_apart
 

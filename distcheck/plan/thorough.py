@@ -14,7 +14,7 @@ import msgspec
 
 from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.plan.cases import Request
+from distcheck.plan.request import Request
 from distcheck.records import Adaptation, LossName
 from distcheck.records.searches import PlannedSearch
 

@@ -8,7 +8,7 @@ import importlib
 from distcheck.selftest.records import LIST, Planted, Zoo
 from distcheck.training.loading import load_strategy, strategy_names
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 PACKAGE = "distcheck_mutants"
 _BUILT_IN = "distcheck_strategies"  # others are a user's, and may be as wrong as they like

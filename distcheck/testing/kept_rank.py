@@ -22,8 +22,8 @@ from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.kept import requests
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.reporter import Reporter
 
 BODY = "_distcheck_body"  # on what stands in for a hypothesis test's body while it runs
 

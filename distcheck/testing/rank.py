@@ -24,9 +24,9 @@ from distcheck.testing.messages import RUN, End, RankReport, Seen, encoded
 from distcheck.testing.view import WorldView
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local import late_compiler
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
+from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated.owned import Owned, of_each_rank
 
 _MOST_MESSAGE = 200_000  # characters of an exception that pytest is given
@@ -70,7 +70,7 @@ def view() -> WorldView | None:
 def _owned() -> Owned:
     from distcheck.testing import threads
 
-    return threads.owned()
+    return threads.owned(inherited().item)
 
 
 @RUN.does

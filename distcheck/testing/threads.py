@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.testing import fixtures, rank, session
+from distcheck.testing import fixtures, session
 from distcheck.worlds.simulated.owned import ABSENT, Owned
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
@@ -49,9 +49,8 @@ def prepare(item: pytest.Function) -> None:
         )
 
 
-def owned() -> Owned:
-    """What of pytest, and of the code under test, each rank of the prepared test owns."""
-    item: Any = rank.inherited().item
+def owned(item: Any) -> Owned:
+    """What of pytest, and of the code under test, each rank of a test owns."""
     definitions = _definitions(item)
     asked = {one for name in item.fixturenames for one in item._fixtureinfo.name2fixturedefs.get(
         name, ()

@@ -13,7 +13,7 @@ from distcheck.errors.spelling import did_you_mean
 from distcheck.explore.beside import explore_beside
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
-from distcheck.plan.cases import Request
+from distcheck.plan.request import Request
 from distcheck.plan.settings import SETTINGS, Asked, with_adaptation, with_settings
 from distcheck.records import Report
 from distcheck.store.run_folder import Store

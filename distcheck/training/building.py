@@ -17,7 +17,8 @@ from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensApart
-from distcheck.training.loading import LoadedWorkload, load_workload
+from distcheck.training.loaded import LoadedWorkload
+from distcheck.training.loading import load_workload
 from distcheck.training.optimizers import (
     group_numbers,
     is_torchs_own,
@@ -263,33 +264,6 @@ def restore(
     optimizer.load_state_dict(kept.optimizer)
     devices.set_rng_state(kept.rng_state, device, CPU_RNG_STATE_BYTES)
     seeds.set_library_states(kept.library_states)
-
-
-def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A sparse tensor with all its zeros; a conjugate or a negative that torch only marks as one
-    (`x.mH` leaves such gradients) with its own numbers in memory; any other as it is.
-    """
-    if tensor is None:
-        return None
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.resolve_conj().resolve_neg()
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which each rank holds a part."""
-    return hasattr(tensor, "full_tensor")
-
-
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole of a tensor of which each rank holds a part: a collective then, so every rank
-    must ask for the same tensors in the same order.
-    """
-    tensor = dense(tensor)
-    if tensor is None or not is_distributed(tensor):
-        return tensor
-    with torch.no_grad():
-        full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return full
 
 
 def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:

@@ -14,7 +14,7 @@ from distcheck.contract import Batch, Step
 from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, restore, take_checkpoint
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.losses import LossOfShard
 from distcheck.training.own_backward import OwnBackward
 from distcheck.training.recorder import Observer

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from distcheck.training.building import whole
+from distcheck.training.whole_tensors import whole
 
 MOST_NUMBERS = 1024  # that are kept of a sample; of more, every k-th
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from distcheck.contract import Batch, LossOf, Step
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.losses import check_returned
 from distcheck.training.traces.layout import NO_LOSS
 

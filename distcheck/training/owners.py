@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.errors import UsageError
-from distcheck.training.building import dense
 from distcheck.training.optimizers import innermost
+from distcheck.training.whole_tensors import dense
 
 _SHOWN = 3
 

@@ -12,7 +12,7 @@ import xxhash
 
 from distcheck.contract import Batch, Contract
 from distcheck.machine import devices, seeds
-from distcheck.training.building import Ingredients, is_distributed, open_ingredients
+from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import Lateness
 from distcheck.training.epoch_positions import steps_per_epoch
 from distcheck.training.jobs import (
@@ -25,18 +25,21 @@ from distcheck.training.jobs import (
     RunningLoss,
     TrainRequest,
 )
-from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.training.loaded import LoadedStrategy
+from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.tokens import with_tokens
 from distcheck.training.traces.layout import has_loss
 from distcheck.training.traces.writer import TraceWriter
+from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.local import noise
-from distcheck.worlds.local.child import Reporter, keep_folder
+from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
+from distcheck.worlds.reporter import Reporter
 
 
 @RECORD.does

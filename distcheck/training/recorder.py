@@ -11,7 +11,7 @@ from torch import nn
 from distcheck.contract import Batch
 from distcheck.machine import devices, seeds
 from distcheck.records import TensorSpec
-from distcheck.training.building import can_train, is_distributed, state_tensors, trainable, whole
+from distcheck.training.building import can_train, state_tensors, trainable
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation
 from distcheck.training.owners import Owners
@@ -24,6 +24,7 @@ from distcheck.training.traces.layout import (
     memory_order,
 )
 from distcheck.training.traces.writer import TraceWriter
+from distcheck.training.whole_tensors import is_distributed, whole
 
 # Of "full_parameters", "full_gradients" or "full_state": whole tensors by name, where the strategy
 # holds them elsewhere than in the model and the optimizer; None where these hold what there is. A

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from distcheck.machine import seeds
 from distcheck.training.epoch_positions import Stretch, stretch_of
-from distcheck.training.loading import LoadedWorkload
+from distcheck.training.loaded import LoadedWorkload
 
 
 class Shards:

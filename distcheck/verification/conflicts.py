@@ -4,7 +4,7 @@ from distcheck.contract import Contract
 from distcheck.errors import UsageError
 from distcheck.records import Case
 from distcheck.training.jobs import CaseFacts
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 
 def check_loss(case: Case, strategy: LoadedStrategy) -> None:

@@ -47,7 +47,7 @@ from distcheck.verification.conflicts import (
     takes_loss,
 )
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 _SAMPLES = 8  # of which rows are counted: rows that were picked by their values are no multiple

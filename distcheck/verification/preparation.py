@@ -31,7 +31,8 @@ from distcheck.training.jobs import (
 from distcheck.training.traces.layout import TraceLayout
 from distcheck.verification import limits, loading_ends
 from distcheck.verification.case_run import CaseRun
-from distcheck.workloads.datasets import FILE_DATASETS, ArrayDescription
+from distcheck.workloads.datasets import FILE_DATASETS
+from distcheck.workloads.datasets.description import ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import blame
 from distcheck.worlds.launch import (

@@ -5,6 +5,7 @@ launch.py        starting a world of ranks, or a lone job
 pool.py          the front's side of the helper: start, kill, pump events
 kept.py          processes that stay from request to request
 jobs.py          what a process can be asked to do: the type of a job, and no job
+reporter.py      a forked process's line to the front
 messages.py      what front, helper and children say to each other; framing.py how it travels
 rendezvous.py    how the ranks of a world find each other
 shares.py        the ranks of a world that live in one place

@@ -7,12 +7,11 @@ imports the function that it names. This module knows what a job is, and no job.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-if TYPE_CHECKING:
-    from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -32,8 +31,8 @@ class Job(Generic[Asked, Answer]):
     descriptors: tuple[str, ...] = ()
 
     def does(
-        self, function: Callable[[Asked, Descriptors, "Reporter"], Answer]
-    ) -> Callable[[bytes, Descriptors, "Reporter"], bytes]:
+        self, function: Callable[[Asked, Descriptors, Reporter], Answer]
+    ) -> Callable[[bytes, Descriptors, Reporter], bytes]:
         """Declares the function that does the job, as a decorator. Raises TypeError for another
         than `target` names.
         """
@@ -43,7 +42,7 @@ class Job(Generic[Asked, Answer]):
         request = None if self.request is bytes else msgspec.msgpack.Decoder(self.request)
 
         @functools.wraps(function)
-        def run(payload: bytes, fds: Descriptors, reporter: "Reporter") -> bytes:
+        def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
             asked: Any = payload if request is None else request.decode(payload)
             return _encoded(function(asked, fds, reporter))
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from distcheck import backends
-from distcheck.backends import mpi
+from distcheck.backends.mpi.library import TORCH_NAME
 from distcheck.worlds import linux, postings
 
 _MARGIN_S = 120.0
@@ -89,7 +89,7 @@ def join(rendezvous: Rendezvous, listen_fd: int, *, registered: str = "") -> Any
             master_listen_fd=listen_fd if serving else None,
         )
     registered = registered or backends.register(rendezvous.backend)
-    if registered == mpi.TORCH_NAME:
+    if registered == TORCH_NAME:
         from distcheck.worlds.mpi.noting import note_calls
 
         note_calls(usual_limit_s)

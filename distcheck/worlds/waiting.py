@@ -13,15 +13,13 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted, Sizes
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.postings import HERE, Message, Note, Postings, is_theirs, op_name
-
-if TYPE_CHECKING:
-    from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
 # Where torch's Python code enters C++ code that waits for collectives: file, function (all: "").
@@ -45,7 +43,7 @@ _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"
 class Look:
     """Looks at this rank, and tells the front."""
 
-    def __init__(self, reporter: "Reporter", postings: Postings = HERE) -> None:
+    def __init__(self, reporter: Reporter, postings: Postings = HERE) -> None:
         self._reporter, self._postings = reporter, postings
         self._last: Any = None
         self._reported: Any = None

@@ -23,7 +23,8 @@ import pytest
 from distcheck import backends
 from distcheck.cli.commands.verify import command
 from distcheck.errors import ExitCode, UsageError
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
+from distcheck.plan.request import Request
 from distcheck.plan.settings import with_adaptation
 from distcheck.records import Case, Report
 from distcheck.verification.run import run_cases

@@ -12,8 +12,9 @@ from distcheck.cli import _group
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.explore.found import KeptCases
 from distcheck.plan import owners
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
+from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.store import trust
 from distcheck.store.bundle import open_bundle

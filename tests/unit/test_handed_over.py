@@ -14,7 +14,8 @@ from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.asked import adaptation_of
 from distcheck.training.adapters.forms.wrapper import Carrier
-from distcheck.training.loading import LoadedStrategy, load_strategy
+from distcheck.training.loaded import LoadedStrategy
+from distcheck.training.loading import load_strategy
 
 
 def loaded(tmp_path: Path, source: str, name: str = "f", **said: Any) -> LoadedStrategy:

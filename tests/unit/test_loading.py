@@ -11,7 +11,8 @@ from distcheck.cli.catalogue import catalogue, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.oracles.shards import stretch_sizes
-from distcheck.plan.cases import Request, check_request
+from distcheck.plan.cases import check_request
+from distcheck.plan.request import Request
 from distcheck.training import loading
 from distcheck.training.adapters import names
 

@@ -9,7 +9,8 @@ from distcheck import backends
 from distcheck.backends import mpi
 from distcheck.backends.mpi import library
 from distcheck.errors import CannotRunError
-from distcheck.plan.cases import Request, check_request
+from distcheck.plan.cases import check_request
+from distcheck.plan.request import Request
 
 
 def launcher(folder: Path, says: str, *, name: str = "mpirun") -> Path:

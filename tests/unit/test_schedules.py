@@ -7,7 +7,8 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.judge import schedules as judging
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
+from distcheck.plan.request import Request
 from distcheck.records.schedules import (
     Choice,
     Covered,

@@ -14,8 +14,8 @@ import pytest
 import distcheck
 from distcheck.cli.commands.verify import command
 from distcheck.contract import Contract
-from distcheck.plan.cases import Request
 from distcheck.plan.configuration import TAKES, OfAll, OfStrategy
+from distcheck.plan.request import Request
 from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, Asked
 from distcheck.records import Case
 

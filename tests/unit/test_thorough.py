@@ -15,9 +15,10 @@ from distcheck.cli.forecast import say_cost
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.explore.beside import _without, explore_beside
 from distcheck.plan import thorough
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
+from distcheck.plan.request import Request
 from distcheck.plan.thorough import Search, beside, widened
 from distcheck.records import Report
 from distcheck.records.searches import Explored

@@ -16,7 +16,7 @@ from distcheck.judge.diagnosis.combinations import readings
 from distcheck.judge.oracles.shares import Shares
 from distcheck.plan.source_files import promises
 from distcheck.records import expected_events as events
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.tokens import with_tokens
 from distcheck.training.traces.header import StepHeader
 from distcheck.verification.conflicts import check_global_sum, check_loss

@@ -16,8 +16,9 @@ from distcheck.judge.diagnosis import diagnose
 from distcheck.judge.diagnosis.facts import Facts, Match, NotFinite, StepFacts
 from distcheck.judge.diagnosis.gradients import explain, explain_step
 from distcheck.plan.case_remarks import notes_on
-from distcheck.plan.cases import Request, check_request, plan_cases
+from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
+from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
 from distcheck.training.sharding import Shards

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
+from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
 
 LATE_S = 1.0  # longer than it takes to prove a hang

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from distcheck.worlds import scratch
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
+from distcheck.worlds.reporter import Reporter
 
 
 class Asked(msgspec.Struct):

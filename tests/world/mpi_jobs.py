@@ -20,8 +20,8 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
+from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")

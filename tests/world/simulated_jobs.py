@@ -25,13 +25,14 @@ from torch.distributed import ReduceOp
 from distcheck.machine import seeds
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.records import Case
-from distcheck.training.building import open_ingredients, whole
+from distcheck.training.building import open_ingredients
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.rank import Unwatched
+from distcheck.training.whole_tensors import whole
 from distcheck.worlds.jobs import LISTEN, Descriptors
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.rendezvous import join
+from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked, _join
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

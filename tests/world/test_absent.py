@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import Step
-from distcheck.plan.cases import Request, plan_cases
+from distcheck.plan.cases import plan_cases
+from distcheck.plan.request import Request
 from distcheck.records import Case, Report
 from distcheck.verification.progress import NOT_FINISHED, Silent
 from distcheck.verification.run import RunOptions, verify_cases

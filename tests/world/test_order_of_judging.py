@@ -32,8 +32,8 @@ from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.pool import Pool
+from distcheck.worlds.reporter import Reporter
 from tests.world.test_kinks import AtAKink
 
 STEPS = 6

@@ -14,7 +14,7 @@ import distcheck
 from distcheck.errors import ExitCode, LeftOutError, NotSimulatedError
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.plan import cases as plan
-from distcheck.plan.cases import Request
+from distcheck.plan.request import Request
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds import blame

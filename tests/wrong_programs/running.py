@@ -16,10 +16,10 @@ from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
 from distcheck.worlds.jobs import LISTEN, Descriptors
 from distcheck.worlds.launch import job_result, run_until_over, start_job
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
+from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated.requests import SEARCH, HostRequest, SearchRequest
 from tests.world.jobs import Asked
 from tests.world.launching import run_to_end, start

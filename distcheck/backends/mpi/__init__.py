@@ -18,8 +18,8 @@ group.py     the process group
 import importlib.util
 
 from distcheck.backends.mpi import library
+from distcheck.backends.mpi.library import TORCH_NAME
 
-TORCH_NAME = "distcheck_mpi"
 INSTALL = "pip install 'distcheck[mpi]'"
 
 

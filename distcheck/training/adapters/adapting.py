@@ -23,7 +23,7 @@ from distcheck.training.adapters.source import function_of
 from distcheck.training.adapters.start_up import StartUp
 from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.definitions import source_line
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 # Forms that need a forward or backward pass, or a piece of the parameters, on every rank.
 _COMPUTING = (

@@ -11,7 +11,7 @@ from distcheck.training.adapters.gradients import Stillness, take_back, wait_for
 from distcheck.training.adapters.gradients import present as with_gradients
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.building import is_distributed
+from distcheck.training.whole_tensors import is_distributed
 
 Pairs = list[tuple[nn.Parameter, torch.Tensor]]
 _HOOKS = (

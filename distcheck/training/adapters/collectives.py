@@ -11,7 +11,8 @@ from distcheck.training.adapters.gradients import present, take_back, wait_for
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 
 def adapt_collective(target: Target, scene: Scene, *, divide: bool) -> LoadedStrategy:

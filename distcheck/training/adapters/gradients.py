@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distcheck.errors import UsageError
-from distcheck.training.building import is_distributed
+from distcheck.training.whole_tensors import is_distributed
 
 _DESCENDS = 0.5  # cosine; parameters and their gradients are about at right angles
 

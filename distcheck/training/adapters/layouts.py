@@ -25,8 +25,8 @@ from distcheck.errors import UsageError
 from distcheck.records.mesh import Mesh
 from distcheck.training.adapters.over_pieces import OverPieces
 from distcheck.training.adapters.pieces import Pieces
-from distcheck.training.building import is_distributed
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
+from distcheck.training.whole_tensors import is_distributed
 
 Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
 _ACCESSORS = ("full_parameters", "full_gradients")

@@ -12,7 +12,8 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.layouts import laid_out
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 ScaleLoss = Callable[[torch.Tensor, Step], torch.Tensor]
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -30,7 +30,7 @@ from distcheck.training.traces import seal
 from distcheck.training.traces.layout import ENTRY, Kind, Source, State, TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 _IN_PAIRS = (torch.complex32, torch.complex128)
 # What files raise that are not as they were written, or whose about.json was edited.

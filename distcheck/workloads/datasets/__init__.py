@@ -9,8 +9,6 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 
@@ -19,21 +17,6 @@ if TYPE_CHECKING:
 
 SYNTHETIC = "synthetic"
 FILE_DATASETS = ("cifar10", "mnist")
-
-
-class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes are, and their digest; `mean` and `std` are per channel, for pixels scaled to
-    0..1.
-    """
-
-    shape: tuple[int, int, int]
-    classes: int
-    train_size: int
-    test_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    digest: str
-    note: str = ""
 
 
 def dataset_names() -> dict[str, str]:

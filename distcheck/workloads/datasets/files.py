@@ -14,12 +14,13 @@ import msgspec
 import torch
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.workloads.datasets import ArrayDescription, dataset_names
+from distcheck.workloads.datasets import dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
+from distcheck.workloads.datasets.description import ArrayDescription
 from distcheck.workloads.datasets.job import PREPARE, PrepareRequest
 from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 
 MOST_BYTES = 1 << 30  # of an archive, unpacked: five times what the published ones take
 

@@ -26,55 +26,16 @@ from distcheck.errors.masking import masked
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
 from distcheck.worlds import flight, linux, messages, postings
-from distcheck.worlds.framing import frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.mpi import segments
+from distcheck.worlds.reporter import Reporter, flush, leave
 from distcheck.worlds.waiting import LOOK_EVERY_S, Look
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
 
-_leave = os._exit  # which a child replaces by what tells of it
 _LAST_WORDS_S = 0.2  # to the caller of os._exit, whose lock may be held by the very same thread
-
-
-class Reporter:
-    """A child's line to the front. Its methods may be called from any thread."""
-
-    def __init__(self, events_fd: int) -> None:
-        self._fd = events_fd
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self.tell_stacks: Callable[[], None] | None = (
-            None  # of a job that knows better what it does
-        )
-
-    def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Sends one event; a front that is gone is not a reason to fail. With `patience_s`, not if
-        another is being sent for longer. A process that this one forked, and that has run on into
-        what only this one may do, ends here.
-        """
-        if os.getpid() != self._pid:
-            sys.stderr.write("distcheck: a fork of this rank ran on as if it were the rank\n")
-            _flush()
-            _leave(0)
-        if not self._lock.acquire(timeout=patience_s):
-            return
-        try:
-            write_all(self._fd, frame(event))
-        except BrokenPipeError:
-            _leave(1)
-        finally:
-            self._lock.release()
-
-    def progress(self, step: int, phase: str) -> None:
-        """Says which phase of which step begins: the sign of life that deadlines watch."""
-        self.send(messages.Progress(step, phase))
-
-    def say(self, payload: bytes) -> None:
-        """Tells the front something that only this job's starter understands."""
-        self.send(messages.Said(payload))
 
 
 Target = Callable[[bytes, Descriptors, Reporter], bytes]
@@ -100,19 +61,19 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
         postings.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
-        _flush()
+        flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
         look.over = True
         os.read(fds[RELEASE], 1)  # linger: a rank that leaves tears the mesh under its peers
     except BaseException as error:
-        _flush()
+        flush()
         reporter.send(as_event(error))
         code = 1
     finally:
-        _flush()
+        flush()
         if "mpi4py.MPI" in sys.modules:
             segments.remove(segments.own_segments())
-        _leave(code)
+        leave(code)
 
 
 def _tell_before_exit(reporter: Reporter) -> None:
@@ -129,7 +90,7 @@ def _tell_before_exit(reporter: Reporter) -> None:
                 said = messages.Stacks(stack, last_collective(), flight.latest())
                 reporter.send(said, patience_s=_LAST_WORDS_S)
         finally:
-            _leave(status)
+            leave(status)
 
     # It is pickled by name, as a job for another process, which has its own.
     tell_and_leave.__module__ = "os"
@@ -213,12 +174,6 @@ def keep_folder() -> None:
 
 class _FolderError(RuntimeError):
     """A rank removes or renames the working directory."""
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 def as_event(error: BaseException) -> messages.Raised:

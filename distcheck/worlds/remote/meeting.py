@@ -19,8 +19,8 @@ import psutil
 
 from distcheck.errors import CannotRunError
 from distcheck.worlds.jobs import Descriptors, Job
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.remote import secret
+from distcheck.worlds.reporter import Reporter
 
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1

@@ -23,8 +23,8 @@ from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import child
-from distcheck.worlds.local.child import Reporter
 from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import leaks, limits
 from distcheck.worlds.simulated import world as simulated
 from distcheck.worlds.simulated.baton import Runner, State

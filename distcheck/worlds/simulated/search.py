@@ -32,7 +32,7 @@ from distcheck.records.schedules import (
 from distcheck.worlds import messages
 from distcheck.worlds.framing import Frames, frame, write_all
 from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.local.child import Reporter
+from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated.host import Host
 from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
 from distcheck.worlds.simulated.rounds import NOT_SEEN, TURNS, Tree, drawn

@@ -10,7 +10,7 @@ from distcheck.training.adapters.free_names import Reached
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import function_of
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 56
 EXAMPLE = "f(model), which averages parameters, called after the optimizer's step"

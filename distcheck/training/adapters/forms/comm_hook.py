@@ -11,7 +11,8 @@ from distcheck.contract import contract_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 10
 EXAMPLE = "hook(state, bucket) or hook(bucket), registered with DDP; --arg state=..."

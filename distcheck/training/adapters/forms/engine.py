@@ -12,9 +12,10 @@ from distcheck.contract import Batch, Build, LossOf, Step, contract_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
+from distcheck.training.definitions import source_file
 from distcheck.training.engines import Engine, EngineModule, EngineOptimizer
 from distcheck.training.frameworks import not_installed
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 45
 EXAMPLE = (

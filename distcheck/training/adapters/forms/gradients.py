@@ -11,7 +11,8 @@ from distcheck.training.adapters.gradients import present, take_back, wait_for
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 61
 EXAMPLE = "f(grads), a list of tensors, in place or returning a list; f(grad_in, grad_out)"

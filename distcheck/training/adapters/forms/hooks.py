@@ -8,7 +8,8 @@ from distcheck.training.adapters.forms.context import is_context_function
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 40
 EXAMPLE = "f(model), called once: registers hooks that synchronise during backward"

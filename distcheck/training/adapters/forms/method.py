@@ -19,7 +19,8 @@ from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 30
 EXAMPLE = "FILE.py:Class.method; self.model and the like are filled in, more by --arg self.x=..."

@@ -11,7 +11,8 @@ from distcheck.training.adapters.after_backward import AfterBackward, returned
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, counts
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 90
 EXAMPLE = "f(model), f(model, world_size, group, ...), called after backward"

@@ -14,7 +14,8 @@ from distcheck.training.adapters.forms.own_optimizer import Watched
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 15
 EXAMPLE = "class Wrapper(optimizer, ...) with step(), which synchronises before the inner step"

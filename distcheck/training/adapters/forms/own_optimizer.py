@@ -22,7 +22,8 @@ from distcheck.training.adapters.forms.steps_inside import RATE, take_gradients
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 16
 EXAMPLE = "class DistributedSGD(torch.optim.SGD), whose step() synchronises first"

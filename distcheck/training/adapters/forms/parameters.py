@@ -7,7 +7,8 @@ from distcheck.training.adapters.after_backward import AfterBackward, returned
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, wants_list
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 60
 EXAMPLE = "f(params), which works on every p.grad"

@@ -17,7 +17,7 @@ from distcheck.training.adapters.pieces import Pieces
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 18
 EXAMPLE = (

@@ -17,7 +17,8 @@ from distcheck.training.adapters.gradients import present
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target, named_parameters, takes_any_name
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 14
 EXAMPLE = "class Sharded(params, optimizer_cls, **kwargs); distcheck averages the gradients"

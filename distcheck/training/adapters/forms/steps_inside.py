@@ -29,7 +29,8 @@ from distcheck.training.adapters.gradients import wait_for
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy, source_file
+from distcheck.training.definitions import source_file
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 55
 EXAMPLE = "f(model, lr), which takes the step of plain SGD itself: p.data -= lr * p.grad"

@@ -4,7 +4,7 @@ from distcheck.training.adapters.methods import as_strategy, has_methods
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 0
 EXAMPLE = "an object or class with wrap(model), backward(), sync() or scale_loss()"

@@ -3,7 +3,7 @@
 from distcheck.training.adapters.collectives import adapt_collective
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 62
 EXAMPLE = "f(tensor), f(send, recv) or tensor = f(tensor), which leaves the mean"

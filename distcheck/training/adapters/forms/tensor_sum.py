@@ -3,7 +3,7 @@
 from distcheck.training.adapters.collectives import adapt_collective
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import LoadedStrategy
+from distcheck.training.loaded import LoadedStrategy
 
 PRECEDENCE = 1000
 EXAMPLE = "the same, which leaves the sum; distcheck divides it by the number of ranks"

@@ -1,0 +1,13 @@
+"""What `verify` was asked for, before it becomes cases. No torch."""
+
+from distcheck.plan.settings import Settings
+from distcheck.records import Adaptation, Delay
+
+
+class Request(Settings, frozen=True, kw_only=True):
+    """What `distcheck verify` was asked for; the options' own names."""
+
+    adaptation: Adaptation = Adaptation()
+    ranks_here: int | None = None  # of a launcher's world, on this machine
+    cell_worlds: tuple[int, ...] = ()  # of `worlds`, those in which cells run; none: all
+    delays: tuple[Delay, ...] = ()

@@ -1,0 +1,89 @@
+"""What is loaded: a strategy with all that it may leave out, and a workload."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from distcheck.contract import Batch, Build, Contract, LossOf, Samples, Step, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build_optimizer(
+    build: Build, parameters: "Iterable[torch.nn.Parameter]"
+) -> "torch.optim.Optimizer":
+    """What a strategy without a word on the optimizer leaves it to be."""
+    return build(parameters)
+
+
+def _same_module(model: "torch.nn.Module") -> "torch.nn.Module":
+    return model
+
+
+def _same_loss(loss: "torch.Tensor", step: Step) -> "torch.Tensor":
+    return loss
+
+
+def _nothing(model: "torch.nn.Module", step: Step) -> None:
+    return None
+
+
+def _no_close() -> None:
+    return None
+
+
+def _buffers_are_there() -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedStrategy:
+    """A strategy with every optional method filled in; `file` and `line` are where it was
+    defined, 0 where no line is known.
+
+    `backward` is None where one forward and backward over the whole shard will do. `begun` is
+    called before every forward. `zero_grad` is called in place of the optimizer's; None where the
+    strategy does not define it. `update` says where gradients are final: before the `loop`
+    begins the optimizer's step; where an `optimizer` around another begins that one's; or where
+    `sync` begins it, which then takes the step itself. `full` gives whole tensors by an
+    accessor's name, where model and optimizer may not hold them (`recorder.Full`). `buffers` puts
+    those of all ranks into the whole model, and says whether it has all; every rank calls it. An
+    `engine` may
+    take long to be set up. `clip` is None where torch's function is called. `note` says which form
+    the code was taken as, where it was not written for distcheck.
+    """
+
+    contract: Contract
+    file: str
+    line: int = 0
+    wrap: "Callable[[torch.nn.Module], torch.nn.Module]" = _same_module
+    scale_loss: "Callable[[torch.Tensor, Step], torch.Tensor]" = _same_loss
+    sync: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    begun: "Callable[[torch.nn.Module, Step], None]" = _nothing
+    zero_grad: "Callable[[torch.nn.Module, Step], None] | None" = None
+    clip: "Callable[[torch.nn.Module, float], None] | None" = None
+    close: Callable[[], None] = _no_close
+    optimizer: "Callable[[Build, Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = (
+        build_optimizer
+    )
+    backward: "Callable[[LossOf, Batch, Step], torch.Tensor | None] | None" = None
+    full: "Callable[[str], Any] | None" = None
+    buffers: Callable[[], bool] = _buffers_are_there
+    engine: bool = False
+    update: Literal["loop", "optimizer", "sync"] = "loop"
+    note: str = ""
+
+    @property
+    def syncs(self) -> bool:
+        """Whether there is a sync() to call after backward."""
+        return self.sync is not _nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedWorkload:
+    """A workload; `own_samples` and `sampler` are None where it leaves them to distcheck."""
+
+    workload: Workload
+    own_samples: Callable[[], Samples] | None
+    sampler: Callable[[int, int, int, int, int], Sequence[int]] | None
