@@ -6,7 +6,6 @@ import torch
 
 from distcheck.job import against_reference
 from distcheck.job.accepting import is_rate
-from distcheck.job.between_passes import between_passes
 from distcheck.job.checks.exchange import local_gradients, token_weights
 from distcheck.job.checks.ranks import BEFORE_UNSCALE, parted_before, written_before
 from distcheck.job.checks.samples import ALIKE
@@ -39,14 +38,14 @@ def diagnose(
     step = _first_step(failed)
     if ("gradients", ROUNDING) in failed:
         step_at = _step_of(failed["gradients", ROUNDING])
-        found += [*between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
+        found += [*_between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
     elif "clipping" in checks:
         found.append(_of_clipping(step))
     if ("accumulation", NO_LAYER) in failed:
-        found += between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
+        found += _between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
     if "loss scale" in checks:
         result = next(r for (check, _), r in failed.items() if check == "loss scale")
-        between = between_passes(job, _step_of(result))
+        between = _between_passes(job, _step_of(result))
         found += [one for one in between if one.cause == "lost-micro-batch"] or [
             *_of_loss_scale(failed)
         ]
@@ -174,6 +173,33 @@ def _of_clipping(step: int) -> Diagnosis:
         f"step {step}: what the optimizer was given is not the exchanged gradient times the factor "
         "that clipping's own norm gives",
     )
+
+
+def _between_passes(job: Recording, step: int) -> Iterator[Diagnosis]:
+    """Why gradients are not what the passes of this step have added up to, where that shows."""
+    record = job.records[0, step]
+    passes = [one for one in record.passes if one.loss is not None]
+    dropped = [number for number, one in enumerate(passes) if not one.live]
+    early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
+    if dropped:
+        yield name_cause(
+            "lost-micro-batch",
+            f"step {step}: of {len(passes)} backward passes number {dropped[-1]} (from 0) "
+            "is in no gradient that the optimizer got",
+            "job",
+        )
+    elif record.carried:
+        yield name_cause(
+            "accumulated-gradient",
+            f"step {step}: the gradients of the last step are still in those that it got",
+            "job",
+        )
+    elif early:
+        yield name_cause(
+            "clip-in-accumulation",
+            f"step {step}: gradients were clipped after {early[0]} of "
+            f"{len(record.passes)} backward passes, and added to afterwards",
+        )
 
 
 def _of_exchange(job: Recording, step: int) -> Iterator[Diagnosis]:

@@ -5,7 +5,7 @@ as `unexplained`, with what was seen. Causes that the evidence cannot tell apart
 
 One file a family: `outcomes` (ranks that did not finish), `state` (data, initial state, buffers,
 optimizer, reruns), `beside` (updates, losses, bits, accepted designs), and under `gradients`
-`weights`, `parts`, `earlier` and `precision`. They see
+`weights`, `parts` and `precision`. They see
 plain numbers (`facts`), which `observation` measures in a process of its own, and only for cases
 that failed.
 """
@@ -19,7 +19,6 @@ from distcheck.judge.diagnosis import (
     beside,
     gradients,
     layouts,
-    loss_contract,
     outcomes,
     state,
 )
@@ -27,7 +26,7 @@ from distcheck.judge.diagnosis.facts import Facts
 from distcheck.judge.diagnosis.wording import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
-from distcheck.records.causes import name_cause
+from distcheck.records.causes import name_cause, suggested
 from distcheck.records.layers import BITWISE, ROUNDING
 
 
@@ -67,7 +66,7 @@ def diagnose(
         found += _of_update(failed, facts, found) + beside.of_loss(failed)
     if not found:
         found.append(_unexplained(failed, facts))
-    return loss_contract.with_hint(found, facts) + state.same_randomness(facts)
+    return _with_loss_contract(found, facts) + state.same_randomness(facts)
 
 
 def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
@@ -193,3 +192,27 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
             f"{where(first)}, actual {first.first.actual}, expected {first.first.expected}",
         )
     ]
+
+
+# What another factor on the loss may look like; anything else is not explained by it.
+_BY_SCALE = (
+    "missing-division", "double-division", "wrong-divisor", "unweighted-mean", "unweighted-tokens",
+    "padding-counted",
+)  # fmt: skip
+
+
+def _with_loss_contract(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:
+    """The same causes; the first that a loss contract would explain says so. Only where all that
+    was recorded is right under that contract, which was computed, not guessed.
+    """
+    chosen = next((d for cause in _BY_SCALE for d in found if d.cause == cause), None)
+    chosen = chosen or next((d for d in found if d.cause == "unexplained"), None)
+    if chosen is None or not facts.right_under:
+        return list(found)
+    names = " or ".join(f"--loss {name}" for name in facts.right_under)
+    hinted = msgspec.structs.replace(
+        chosen,
+        evidence=f"{chosen.evidence}; every gradient of every rank and step is right under {names}",
+        suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
+    )
+    return [hinted if d is chosen else d for d in found]

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import msgspec
 
-from distcheck.judge.diagnosis import earlier, parts, precision, weights
+from distcheck.judge.diagnosis import parts, precision, weights
 from distcheck.judge.diagnosis.combinations import all_parallel, distance
 from distcheck.judge.diagnosis.facts import Facts, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import (
@@ -25,7 +25,7 @@ from distcheck.judge.diagnosis.wording import (
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-FAMILIES: tuple[ModuleType, ...] = (weights, parts, earlier, precision)
+FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
 
 
 def explain(facts: Facts) -> list[Diagnosis]:

@@ -1,4 +1,6 @@
-"""Causes that show in which elements are right, and in whose gradient a parameter got."""
+"""Causes that show in which elements are right, and in whose gradient a parameter got: another
+parameter's, or that of an earlier step.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +15,8 @@ _LEAST_OF_A_KIND = 4  # elements over all ranks: of fewer, all may be such by ch
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Every cause that explains these parameters on all ranks."""
     found = _partial(step, parameters)
-    return [*(found or _other_kinds(step, parameters)), *_order(step, parameters)]
+    found = found or _other_kinds(step, parameters)
+    return [*found, *_order(step, parameters), *_earlier(step, parameters)]
 
 
 def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
@@ -118,6 +121,34 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
         what = "the elements are those of the mean over all samples, and stand in other places"
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     return []
+
+
+def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
+    """What earlier steps left: a gradient that is stale, or added to."""
+    where = f"step {step.step}, {parameters_text(step, parameters)}"
+
+    def are(kind: str, past: int) -> bool:
+        matches = [m for m in step.matches if m.kind == kind and m.step == past]
+        return _all_match(parameters, matches)
+
+    found = [
+        name_cause(
+            "stale-gradient", f"{where}: ranks hold the mean over all samples of step {past}"
+        )
+        for past in range(step.step)
+        if are("earlier", past)
+    ]
+    for past in range(step.step):
+        kinds = [k for k in ("sum", "added") if are(k, past)]
+        if kinds:
+            what = (
+                f"the means of steps {past} to {step.step} added up"
+                if kinds[0] == "sum"
+                else f"this step's mean, added to what they held at step {past}"
+            )
+            found.append(name_cause("accumulated-gradient", f"{where}: ranks hold {what}"))
+            break
+    return found
 
 
 def _all_match(parameters: Sequence[ParameterFacts], matches: Sequence[Match]) -> bool:
