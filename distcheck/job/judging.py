@@ -44,14 +44,16 @@ def judge(
     agreed: frozenset[int] = frozenset()
     if reference is not None:
         compared, agreed = with_reference(job, reference)
+    seen_steps = () if reference is None else reference.replayed.steps
+    folded = [] if reference is None else [*accumulation(job, reference)]
+    # It has judged the scale of losses that are not torch's, too, but not that of terms.
+    scaled = bool(folded) and all(seen.folded != "terms" for seen in seen_steps)
     if job.steps:
-        results += checks.without_reference(job, agreed)
+        results += checks.without_reference(job, agreed, folded=scaled)
     if reference is not None:
         results = [r for r in results if r.reason != NOT_SEEN]  # a note says so
         results += compared
-        folded = [*accumulation(job, reference)]
-        # It has judged the scale of losses that are not torch's, too, but not that of terms.
-        if folded and all(seen.folded != "terms" for seen in reference.replayed.steps):
+        if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
     elif not (not_finite or asked.no_reference or asked.from_step or job.divided_by):

@@ -277,6 +277,26 @@ def test_one_seed_for_all_masks_is_a_remark_and_strictly_a_failure(
     assert [one.cause for one in named] == ["same-randomness"]
 
 
+@pytest.mark.parametrize(("divides", "cause"), [(1.0, "accumulation-not-scaled"), (2.0, "")])
+def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_batch(
+    divides: float, cause: str, tmp_path: Path
+) -> None:
+    """As with dropout; a script may divide gradients between the exchange and clipping."""
+
+    def sums(facts: Facts) -> None:
+        facts.passes = [replaced(facts.a_pass(n), draws=True) for n in range(2)]
+        facts.clips = (Clip(kind="norm", most=1.0, norm=4.0, passes=2),)
+        facts.at_step = {n: g / divides / (4 + 1e-6) for n, g in facts.raw.items()}
+
+    job = make(tmp_path, sums)
+    alone = reference(job, tmp_path, clipped=1 / divides / (4 + 1e-6), loss=4.0)
+    asked = Asked(words=("python", "train.py"), steps=3)
+    case = judging.judge(asked, job, Ran(0, ()), alone, "")
+    assert [one.cause for one in case.diagnosis if one.cause != "clip-by-local-norm"] == (
+        [cause] if cause else []
+    )
+
+
 # -- causes ----------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,13 @@ from distcheck.records import CheckResult
 Check = Callable[[Recording, Sequence[int]], CheckResult | None]
 
 
-def without_reference(job: Recording, agreed: Collection[int] = ()) -> list[CheckResult]:
+def without_reference(
+    job: Recording, agreed: Collection[int] = (), *, folded: bool = True
+) -> list[CheckResult]:
     """Every check that needs the job alone, in the order of the report. At steps that `agreed` with
-    the reference, what looks at gradients on their way has nothing to say against.
+    the reference, what looks at gradients on their way has nothing to say against. Of the scale of
+    an accumulated loss that is so where accumulation was compared with one batch (`folded`): one
+    process makes the same mistake.
     """
     return [
         samples.disjoint(job),
@@ -28,7 +32,7 @@ def without_reference(job: Recording, agreed: Collection[int] = ()) -> list[Chec
         *ranks.random_streams(job),
         *_outranked(exchange.gradients, job, agreed),
         *_outranked(exchange.clipping, job, agreed),
-        *_outranked(exchange.loss_scale, job, agreed),
+        *_outranked(exchange.loss_scale, job, agreed if folded else ()),
         exchange.carried(job),
         ranks.settings(job),
         *ranks.scaler(job),

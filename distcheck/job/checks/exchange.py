@@ -8,6 +8,7 @@ from distcheck.job import sketches
 from distcheck.job.checks import terms
 from distcheck.job.fitting import fit, mean, of_rank
 from distcheck.job.reading import Recording
+from distcheck.job.recording import StepRecord
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.rounding import interval
@@ -190,19 +191,24 @@ def clipping(job: Recording, steps: Sequence[int]) -> CheckResult | None:
             if record.skipped or any(clip.kind != "norm" for clip in record.clips):
                 continue
             for name in job.parameters(step):
-                clips = [one for one in record.clips if not one.names or name in one.names]
-                factor = 1.0
-                for clip in clips:
-                    if clip.most is not None and clip.norm is not None:
-                        factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
                 raw = job.gradient("raw", rank, step, name)
                 clipped = job.gradient("step", rank, step, name)
                 if raw is not None and clipped is not None and record.whole:
                     tally.add(
-                        _multiplied(clipped, raw, factor, 2 * len(clips) + 4),
+                        _multiplied(clipped, raw, *_clipped_by(record, name)),
                         parameter=name, rank=rank, step=step,
                     )  # fmt: skip
     return tally.result()
+
+
+def _clipped_by(record: StepRecord, name: str) -> tuple[float, int]:
+    """What clipping by norm multiplies a parameter's gradient by, and in how many roundings."""
+    clips = [one for one in record.clips if not one.names or name in one.names]
+    factor = 1.0
+    for clip in clips:
+        if clip.most is not None and clip.norm is not None:
+            factor *= min(1.0, clip.most / (clip.norm + 1e-6))  # derived: torch's own
+    return factor, 2 * len(clips) + 4
 
 
 def _multiplied(
@@ -262,9 +268,15 @@ def divided_later(job: Recording, step: int) -> float:
     if passes < 2 or factors is None or any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
     local = [of_rank(job, "local", rank, step) for rank in range(job.world)]
-    fitted = fit(of_rank(job, "raw", 0, step), mean(local, [1 / job.world] * job.world))
-    found = fitted[0][0] if fitted is not None else 1.0
-    return 1 / passes if abs(found * passes - 1) <= _SAME_FACTOR else 1.0
+    record, own = job.records[0, step], mean(local, [1 / job.world] * job.world)
+    given = {
+        name: None if one is None else one.double() / (_clipped_by(record, name)[0] or 1.0)
+        for name, one in of_rank(job, "step", 0, step).items()
+    }
+    for fitted in (fit(of_rank(job, "raw", 0, step), own), fit(given, own)):
+        if fitted is not None and abs(fitted[0][0] * passes - 1) <= _SAME_FACTOR:
+            return 1 / passes
+    return 1.0
 
 
 def _times(job: Recording, step: int) -> list[float] | None:
