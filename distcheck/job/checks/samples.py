@@ -2,8 +2,8 @@
 
 Which sample it is, says the index that a loader's sampler gave. Where there is none, its content
 does, and rows that one rank has twice in an epoch of its own say nothing. Where ranks have the same
-indices and what they read for them differs, each has a data set of its own: unless reading them
-draws random numbers, or leaves some part of every sample the same.
+indices and what they read for them differs, each has a data set of its own: unless that leaves some
+part of every sample the same. Where reading draws random numbers, too, it is not known.
 """
 
 from collections import Counter
@@ -31,6 +31,7 @@ class _Trained:
 
     batches: dict[tuple[int, Place], tuple[int, Batch]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)  # loaders of which each rank has its own data
+    unclear: set[int] = field(default_factory=set)  # and of which that, or augmentation, is seen
 
 
 def samples(job: Recording, rank: int, step: int, trained: "_Trained") -> list[Key]:
@@ -61,10 +62,7 @@ def disjoint(job: Recording) -> CheckResult:
                 said = f"have {shared} samples in common"
             else:
                 continue
-            tally.fail(
-                f"step {step}: ranks {one} and {two} {said}",
-                parameter="samples", rank=two, step=step,
-            )  # fmt: skip
+            _report(tally, trained, f"step {step}: ranks {one} and {two} {said}", two, step)
     result = tally.result()
     if result.verdict != "fail":
         _within_epochs(job, tally, trained)
@@ -90,25 +88,27 @@ def _trained(job: Recording) -> _Trained:
     }
     found.batches = {key: value for key, value in found.batches.items() if key in used}
     for loader in {batch.loader for _, batch in found.batches.values()}:
-        if _each_has_its_own(job, found, loader):
-            found.own.add(loader)
+        differs, drawn = _each_has_its_own(job, found, loader)
+        if differs:
+            (found.unclear if drawn else found.own).add(loader)
     return found
 
 
-def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> bool:
-    """Whether one index of a loader is another sample on every rank."""
+def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> tuple[bool, bool]:
+    """Whether one index of a loader is another sample on every rank, and whether reading drew."""
     by_index: dict[int, dict[int, tuple[int, Batch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
         for row, index in enumerate(batch.indices if place[0] == loader else ()):
             by_index.setdefault(index, {}).setdefault(rank, (step, batch, row))
     met = [[*ranks.items()][:2] for ranks in by_index.values() if len(ranks) > 1]
-    if not met or any(batch.drawn for pair in met for _, (_, batch, _) in pair):
-        return False
+    if not met:
+        return False, False
     kept = [0] * max(len(pair[0][1][1].leaves) for pair in met)
     for pair in met[:_MOST]:
         one, two = (_parts(job, rank, *about) for rank, about in pair)
         kept = [count + (a == b) for count, a, b in zip(kept, one, two, strict=False)]
-    return len(met[:_MOST]) not in kept
+    drawn = any(batch.drawn for pair in met for _, (_, batch, _) in pair)
+    return len(met[:_MOST]) not in kept, drawn
 
 
 def _parts(job: Recording, rank: int, step: int, batch: Batch, row: int) -> list[str]:
@@ -134,10 +134,20 @@ def _within_epochs(job: Recording, tally: Tally, trained: _Trained) -> None:
         for one, two in combinations(sorted(by_rank), 2):
             shared = len((by_rank[one].keys() & by_rank[two].keys()) - twice)
             if shared >= job.world:
-                tally.fail(
-                    f"epoch {epoch}: {shared} samples of rank {one} are among those of rank {two}",
-                    parameter="samples", rank=two, step=job.steps[0],
-                )  # fmt: skip
+                said = (
+                    f"epoch {epoch}: {shared} samples of rank {one} are among those of rank {two}"
+                )
+                _report(tally, trained, said, two, job.steps[0])
+
+
+def _report(tally: Tally, trained: _Trained, said: str, rank: int, step: int) -> None:
+    if trained.unclear:
+        tally.missing(
+            f"{said} by their indices, and what ranks read for these differs in every part: each "
+            "has data of its own, or they augment the same; run the job once without augmentation"
+        )
+    else:
+        tally.fail(said, parameter="samples", rank=rank, step=step)
 
 
 def _drawn_alike(job: Recording, tally: Tally, trained: _Trained) -> None:
