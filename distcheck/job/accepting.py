@@ -1,7 +1,8 @@
 """Deviations from one process that a script means: `distcheck job --accept CAUSE`.
 
-Two of them are so common that they are remarks, unless `--strict` is given: one seed for the
-dropout of all ranks, and a learning rate that is multiplied by the number of ranks, or its root.
+Some are so common that they are remarks, unless `--strict` is given: one seed for the dropout of
+all ranks, a learning rate that is multiplied by the number of ranks, or its root, and accelerate's
+own way of stepping a schedule once per rank.
 Something else is expected of them as of an accepted cause.
 
 An accepted cause fails no check. What it promises instead is checked: a learning rate that grows
@@ -63,8 +64,9 @@ def remarkable(
     if reference is None or not alike:
         return (RANDOMNESS,)
     scaling = (float(job.world), math.sqrt(job.world))
-    is_rule = any(abs(_factor(job, reference) - by) <= _SAME_RATE * by for by in scaling)
-    return (RANDOMNESS, RATES) if is_rule else (RANDOMNESS,)
+    if any(abs(_factor(job, reference) - by) <= _SAME_RATE * by for by in scaling):
+        return (RANDOMNESS, RATES)
+    return (RANDOMNESS, SCHEDULE) if job.ranks[0].schedules_by else (RANDOMNESS,)
 
 
 def accept(

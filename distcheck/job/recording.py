@@ -215,6 +215,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0  # the process that has started it
     wrapper: str = ""
     divided_by: str = ""
+    schedules_by: str = ""  # accelerate, where its schedules step once per rank
 
 
 def digest(data: bytes | memoryview) -> str:

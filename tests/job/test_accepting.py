@@ -1,9 +1,11 @@
 """Deviations that are meant: an accepted cause fails nothing, and what it promises is checked."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
@@ -87,6 +89,25 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
     (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]
     assert rates.verdict == "fail"
     assert "weight_decay" in rates.reason
+
+
+@pytest.mark.parametrize(("by", "remark"), [("accelerate", True), ("", False)])
+def test_a_schedule_that_accelerate_steps_once_per_rank_is_a_remark(
+    by: str, remark: bool, tmp_path: Path
+) -> None:
+    def per_rank(facts: Facts) -> None:
+        facts.groups = ({"lr": 2.0 + 4 * facts.step},)
+
+    job = make(tmp_path, per_rank, steps=5)
+    job = replace(job, ranks=tuple(structs.replace(one, schedules_by=by) for one in job.ranks))
+    alone = reference(job, tmp_path, lr=lambda step: 2.0 + 2 * step)
+    results = judged(job, alone)
+    kinds = accepting.remarkable(job, alone, results)
+    assert (accepting.SCHEDULE in kinds) == remark
+    named = causes.diagnose(job, results, alone)
+    found = accepting.accept(kinds, job, alone, results, named)
+    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]
+    assert rates.verdict == ("pass" if remark else "fail")
 
 
 @pytest.mark.parametrize(("by", "verdict"), [(2.0, "pass"), (1.9, "fail")])

@@ -101,6 +101,22 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
     assert case["world"] == 2
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [(), ("--strict",)], ids=["usual", "strict"])
+def test_accelerates_own_way_of_stepping_a_schedule_is_a_remark(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = (FOLDER / "with_accelerate.py").read_text()
+    asked = "step_scheduler_with_optimizer=False"
+    assert text.count(asked) == 1
+    script = tmp_path / "with_accelerate.py"
+    script.write_text(text.replace(asked, "step_scheduler_with_optimizer=True"))
+    code, case = judge(script, tmp_path, "--steps", "12", *options)
+    where = "diagnosis" if options else "remarks"
+    assert (code, case["verdict"]) == ((1, "fail") if options else (0, "pass"))
+    assert [one["cause"] for one in case[where]] == ["scheduler-steps-per-rank"]
+
+
 # What a script under mpirun does before it makes its process group.
 UNDER_MPIRUN = """    import os
     for name in ("RANK", "SIZE"):

@@ -56,6 +56,7 @@ def introduce(folder: Path, rank: int, world: int, parameters: Parameters) -> No
             },
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
             divided_by=divided_by(parameters),
+            schedules_by="accelerate" if _steps_per_rank() else "",
         ),
     )
 
@@ -88,6 +89,22 @@ def divided_by(parameters: Parameters) -> str:
                 if any(any(at.is_shard() for at in getattr(p, "placements", ())) for p in own):
                     return "tensor parallelism"
     return ""
+
+
+def _steps_per_rank() -> bool:
+    """Whether a schedule is accelerate's, as it is unless it was asked otherwise: it steps once per
+    rank, since the person has counted the batches of one process.
+    """
+    module: Any = sys.modules.get("accelerate.scheduler")
+    kind = getattr(module, "AcceleratedScheduler", None)
+    if kind is None:
+        return False
+    # Not isinstance, as below.
+    schedules = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return any(
+        getattr(one, "step_with_optimizer", False) and not getattr(one, "split_batches", True)
+        for one in schedules
+    )
 
 
 def averages(parameters: Parameters) -> dict[str, str]:
