@@ -54,7 +54,7 @@ class Notes:
             from distcheck.worlds.mpi.noting import note_calls
 
             note_calls(0.0)
-            one = calls.Call("all_reduce", "0", 1, 1, [], [], [], 0)
+            one = calls.MPICall("all_reduce", "0", 1, 1, [], [], [], 0)
             before[-1]["record"] = lambda *_: one
         self._changes = [
             (kind, name, old[name], now)

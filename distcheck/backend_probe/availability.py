@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from distcheck import backends
-from distcheck.backend_probe.jobs import LOOK, Look, LookRequest
+from distcheck.backend_probe.jobs import LOOK, Availability, LookRequest
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
 from distcheck.worlds.jobs import Descriptors
@@ -14,13 +14,13 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that move one kind of tensor 
 
 
 @LOOK.does
-def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Look:
+def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
     """The job of one process. Raises UsageError for a backend that is not known."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)
     environment = {**seen, "device": device}
-    return Look(device=device, missing=missing, environment=environment)
+    return Availability(device=device, missing=missing, environment=environment)
 
 
 def _missing(job: LookRequest, device: str) -> str:

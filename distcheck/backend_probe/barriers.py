@@ -3,16 +3,22 @@
 import time
 from typing import Any
 
-from distcheck.backend_probe.scene import Buffers, Call, Operation, Scene, WrongAnswerError
+from distcheck.backend_probe.scene import (
+    Buffers,
+    Operation,
+    ProbedCall,
+    ProbeScene,
+    WrongAnswerError,
+)
 
 _LATE_S = 0.1  # gives a barrier that does not wait the time to show it; a right one passes at any
 
 
-def _no_buffers(scene: Scene) -> Buffers:
+def _no_buffers(scene: ProbeScene) -> Buffers:
     return {}
 
 
-def _barrier(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
+def _barrier(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
     """The root comes late: after everybody else is at the barrier, as the store says.
 
     It leaves a note in the store before it enters. A rank that comes out and finds no such note has
@@ -30,7 +36,7 @@ def _barrier(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
     return dist.barrier(**call.options)
 
 
-def _was_kept_waiting(call: Call) -> None:
+def _was_kept_waiting(call: ProbedCall) -> None:
     if not call.store.check([f"{call.turn}/last one"]):
         raise WrongAnswerError(f"left the barrier before rank {call.root} had entered it")
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import msgspec
 
-from distcheck.backend_probe.records import Baseline, Cell, Change, Probe, Sweep, VerdictName
+from distcheck.backend_probe.records import (
+    Baseline,
+    Probe,
+    ProbeChange,
+    ProbedCell,
+    Sweep,
+    VerdictName,
+)
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records.decoding import decode_json, read_bounded
 
@@ -40,7 +47,9 @@ class _Document(msgspec.Struct, kw_only=True):
     changes: list[dict[str, Any]]
 
 
-def render_json(sweeps: Sequence[Sweep], changes: Sequence[Change], exit_code: ExitCode) -> str:
+def render_json(
+    sweeps: Sequence[Sweep], changes: Sequence[ProbeChange], exit_code: ExitCode
+) -> str:
     """The whole of it as JSON text."""
     document = _Document(
         schema=SCHEMA,
@@ -99,7 +108,7 @@ def read_baseline(path: str | None) -> Baseline | None:
     return None if path is None else Baseline(read_sweeps(Path(path)))
 
 
-def _entry_of(cell: Cell) -> _CellEntry:
+def _entry_of(cell: ProbedCell) -> _CellEntry:
     probe = cell.probe
     return _CellEntry(
         operation=probe.operation,
@@ -112,7 +121,7 @@ def _entry_of(cell: Cell) -> _CellEntry:
     )
 
 
-def _cell_of(entry: _CellEntry) -> Cell:
+def _cell_of(entry: _CellEntry) -> ProbedCell:
     probe = Probe(
         operation=entry.operation,
         reduction=entry.reduction,
@@ -120,4 +129,6 @@ def _cell_of(entry: _CellEntry) -> Cell:
         dtype=entry.dtype,
         salt=0,
     )
-    return Cell(probe=probe, verdict=entry.verdict, detail=entry.detail, elements=entry.elements)
+    return ProbedCell(
+        probe=probe, verdict=entry.verdict, detail=entry.detail, elements=entry.elements
+    )

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from distcheck.backend_probe.scene import Buffer, Buffers, Call, Operation, Scene
+from distcheck.backend_probe.scene import Buffer, Buffers, Operation, ProbedCall, ProbeScene
 
 
-def _rows(scene: Scene, sender: int, receiver: int) -> int:
+def _rows(scene: ProbeScene, sender: int, receiver: int) -> int:
     """How many rows go from one rank to another where parts are unequal: one to `rows` of them."""
     return 1 + (sender + 2 * receiver) % scene.rows
 
 
-def _sent(scene: Scene, rank: int, *, uneven: bool) -> list[Buffer]:
+def _sent(scene: ProbeScene, rank: int, *, uneven: bool) -> list[Buffer]:
     found = []
     for receiver in range(scene.world):
         rows = _rows(scene, rank, receiver) if uneven else scene.rows
@@ -19,7 +19,7 @@ def _sent(scene: Scene, rank: int, *, uneven: bool) -> list[Buffer]:
     return found
 
 
-def _received(scene: Scene, *, uneven: bool) -> list[Buffer]:
+def _received(scene: ProbeScene, *, uneven: bool) -> list[Buffer]:
     parts = [_sent(scene, rank, uneven=uneven)[scene.rank] for rank in range(scene.world)]
     return [Buffer(part.rows, None, part.after) for part in parts]
 
@@ -29,22 +29,22 @@ def _joined(buffers: list[Buffer]) -> Buffer:
     return Buffer(sum(b.rows for b in buffers), before, [v for b in buffers for v in b.after or ()])
 
 
-def _lists(scene: Scene, *, uneven: bool) -> Buffers:
+def _lists(scene: ProbeScene, *, uneven: bool) -> Buffers:
     return {
         "output": _received(scene, uneven=uneven),
         "input": _sent(scene, scene.rank, uneven=uneven),
     }
 
 
-def _single(scene: Scene, *, uneven: bool) -> Buffers:
+def _single(scene: ProbeScene, *, uneven: bool) -> Buffers:
     return {name: [_joined(parts)] for name, parts in _lists(scene, uneven=uneven).items()}
 
 
-def _call_lists(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
+def _call_lists(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
     return dist.all_to_all(t["output"], t["input"], **call.options)
 
 
-def _call_uneven(dist: Any, t: dict[str, list[Any]], call: Call) -> Any:
+def _call_uneven(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
     scene = call.scene
     ranks = range(scene.world)
     return dist.all_to_all_single(

@@ -1,39 +1,39 @@
 """broadcast, all_gather (list and tensor), gather and scatter."""
 
-from distcheck.backend_probe.scene import Buffer, Buffers, Operation, Scene
+from distcheck.backend_probe.scene import Buffer, Buffers, Operation, ProbeScene
 
 
-def _broadcast(scene: Scene) -> Buffers:
+def _broadcast(scene: ProbeScene) -> Buffers:
     sent = scene.part(scene.root)
     before = sent if scene.rank == scene.root else None
     return {"tensor": [Buffer(scene.rows, before, list(sent))]}
 
 
-def _own(scene: Scene) -> Buffer:
+def _own(scene: ProbeScene) -> Buffer:
     part = scene.part(scene.rank)
     return Buffer(scene.rows, part, list(part))
 
 
-def _of_everybody(scene: Scene) -> list[Buffer]:
+def _of_everybody(scene: ProbeScene) -> list[Buffer]:
     return [Buffer(scene.rows, None, list(scene.part(rank))) for rank in range(scene.world)]
 
 
-def _all_gather(scene: Scene) -> Buffers:
+def _all_gather(scene: ProbeScene) -> Buffers:
     return {"output": _of_everybody(scene), "input": [_own(scene)]}
 
 
-def _all_gather_into_tensor(scene: Scene) -> Buffers:
+def _all_gather_into_tensor(scene: ProbeScene) -> Buffers:
     whole = [v for rank in range(scene.world) for v in scene.part(rank)]
     output = Buffer(scene.rows * scene.world, None, list(whole))
     return {"output": [output], "input": [_own(scene)]}
 
 
-def _gather(scene: Scene) -> Buffers:
+def _gather(scene: ProbeScene) -> Buffers:
     output = _of_everybody(scene) if scene.rank == scene.root else []
     return {"output": output, "input": [_own(scene)]}
 
 
-def _scatter(scene: Scene) -> Buffers:
+def _scatter(scene: ProbeScene) -> Buffers:
     parts = [scene.part(scene.root, part) for part in range(scene.world)]
     given = [Buffer(scene.rows, part, list(part)) for part in parts]
     return {

@@ -17,7 +17,7 @@ class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
     world: int
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class Availability(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: `missing` is empty where it can be used."""
 
     device: str
@@ -40,5 +40,5 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str]
 
 
-LOOK = Job("distcheck.backend_probe.availability:look", LookRequest, Look)
+LOOK = Job("distcheck.backend_probe.availability:look", LookRequest, Availability)
 PROBE = Job("distcheck.backend_probe.rank:probe", ProbeRequest, type(None), (LISTEN,))

@@ -5,7 +5,7 @@ from typing import Any
 
 from distcheck.backend_probe import patterns
 from distcheck.backend_probe.patterns import Value
-from distcheck.backend_probe.scene import Buffer, Layout, Scene, surroundings, untouched
+from distcheck.backend_probe.scene import Buffer, Layout, ProbeScene, surroundings, untouched
 
 
 def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
@@ -17,7 +17,7 @@ def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
 
 
 def find_difference(
-    *, actual: list[Any], buffer: Buffer, layout: Layout, scene: Scene, before: list[Value]
+    *, actual: list[Any], buffer: Buffer, layout: Layout, scene: ProbeScene, before: list[Value]
 ) -> str:
     """What is wrong with a storage after the call, in words; empty if nothing is."""
     around = surroundings(scene.dtype, layout.size)
@@ -41,7 +41,7 @@ def _taken(storage: list[Any], layout: Layout) -> list[Any]:
     ]
 
 
-def _is_mean(actual: Any, expected: Any, scene: Scene) -> bool:
+def _is_mean(actual: Any, expected: Any, scene: ProbeScene) -> bool:
     """A mean is never an int, what surrounds it is, and is held to the bit. NaN is never near."""
     if isinstance(expected, int):
         return False

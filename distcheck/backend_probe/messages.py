@@ -2,12 +2,19 @@
 
 from typing import Any
 
-from distcheck.backend_probe.scene import Buffer, Buffers, Call, Operation, Scene, WrongAnswerError
+from distcheck.backend_probe.scene import (
+    Buffer,
+    Buffers,
+    Operation,
+    ProbedCall,
+    ProbeScene,
+    WrongAnswerError,
+)
 
 _FORMS = ("plain", "strided", "transposed", "mixed", "empty", "one", "large", "sub-group")
 
 
-def _messages(scene: Scene, count: int) -> Buffers:
+def _messages(scene: ProbeScene, count: int) -> Buffers:
     previous = (scene.rank - 1) % scene.world
     sent = [scene.part(scene.rank, part) for part in range(count)]
     return {
@@ -16,13 +23,13 @@ def _messages(scene: Scene, count: int) -> Buffers:
     }
 
 
-def _neighbours(call: Call) -> tuple[int, int]:
+def _neighbours(call: ProbedCall) -> tuple[int, int]:
     """The global ranks that this one receives from, and sends to."""
     place, members = call.scene.rank, call.members
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _send_recv(dist: Any, t: dict[str, list[Any]], call: Call) -> None:
+def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
     """Ranks at odd places receive first, so that no rank needs a send to return early."""
     previous, following = _neighbours(call)
     if call.scene.rank % 2 == 0:
@@ -34,7 +41,7 @@ def _send_recv(dist: Any, t: dict[str, list[Any]], call: Call) -> None:
         raise WrongAnswerError(f"recv returned {sender} as the sender, which was {previous}")
 
 
-def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: Call) -> None:
+def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
     """Two messages at a time: they must arrive in the order in which they were sent."""
     previous, following = _neighbours(call)
     works = [dist.irecv(output, src=previous, group=call.group) for output in t["output"]]

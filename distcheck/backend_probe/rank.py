@@ -16,7 +16,14 @@ from distcheck.backend_probe import judging
 from distcheck.backend_probe.jobs import PROBE, ProbeRequest
 from distcheck.backend_probe.plan import OPERATIONS
 from distcheck.backend_probe.records import NOT_CALLED, Probe, RankResult, Status
-from distcheck.backend_probe.scene import Buffers, Call, Layout, Scene, WrongAnswerError, lay_out
+from distcheck.backend_probe.scene import (
+    Buffers,
+    Layout,
+    ProbedCall,
+    ProbeScene,
+    WrongAnswerError,
+    lay_out,
+)
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
 from distcheck.worlds.jobs import LISTEN, Descriptors
@@ -121,7 +128,7 @@ class _Prober:
         if form == "mixed":  # one rank's memory is in another order than the next one's
             form = "transposed" if scene.rank % 2 else "plain"
         memory = _Memory(buffers, form, scene, self._device)
-        call = Call(
+        call = ProbedCall(
             group=group,
             members=members,
             scene=scene,
@@ -151,10 +158,10 @@ class _Prober:
             self._sub_group = dist.new_group(list(range(1, self._world)))
         return self._sub_group
 
-    def _scene(self, probe: Probe, members: tuple[int, ...], number: int) -> Scene:
+    def _scene(self, probe: Probe, members: tuple[int, ...], number: int) -> ProbeScene:
         rows = {"one": 1, "empty": 0}.get(probe.form, _ROWS)
         cols = {"one": 1, "large": _LARGE_COLS}.get(probe.form, max(_COLS, self._world))
-        return Scene(
+        return ProbeScene(
             rank=members.index(self._rank),
             world=len(members),
             dtype=probe.dtype,
@@ -179,7 +186,9 @@ class _Prober:
 class _Memory:
     """The storages of one call, as they were and as they are."""
 
-    def __init__(self, buffers: Buffers, form: str, scene: Scene, device: torch.device) -> None:
+    def __init__(
+        self, buffers: Buffers, form: str, scene: ProbeScene, device: torch.device
+    ) -> None:
         self._scene = scene
         self._entries: list[tuple[str, Any, Layout, list[Any], torch.Tensor]] = []
         self.tensors: dict[str, list[torch.Tensor]] = {}

@@ -51,7 +51,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     elements: int = 0
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class ProbedCell(msgspec.Struct, frozen=True, kw_only=True):
     """One cell's end. `elements` were compared over all ranks."""
 
     probe: Probe
@@ -69,19 +69,19 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     device: str
     world: int
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[ProbedCell, ...] = ()
     missing: str = ""
     failure: str = ""
     asked: bool = True
     environment: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
     """A cell that ended otherwise than in an earlier sweep."""
 
     backend: str
     device: str
-    cell: Cell
+    cell: ProbedCell
     before: VerdictName
 
     @property
@@ -129,7 +129,7 @@ class Baseline:
             for cell in sweep.cells
         }
 
-    def verdict(self, sweep: Sweep, cell: Cell) -> VerdictName | None:
+    def verdict(self, sweep: Sweep, cell: ProbedCell) -> VerdictName | None:
         """What the cell was; None where it was not probed."""
         place = (sweep.backend, sweep.device, sweep.world, cell.probe.key(cell.probe.form))
         return self._verdicts.get(place)
@@ -141,7 +141,7 @@ class Baseline:
         )
         return probed, len(self._verdicts)
 
-    def changes(self, sweeps: Sequence[Sweep]) -> list[Change]:
+    def changes(self, sweeps: Sequence[Sweep]) -> list[ProbeChange]:
         """The cells that ended otherwise."""
         found = []
         for sweep in sweeps:
@@ -149,6 +149,8 @@ class Baseline:
                 before = self.verdict(sweep, cell)
                 if before not in (None, cell.verdict):
                     found.append(
-                        Change(backend=sweep.backend, device=sweep.device, cell=cell, before=before)
+                        ProbeChange(
+                            backend=sweep.backend, device=sweep.device, cell=cell, before=before
+                        )
                     )
         return found

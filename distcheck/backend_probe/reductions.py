@@ -1,19 +1,19 @@
 """all_reduce, reduce, reduce_scatter and reduce_scatter_tensor."""
 
-from distcheck.backend_probe.scene import Buffer, Buffers, Operation, Scene
+from distcheck.backend_probe.scene import Buffer, Buffers, Operation, ProbeScene
 
 
-def _all_reduce(scene: Scene) -> Buffers:
+def _all_reduce(scene: ProbeScene) -> Buffers:
     return {"tensor": [Buffer(scene.rows, scene.part(scene.rank), scene.reduced())]}
 
 
-def _reduce(scene: Scene) -> Buffers:
+def _reduce(scene: ProbeScene) -> Buffers:
     """What the tensor holds afterwards is promised to the root only."""
     after = scene.reduced() if scene.rank == scene.root else None
     return {"tensor": [Buffer(scene.rows, scene.part(scene.rank), after)]}
 
 
-def _reduce_scatter(scene: Scene) -> Buffers:
+def _reduce_scatter(scene: ProbeScene) -> Buffers:
     parts = [scene.part(scene.rank, part) for part in range(scene.world)]
     return {
         "output": [Buffer(scene.rows, None, scene.reduced(scene.rank))],
@@ -21,7 +21,7 @@ def _reduce_scatter(scene: Scene) -> Buffers:
     }
 
 
-def _reduce_scatter_tensor(scene: Scene) -> Buffers:
+def _reduce_scatter_tensor(scene: ProbeScene) -> Buffers:
     whole = [v for part in range(scene.world) for v in scene.part(scene.rank, part)]
     return {
         "output": [Buffer(scene.rows, None, scene.reduced(scene.rank))],

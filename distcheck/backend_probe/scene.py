@@ -22,7 +22,7 @@ class WrongAnswerError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class ProbeScene:
     """One call as one rank sees it: `rank` and `root` count within the group of `world` ranks."""
 
     rank: int
@@ -74,7 +74,7 @@ Buffers = dict[str, list[Buffer]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ProbedCall:
     """How to perform an operation: the group and its ranks' global numbers, and what is asked.
 
     `store` is one that the backend has no part in, and `turn` a name of this call's own in it.
@@ -82,7 +82,7 @@ class Call:
 
     group: Any
     members: tuple[int, ...]
-    scene: Scene
+    scene: ProbeScene
     op: Any
     asynchronous: bool
     store: Any
@@ -105,7 +105,7 @@ class Call:
 
 
 # The work to wait for, if the call returned before it was done.
-Perform = Callable[[Any, dict[str, list[Any]], Call], Any]
+Perform = Callable[[Any, dict[str, list[Any]], ProbedCall], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class Operation:
     """
 
     name: str
-    buffers: Callable[[Scene], Buffers]
+    buffers: Callable[[ProbeScene], Buffers]
     perform: Perform
-    witness: Callable[[Call], None] = lambda call: None
+    witness: Callable[[ProbedCall], None] = lambda call: None
     reduces: bool = False
     rooted: bool = False
     forms: tuple[str, ...] = FORMS

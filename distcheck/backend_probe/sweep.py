@@ -6,8 +6,8 @@ from functools import partial
 
 import msgspec
 
-from distcheck.backend_probe.jobs import LOOK, PROBE, Look, LookRequest, ProbeRequest
-from distcheck.backend_probe.records import Cell, Probe, RankResult, VerdictName
+from distcheck.backend_probe.jobs import LOOK, PROBE, Availability, LookRequest, ProbeRequest
+from distcheck.backend_probe.records import Probe, ProbedCell, RankResult, VerdictName
 from distcheck.backends import backend_names
 from distcheck.records import Outcome
 from distcheck.records.ends import RankEnd
@@ -22,7 +22,7 @@ _MOST_ENDS = 3  # worlds that an operation may end; what is left of it is not tr
 OnCell = Callable[[int], None]
 
 
-def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Look:
+def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
     """Whether a backend can be probed here. Raises UsageError for one that is not known."""
     return run_job(pool, LOOK, LookRequest(backend=backend, device=device, world=world))
 
@@ -36,18 +36,18 @@ def sweep(
     world: int,
     deadline_s: float,
     on_cell: OnCell,
-) -> tuple[list[Cell], str]:
+) -> tuple[list[ProbedCell], str]:
     """A cell per probe; and how the backend failed before any probe, empty if it did not.
 
     `on_cell` gets how many cells are finished.
     """
-    cells: list[Cell] = []
+    cells: list[ProbedCell] = []
     ends: Counter[str] = Counter()
     while len(cells) < len(probes):
         following = probes[len(cells)]
         if ends[following.operation] >= _MOST_ENDS:
             reason = f"{following.operation} had already ended {_MOST_ENDS} worlds"
-            cells.append(Cell(probe=following, verdict="not tried", detail=reason))
+            cells.append(ProbedCell(probe=following, verdict="not tried", detail=reason))
             continue
         episode = _Episode(probes, len(cells), world, on_cell)
         refused = {c.probe.key(c.probe.form): c.detail for c in cells if c.verdict == "refused"}
@@ -68,7 +68,7 @@ class _Episode:
     def __init__(self, probes: Sequence[Probe], first: int, world: int, on_cell: OnCell) -> None:
         self._probes, self._first, self._size, self._on_cell = probes, first, world, on_cell
         self._results: dict[int, dict[int, RankResult]] = {}
-        self.cells: list[Cell] = []
+        self.cells: list[ProbedCell] = []
 
     def run(
         self, pool: Pool, *, backend: str, device: str, refused: dict[str, str], deadline_s: float
@@ -133,11 +133,13 @@ class _Episode:
         detail = "; ".join([_how(outcomes, said, hung=hung), *told])
         elements = sum(result.elements for result in said.values())
         probe = self._probes[self._first + place]
-        self.cells[place:] = [Cell(probe=probe, verdict=verdict, detail=detail, elements=elements)]
+        self.cells[place:] = [
+            ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
+        ]
         return ""
 
 
-def cell_of(probe: Probe, results: dict[int, RankResult]) -> Cell:
+def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
     """The verdict on a probe from which every rank came back.
 
     Refused is only what every rank of the group refused: where some return as if all were well,
@@ -163,7 +165,7 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> Cell:
     if "refused" in statuses and verdict == "wrong":
         refusing = [str(rank) for rank, r in present.items() if r.status == "refused"]
         detail += f" (only rank {', '.join(refusing)} refused)"
-    return Cell(probe=probe, verdict=verdict, detail=detail, elements=elements)
+    return ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
 
 
 def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distcheck.backend_probe.patterns import DTYPES
-from distcheck.backend_probe.records import NOT_CALLED, Baseline, Cell, Sweep, VerdictName
+from distcheck.backend_probe.records import NOT_CALLED, Baseline, ProbedCell, Sweep, VerdictName
 from distcheck.errors.shown_text import shown
 
 _WORDS: dict[VerdictName, str] = {
@@ -99,7 +99,7 @@ def _headline(sweep: Sweep) -> str:
     return f"{text}: {right:,} of {len(sweep.cells):,} cells verified right"
 
 
-def _table(cells: Sequence[Cell], *, verbose: bool) -> Table:
+def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
     dtypes = [name for name in DTYPES if any(cell.probe.dtype == name for cell in cells)]
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("", max_width=_FORM_WIDTH)
@@ -116,7 +116,7 @@ def _table(cells: Sequence[Cell], *, verbose: bool) -> Table:
 
 
 def _lines_of(
-    cells: Sequence[Cell], dtypes: Sequence[str], *, verbose: bool
+    cells: Sequence[ProbedCell], dtypes: Sequence[str], *, verbose: bool
 ) -> list[tuple[list[str], list[Text]]]:
     """A row's lines: the plain call, then forms that ended otherwise, alike ones together."""
     found: list[tuple[list[str], list[Text]]] = []
@@ -142,13 +142,13 @@ def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
     return all(word.plain in ("", other.plain) for word, other in pairs)
 
 
-def _legend(cells: Sequence[Cell]) -> Iterator[str]:
+def _legend(cells: Sequence[ProbedCell]) -> Iterator[str]:
     there = {cell.verdict for cell in cells}
     known = [f"{_WORDS[v]}: {_MEANINGS[v]}" for v in _WORDS if v in there]
     yield "; ".join([*known, "blank: not applicable, or not selected"]) + "."
 
 
-def _remarks(cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
+def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
     forms = [form for form in dict.fromkeys(c.probe.form for c in cells) if form != "plain"]
     if forms and not verbose:
         yield (
@@ -156,12 +156,14 @@ def _remarks(cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
         )
 
 
-def _findings(cells: Sequence[Cell], all_cells: Sequence[Cell], *, verbose: bool) -> Iterator[str]:
+def _findings(
+    cells: Sequence[ProbedCell], all_cells: Sequence[ProbedCell], *, verbose: bool
+) -> Iterator[str]:
     """A line for each operation and form, or each message of a refusal; its first cell's words."""
     if verbose:
         yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
         return
-    groups: dict[tuple[str, str], list[Cell]] = {}
+    groups: dict[tuple[str, str], list[ProbedCell]] = {}
     for cell in cells:
         what = cell.probe.form if cell.verdict != "refused" else _without_figures(cell.detail)
         groups.setdefault((cell.probe.operation, what), []).append(cell)
@@ -180,7 +182,7 @@ def _without_figures(detail: str) -> str:
     return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
 
 
-def _extent(alike: Sequence[Cell], others: Sequence[Cell]) -> Iterator[str]:
+def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterator[str]:
     """Which reductions, forms and dtypes of an operation; "all dtypes" where it is all of them."""
     for name in ("reduction", "form", "dtype"):
         here = list(dict.fromkeys(getattr(cell.probe, name) for cell in alike))

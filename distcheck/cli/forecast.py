@@ -9,7 +9,7 @@ import msgspec
 
 from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
-from distcheck.plan.thorough import Search
+from distcheck.plan.thorough import SearchBeside
 from distcheck.records import Case
 from distcheck.records.layers import BITWISE
 from distcheck.reports.files import check_writable, write_text
@@ -50,7 +50,7 @@ def say_cost(planned: Planned, *, quiet: bool) -> None:
     )
 
 
-def _of_search(search: Search) -> str:
+def _of_search(search: SearchBeside) -> str:
     if search.why_not:
         return f"{search.strategy} {search.why_not}"
     return f"explore {search.strategy} for {search.budget_s:g} s"

@@ -22,7 +22,7 @@ from distcheck.compare.records import (
     COMPARE,
     CaseComparison,
     CompareRequest,
-    Comparison,
+    RunsComparison,
     TraceComparison,
 )
 from distcheck.compare.screen import render
@@ -98,7 +98,7 @@ def compare_command(
         raise
     finally:
         pool.close()
-    comparison = Comparison(
+    comparison = RunsComparison(
         then=then,
         now=now or "here and now",
         cases=tuple(compared),
@@ -161,7 +161,7 @@ def saved_run(folder: Path) -> SavedRun:
     return SavedRun(folder, found, said)
 
 
-def render_json(comparison: Comparison) -> str:
+def render_json(comparison: RunsComparison) -> str:
     """The comparison as JSON; docs/goldens.md explains every key."""
     document: dict[str, Any] = {
         "schema": SCHEMA,

@@ -37,7 +37,7 @@ from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import numerics
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.traces.header import StepHeader
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
@@ -78,7 +78,7 @@ class StepBounds:
             self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
             for rank in range(self._world)
         ]
-        if not any(entry.state is State.STORED for entry in entries):
+        if not any(entry.state is EntryState.STORED for entry in entries):
             return bool(self._layer)
         return self._bounds_exchange() and (same_inputs or bool(self._layer))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from distcheck.compare.records import CaseComparison, Comparison
+from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.records import CaseReport, CheckResult, Compared, Origin, Report
 from distcheck.reports.json_report import as_document
 from distcheck.reports.wording import describe_place
@@ -11,7 +11,7 @@ from distcheck.store.run_folder import SavedCase
 
 
 def as_report(
-    comparison: Comparison, cases: Mapping[str, SavedCase], *, made: Origin, command: str
+    comparison: RunsComparison, cases: Mapping[str, SavedCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
     """The document that JUnit, HTML and GitHub are written from; `cases` are those of either run,
     `command` makes the comparison again.

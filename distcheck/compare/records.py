@@ -67,7 +67,7 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...] = ()
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over all cases of two runs; `saved_to` is where the second one is kept if it was
     made for this.
     """

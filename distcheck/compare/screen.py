@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from distcheck.compare.records import CaseComparison, Comparison
+from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
 from distcheck.records import Difference, VerdictName
 from distcheck.reports.wording import describe_place, show
@@ -16,7 +16,7 @@ _STYLE: dict[VerdictName, str] = {
 }
 
 
-def render(comparison: Comparison, console: Console, *, quiet: bool = False) -> None:
+def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
     """What has changed around the runs, once; then every case, in full where bits differ."""
     comparison = shown(comparison)
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]

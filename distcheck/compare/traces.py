@@ -13,7 +13,7 @@ from distcheck.judge.checks.merging import share_of_bound
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine import seeds
 from distcheck.records import Difference
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
@@ -31,10 +31,10 @@ _NAMES = {
 
 
 _WORDS = {
-    State.UNWRITTEN: "not recorded",
-    State.ABSENT: "not there",
-    State.STORED: "there",
-    State.MALFORMED: "of another shape or dtype",
+    EntryState.UNWRITTEN: "not recorded",
+    EntryState.ABSENT: "not there",
+    EntryState.STORED: "there",
+    EntryState.MALFORMED: "of another shape or dtype",
 }
 
 
@@ -136,7 +136,7 @@ class _Pair:
         for rank, index in self._places(kind):
             one = self._then.entry(rank, kind, slot, index)
             two = self._now.entry(rank, kind, slot, index)
-            if State.UNWRITTEN in (one.state, two.state):
+            if EntryState.UNWRITTEN in (one.state, two.state):
                 continue
             self._compared[name] += 1
             if (one.state, one.digest) == (two.state, two.digest):
@@ -169,7 +169,7 @@ class _Pair:
         name = self._then.layout.specs(kind)[index].name
         tally = Tally(_NAMES[kind], "-")
         one, two = (t.entry(rank, kind, slot, index) for t in (self._then, self._now))
-        if one.state is not State.STORED or two.state is not State.STORED:
+        if one.state is not EntryState.STORED or two.state is not EntryState.STORED:
             there, here = _WORDS[one.state], _WORDS[two.state]
             if there != here:
                 tally.fail("", parameter=name, rank=rank, step=step, actual=here, expected=there)
@@ -238,7 +238,7 @@ class _Pair:
     def _leave_unjudged(self, kind: Kind, step: int, rank: int, index: int) -> None:
         """What has a bound and differs, by digest: a tensor that only one run has is beyond it."""
         entries = [t.entry(rank, kind, step, index) for t in (self._then, self._now)]
-        if all(entry.state is State.STORED for entry in entries):
+        if all(entry.state is EntryState.STORED for entry in entries):
             self._not_judged += 1
         else:
             self._keep_worst(self._place(kind, step, index, rank, step, bitwise))

@@ -13,7 +13,7 @@ from distcheck.explore.found import KeptCases
 from distcheck.plan import cases as plan
 from distcheck.plan.declined import notes_on, words_of_cells
 from distcheck.plan.request import Request
-from distcheck.plan.thorough import Search as Asked
+from distcheck.plan.thorough import SearchBeside as Asked
 from distcheck.records import Case, CaseReport
 from distcheck.records.generated_words import EXPLORED_DTYPES
 from distcheck.records.searches import Explored

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.explore.messages import JUDGE, PAIRS, SERVE, TRACE_BYTES, TRACES, Sitting, Turn
+from distcheck.explore.messages import JUDGE, PAIRS, SERVE, TRACE_BYTES, TRACES, CaseTurn, Sitting
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.worlds import blame
 from distcheck.worlds.jobs import Descriptors
@@ -80,14 +80,14 @@ class KeptRanks:
         for fd in self._traces[2 * pair : 2 * pair + 2]:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, TRACE_BYTES)
-        failed = self._train(Turn(case=case, pair=pair))
+        failed = self._train(CaseTurn(case=case, pair=pair))
         if not failed and case.rerun:
-            failed = self._train(Turn(case=case, pair=pair, again=True))
+            failed = self._train(CaseTurn(case=case, pair=pair, again=True))
         return failed
 
     def train(self, case: Case) -> None:
         """Trains a case and records nothing: what a world that is kept costs by itself."""
-        self._train(Turn(case=case, bare=True))
+        self._train(CaseTurn(case=case, bare=True))
 
     def forget(self, world: int) -> None:
         """Ends the ranks of a world; the next case has new ones."""
@@ -104,7 +104,7 @@ class KeptRanks:
         while self._traces:
             os.close(self._traces.pop())
 
-    def _train(self, turn: Turn) -> list[Outcome]:
+    def _train(self, turn: CaseTurn) -> list[Outcome]:
         """How the ranks ended, if they did; nothing where all went well."""
         case = turn.case
         if case.world not in self._worlds:

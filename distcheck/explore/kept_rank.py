@@ -8,7 +8,7 @@ the caller has a failure confirmed by fresh ranks.
 import msgspec
 import torch
 
-from distcheck.explore.messages import JUDGE, SERVE, TRACE_BYTES, TRACES, Sitting, Turn
+from distcheck.explore.messages import JUDGE, SERVE, TRACE_BYTES, TRACES, CaseTurn, Sitting
 from distcheck.judge.job import judge_trace
 from distcheck.judge.jobs import JudgeRequest
 from distcheck.machine import devices, seeds
@@ -44,14 +44,16 @@ def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     late = Lateness()
     late.install()
     join(meeting, fds[LISTEN])
-    for number, turn in enumerate(requests(fds, Turn), 1):
+    for number, turn in enumerate(requests(fds, CaseTurn), 1):
         reporter.progress(number, turn.case.id)
         torch.set_default_dtype(torch.float32)
         _train(turn, meeting.rank, late, traces[2 * turn.pair :], device)
         reporter.say(b"")
 
 
-def _train(turn: Turn, rank: int, late: Lateness, traces: list[int], device: torch.device) -> None:
+def _train(
+    turn: CaseTurn, rank: int, late: Lateness, traces: list[int], device: torch.device
+) -> None:
     case = turn.case
     ingredients = open_ingredients(case, b"", None, device)
     seeds.pin_default_dtype(case.dtype)

@@ -18,7 +18,7 @@ PAIRS = 2  # of traces, a first run and its rerun: one is judged while the other
 TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "rerun"))
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A case to train: recorded into a pair's first trace, or `again` into its second; `bare` ones
     are only trained.
     """

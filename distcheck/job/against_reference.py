@@ -218,7 +218,7 @@ def _of_losses(job: Recording, step: int) -> Diagnosis | None:
         )
     terms = [
         ", ".join(dict.fromkeys(term.name for one in record.trained for term in one.terms))
-        or "what is no weighted sum of losses"
+        or "what is not a weighted sum of losses"
         for record in records
     ]
     other = next((rank for rank, one in enumerate(terms) if one != terms[0]), 0)

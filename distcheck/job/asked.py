@@ -8,7 +8,7 @@ from distcheck.records import MOST_DEADLINE_S
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobOptions:
     """What a person asks of a job."""
 
     words: tuple[str, ...]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from distcheck.errors import UsageError
 from distcheck.job import leftovers, reading, replaying, running, settings
-from distcheck.job.asked import Asked
+from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.judging import case_of_words, judge, script_of
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.running import Ran
-from distcheck.job.settings import Settings
+from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import CaseReport, CheckResult, Compared, Report
 from distcheck.records.layers import NO_LAYER
@@ -25,7 +25,7 @@ _NOT_SHOWN = (
 )
 
 
-def judge_job(asked: Asked) -> Report:
+def judge_job(asked: JobOptions) -> Report:
     """Runs the job and judges it. Raises the errors of `running.check_recorded`."""
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
@@ -63,7 +63,7 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
     )
 
 
-def _hung(asked: Asked, ran: Ran) -> CaseReport:
+def _hung(asked: JobOptions, ran: Ran) -> CaseReport:
     """A job that did not go on: nothing else of it is judged."""
     made = [one.step for one in ran.hung if one.step is not None]
     where = f"after step {max(made)}" if made else "before its first step"
@@ -78,8 +78,8 @@ def _hung(asked: Asked, ran: Ran) -> CaseReport:
     )  # fmt: skip
 
 
-def _settings_of(asked: Asked) -> Settings:
-    return Settings(
+def _settings_of(asked: JobOptions) -> JobSettings:
+    return JobSettings(
         steps=asked.steps,
         from_step=asked.from_step,
         budget=asked.budget,
@@ -88,13 +88,15 @@ def _settings_of(asked: Asked) -> Settings:
     )
 
 
-def _why_none(asked: Asked) -> str:
+def _why_none(asked: JobOptions) -> str:
     if asked.no_reference:
         return "--no-reference was given"
     return "it starts at step 0, and --from-step was given" if asked.from_step else ""
 
 
-def _replay(asked: Asked, job: Recording, copy: Copy, folder: Path) -> tuple[Reference | None, str]:
+def _replay(
+    asked: JobOptions, job: Recording, copy: Copy, folder: Path
+) -> tuple[Reference | None, str]:
     """The reference, or why there is none."""
     if job.world == 1 or not job.steps or job.divided_by:
         return None, "there is nothing to compare it with"

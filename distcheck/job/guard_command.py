@@ -12,7 +12,7 @@ from distcheck.job.guard import explaining, records
 from distcheck.job.guard.checked import Checked, read
 from distcheck.job.guard.records import Divergence
 from distcheck.job.running import Ran
-from distcheck.job.settings import Settings
+from distcheck.job.settings import JobSettings
 from distcheck.records import (
     Case,
     CaseReport,
@@ -35,7 +35,7 @@ _NOT_SHOWN = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class GuardOptions:
     """What a person asks of a guard."""
 
     words: tuple[str, ...]
@@ -51,7 +51,7 @@ class Asked:
             raise UsageError("--every must be at least 1")
 
 
-def guard_job(asked: Asked) -> tuple[Report, int]:
+def guard_job(asked: GuardOptions) -> tuple[Report, int]:
     """Runs the job to its end: the report, and the exit code. It is the command's own where ranks
     agreed and the command failed.
     """
@@ -59,7 +59,7 @@ def guard_job(asked: Asked) -> tuple[Report, int]:
     bundles = Path(asked.save or FOLDER).absolute()
     with leftovers.folder() as folder:
         made = origin_here()
-        given = Settings(
+        given = JobSettings(
             mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles),
             randomness=accepting.RANDOMNESS not in asked.accept,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def _read(folder: Path) -> list[Checked]:
         raise DistcheckError(f"what a guard wrote is damaged ({error}); run it again") from error
 
 
-def _judge(asked: Asked, found: Sequence[Checked], ran: Ran) -> CaseReport:
+def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseReport:
     world = max(one.world for one in found)
     first = next((one for one in found if one.first), None)
     # Ranks that the guard has ended did not fail.
@@ -151,10 +151,10 @@ def _bundle(first: Checked | None) -> Divergence | None:
         return None
 
 
-def _case_of(asked: Asked, world: int, steps: int) -> Case:
+def _case_of(asked: GuardOptions, world: int, steps: int) -> Case:
     script = next((word for word in asked.words if word.endswith(".py")), "job")
     options = ["--guard"]
-    options += ["--every", str(asked.every)] if asked.every != Settings().every else []
+    options += ["--every", str(asked.every)] if asked.every != JobSettings().every else []
     options += ["--warn"] if asked.warns else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--nproc", str(asked.nproc)] if asked.nproc is not None else []

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from distcheck.job import accepting, causes, checks, settings
-from distcheck.job.asked import Asked
+from distcheck.job.asked import JobOptions
 from distcheck.job.checks.exchange import NOT_SEEN, needless
 from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import finite
@@ -16,14 +16,14 @@ from distcheck.job.checks.reference import with_reference
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
-from distcheck.job.settings import Settings
+from distcheck.job.settings import JobSettings
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, merge_verdicts
 from distcheck.records.ends import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
 
 def judge(
-    asked: Asked, job: Recording, ran: Ran, reference: Reference | None, missing: str
+    asked: JobOptions, job: Recording, ran: Ran, reference: Reference | None, missing: str
 ) -> CaseReport:
     """Judges what was recorded; `missing` says why there is no reference."""
     ends = ran.outcomes(job.world)
@@ -90,7 +90,7 @@ def judge(
     )
 
 
-def _case_of(asked: Asked, job: Recording) -> Case:
+def _case_of(asked: JobOptions, job: Recording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
         return case_of_words(asked, script=script, world=job.world)
@@ -103,12 +103,12 @@ def _case_of(asked: Asked, job: Recording) -> Case:
     )  # fmt: skip
 
 
-def case_of_words(asked: Asked, *, script: str, world: int, **about: Any) -> Case:
+def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
     """The case of a job, of which `about` is known; its command line is what was asked for."""
     options = ["--no-reference"] if asked.no_reference else []
     options += ["--reference", asked.reference] if asked.reference else []
     options += ["--weights", asked.weights] if asked.weights else []
-    options += ["--steps", str(asked.steps)] if asked.steps != Settings().steps else []
+    options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
     options += ["--on-cpu"] if asked.on_cpu else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
@@ -133,7 +133,7 @@ def script_of(arguments: Sequence[str]) -> str:
     return next((word for word in arguments[1:] if word.endswith(".py")), "")
 
 
-def _outcome_check(asked: Asked, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:
+def _outcome_check(asked: JobOptions, job: Recording, outcomes: Sequence[Outcome]) -> CheckResult:
     """Every rank made all steps that were asked for."""
     reasons = []
     verdict = "pass"
@@ -225,7 +225,9 @@ def _of_reference(job: Recording, reference: Reference | None, missing: str) -> 
     return text
 
 
-def _notes(asked: Asked, job: Recording, reference: Reference | None, missing: str) -> list[str]:
+def _notes(
+    asked: JobOptions, job: Recording, reference: Reference | None, missing: str
+) -> list[str]:
     notes = [_of_reference(job, reference, missing)]
     if asked.on_cpu:
         notes.append(

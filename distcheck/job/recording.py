@@ -30,7 +30,7 @@ MOST_ROWS = 1 << 16  # digests of samples in one batch
 MOST_CALLS = 256  # collectives of one step
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What a data loader handed out: the leaves that are tensors, by digest, and its rows.
 
     indices  what the sampler gave for it, where the data set has indices
@@ -143,7 +143,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that Python code called, and where: file:line of the script; how many numbers it
     was given, and whether a backward pass of the step came before it.
     """
@@ -180,10 +180,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     carried: bool = False
     exchanged: bool = False
     evaluations: int = 0
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[LoadedBatch, ...] = ()
     iterations: tuple[Iteration, ...] = ()
     clips: tuple[Clip, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()
     digests: dict[str, str] = {}
     dtypes: dict[str, str] = {}
     not_finite: tuple[str, ...] = ()

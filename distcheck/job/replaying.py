@@ -16,7 +16,7 @@ from distcheck.errors import UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.reading import MOST_BYTES, Recording
-from distcheck.job.settings import Replayed, Seen, Settings
+from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
 from distcheck.records.decoding import decode_json, read_bounded
 
 _MOST_PARENTS = 8
@@ -48,7 +48,7 @@ class Reference:
     replayed: Replayed
     replaced: tuple[str, ...] = ()
 
-    def until(self, steps: tuple[Seen, ...]) -> "Reference":
+    def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
         """The same, of fewer steps."""
         fewer = msgspec.structs.replace(self.replayed, steps=steps)
         return dataclasses.replace(self, replayed=fewer)
@@ -88,7 +88,7 @@ def replay(
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
     words, replaced = (words, ()) if command else of_one(words, job.world)
     in_processes = _is_lost_in_a_fork(first.device)
-    asked = Settings(
+    asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder),
         on_cpu=on_cpu, in_processes=in_processes, weights=weights,
         spawns=job.world if spawned and not command else 0, project=str(copy.folder),
@@ -98,7 +98,7 @@ def replay(
     variables |= {} if in_processes else _WITHOUT_GPUS
     variables |= {} if spawned else _ONE_RANK
 
-    def run(asked: Settings) -> running.Ran:
+    def run(asked: JobSettings) -> running.Ran:
         return running.run_kept(
             copy.words(words), settings.write(asked, folder), folder=place,
             variables={} if command else variables,

@@ -15,7 +15,7 @@ Mode = Literal["record", "replay", "guard"]
 TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay reached at one step: learning rates, losses, and the optimizer's settings, and
     how many `draws` its tolerances are measured by;
     `folded` is what its passes' losses are, where they were made once more as one batch: a mean, a
@@ -62,7 +62,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: str
     why: str
-    steps: tuple[Seen, ...] = ()
+    steps: tuple[ReplayedStep, ...] = ()
     failure: str = ""
     unfolded: str = ""
     scales: tuple[float, ...] = (1.0,)
@@ -86,7 +86,7 @@ class Role(msgspec.Struct, frozen=True):
     longer: bool = False
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a job is to be recorded.
 
     steps, from_step  optimizer steps to record, and how many come before them
@@ -125,16 +125,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     randomness: bool = True
 
 
-def write(settings: Settings, folder: Path) -> Path:
+def write(settings: JobSettings, folder: Path) -> Path:
     """Writes the settings into the folder of a recording, and returns the file."""
     file = folder / FILE
     file.write_bytes(msgspec.json.encode(settings))
     return file
 
 
-def read(file: Path) -> Settings:
+def read(file: Path) -> JobSettings:
     """The settings again."""
-    return msgspec.json.decode(file.read_bytes(), type=Settings)
+    return msgspec.json.decode(file.read_bytes(), type=JobSettings)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

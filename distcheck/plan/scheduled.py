@@ -16,7 +16,7 @@ _MOST, _MOST_SWITCHES = 10**6, 10
 _ENUMERATED = 1000  # schedules, where only their switches are given
 
 
-class Asked(Protocol):
+class HasSchedules(Protocol):
     """What a request says of it."""
 
     @property
@@ -66,7 +66,7 @@ def check_schedules(
         )
 
 
-def check_request(asked: Asked) -> None:
+def check_request(asked: HasSchedules) -> None:
     """Raises UsageError for what cannot be run."""
     check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
 
@@ -81,7 +81,7 @@ def how_many(schedules: int, switches: int) -> int:
     return schedules or (_ENUMERATED if switches else 0)
 
 
-def searched(asked: Asked, case_of: Callable[[str, str], Case]) -> list[Case]:
+def searched(asked: HasSchedules, case_of: Callable[[str, str], Case]) -> list[Case]:
     """The case that is searched, if one was asked for; `case_of` makes it of a workload and dtype.
     It has no rerun: the schedules take its place. It is the first of its strategy and world, so
     that one that hangs is named by what its schedules show.

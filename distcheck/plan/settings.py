@@ -453,7 +453,7 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
 
-class Asked(TypedDict, total=False):
+class KeywordSettings(TypedDict, total=False):
     """What `distcheck.verify(...)` takes by name, for type checkers."""
 
     world: int | Sequence[int] | None

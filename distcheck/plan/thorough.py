@@ -24,7 +24,7 @@ MOST_EXPLORE_S = 24 * 3600.0
 _LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
-class Search(msgspec.Struct, frozen=True, kw_only=True):
+class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
     """A search to run beside cases; `why_not` is the reason why it is left out, if it is."""
 
     strategy: str
@@ -44,7 +44,7 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     is left out of a run whose cases are all `required` is unknown.
     """
 
-    searches: tuple[Search, ...] = ()
+    searches: tuple[SearchBeside, ...] = ()
     spare: tuple[int, ...] = ()
     after_hang: bool = False
     required: bool = False
@@ -71,7 +71,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
     """The searches of some requests, one for each strategy and way to call it. Raises UsageError or
     CannotRunError.
     """
-    found: dict[tuple[str, Adaptation], Search] = {}
+    found: dict[tuple[str, Adaptation], SearchBeside] = {}
     for request in requests:
         _check_budget(request.explore_s)
         if not request.thorough or not request.explore_s:
@@ -95,7 +95,9 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
     )
 
 
-def planned(searches: Iterable[Search], shard_of: dict[str, int]) -> tuple[PlannedSearch, ...]:
+def planned(
+    searches: Iterable[SearchBeside], shard_of: dict[str, int]
+) -> tuple[PlannedSearch, ...]:
     """The searches of a plan; each is in the part that `shard_of` gives its strategy."""
     return tuple(
         PlannedSearch(
@@ -105,8 +107,8 @@ def planned(searches: Iterable[Search], shard_of: dict[str, int]) -> tuple[Plann
     )
 
 
-def _search(request: Request, strategy: str, *, launched: bool) -> Search:
-    return Search(
+def _search(request: Request, strategy: str, *, launched: bool) -> SearchBeside:
+    return SearchBeside(
         strategy=strategy,
         budget_s=request.explore_s,
         adaptation=request.adaptation,

@@ -13,7 +13,7 @@ Entry = Mapping[str, Any]  # of `cases` in a document
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseGist:
     """The gist of a case that did not pass. Empty texts where there is nothing to say."""
 
     headline: str  # one line
@@ -50,7 +50,7 @@ def ranks_failed(case: Entry) -> bool:
     return not own and any(o["outcome"] != RankEnd.FINISHED for o in case["outcomes"])
 
 
-def finding_of(case: Entry) -> Finding:
+def finding_of(case: Entry) -> CaseGist:
     """What a person reads first of a case."""
     failed = [(f"rank {o['rank']} {o['outcome']}", o["detail"]) for o in case["outcomes"]
               if o["outcome"] != RankEnd.FINISHED]  # fmt: skip
@@ -59,7 +59,7 @@ def finding_of(case: Entry) -> Finding:
     headline = (
         failed[0][0] if ranks_failed(case) else first or "; ".join(case["notes"]) or case["verdict"]
     )
-    return Finding(
+    return CaseGist(
         headline=" ".join(headline.split()),
         first=first,
         causes=tuple(f"{d['cause']}: {d['evidence']}" for d in case["diagnosis"]),

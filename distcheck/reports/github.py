@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from distcheck.errors.shown_text import shown
-from distcheck.reports.findings import Entry, Finding, describe_origin, finding_of, name_of
+from distcheck.reports.findings import CaseGist, Entry, describe_origin, finding_of, name_of
 from distcheck.reports.wording import searches_of
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -120,7 +120,7 @@ def _details(case: Entry) -> str:
     return text
 
 
-def _told(found: Finding) -> list[tuple[str, str]]:
+def _told(found: CaseGist) -> list[tuple[str, str]]:
     told = [
         ("cause", "\n".join(found.causes)),
         ("try", "\n".join(found.suggestions)),

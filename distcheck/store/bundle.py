@@ -59,7 +59,7 @@ you are (versions, machine, settings, files).
 """
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class BundledSource(msgspec.Struct, frozen=True, kw_only=True):
     """The file behind a strategy or workload: `file` in the zip, `runs` if it is what is run."""
 
     spec: str
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     distcheck: str
     cases: tuple[str, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[BundledSource, ...]
     variables: dict[str, str]
 
 
@@ -247,7 +247,7 @@ def _sources(
     seen: list[CaseEntry],
     members: dict[str, bytes],
     remarks: list[str],
-) -> Iterator[Source]:
+) -> Iterator[BundledSource]:
     where = {case.strategy: case.strategy_file for case in seen}
     asked: dict[tuple[str, str], str] = {}
     for case, file in zip(cases, files, strict=True):
@@ -282,7 +282,7 @@ def _sources(
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
         for name, content in beside.items():
             members[f"{folder}/{name}"] = content
-        yield Source(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
+        yield BundledSource(spec=spec, file=f"{folder}/{path.name}", digest=now, runs=runs)
 
 
 def _is_behind(spec: str, file: str) -> bool:

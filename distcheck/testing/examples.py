@@ -29,7 +29,7 @@ _REFUSED = {
 _NEVER = timedelta(days=1)
 
 
-class Said(msgspec.Struct, frozen=True):
+class PassedToHypothesis(msgspec.Struct, frozen=True):
     """What a rank has passed to hypothesis by `event()` and `target()`: values by text or label."""
 
     events: dict[str, str] = {}
@@ -113,7 +113,7 @@ def is_final() -> bool:
     return _context() is not None and _context().is_final
 
 
-def pass_on(told: Iterable[Said]) -> None:
+def pass_on(told: Iterable[PassedToHypothesis]) -> None:
     """Tells hypothesis what ranks have: of `target()`, the greatest value of all ranks."""
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
@@ -161,12 +161,12 @@ def is_rejection(error: BaseException | None) -> bool:
     )
 
 
-def said() -> Said:
+def said() -> PassedToHypothesis:
     """What this rank has passed to hypothesis in this example."""
     context = _context()
     if context is None:
-        return Said()
-    return Said(
+        return PassedToHypothesis()
+    return PassedToHypothesis(
         events={str(text): str(payload) for text, payload in context.data.events.items()},
         targets={k: float(value) for k, value in context.data.target_observations.items()},
     )

@@ -71,7 +71,7 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
         run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
         return
 
-    search = timeouts.Search(item)
+    search = timeouts.ExampleSearch(item)
 
     @functools.wraps(body)
     def in_world(*given: Any, **drawn: Any) -> None:

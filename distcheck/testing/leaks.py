@@ -51,7 +51,7 @@ def here_now() -> Before:
 
 
 @dataclass(frozen=True)
-class Left:
+class StillOpen:
     """What is still open: a phrase for every kind, and whether a next test in the same ranks would
     meet it. A process group can be destroyed; what others have not entered, or what runs, cannot.
     """
@@ -60,13 +60,13 @@ class Left:
     stays: bool = False
 
 
-def left_behind(before: Before, *, has_process: bool = True) -> Left:
+def left_behind(before: Before, *, has_process: bool = True) -> StillOpen:
     """Looks for process groups, unfinished collectives, and threads and processes that were not
     there before. A rank that is a thread has no process: what its process has may be another
     rank's, and a simulated world names unfinished calls itself.
     """
     if not has_process:
-        return Left(tuple(_process_groups()))
+        return StillOpen(tuple(_process_groups()))
     staying = _unfinished_work() or _results_never_asked_for(before.functional)
     stray = _stray_threads(before.threads)
     if stray:
@@ -75,7 +75,7 @@ def left_behind(before: Before, *, has_process: bool = True) -> Left:
     if running:
         names = ", ".join(sorted(running))
         staying.append(f"{_many(len(running), 'process')} running ({names})")
-    return Left((*_process_groups(), *staying), stays=bool(staying))
+    return StillOpen((*_process_groups(), *staying), stays=bool(staying))
 
 
 def _process_groups() -> list[str]:

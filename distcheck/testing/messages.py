@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from distcheck.testing.examples import Said
+from distcheck.testing.examples import PassedToHypothesis
 from distcheck.worlds.jobs import LISTEN, Job
 from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.messages import printable
@@ -48,7 +48,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preloads: tuple[str, ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
     body_s: float = 0.0
-    said: Said = Said()
+    said: PassedToHypothesis = PassedToHypothesis()
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

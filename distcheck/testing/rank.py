@@ -178,7 +178,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     end = _end_of(error)
     # What failed has seldom come to closing what it opened; its ranks are thrown away.
     goes_on = end in ("passed", "skipped", "rejected")
-    left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.Left()
+    left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.StillOpen()
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,

@@ -84,7 +84,7 @@ class _TimeIsUp(BaseException):
     """Ends hypothesis' search, which would catch any Exception, and pytest's failures."""
 
 
-class Search:
+class ExampleSearch:
     """Hypothesis' examples of a test. When the time is up, no further one is tried: there would be
     nothing to limit the many that shrink a failure, and that show whether it comes again.
     """

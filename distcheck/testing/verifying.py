@@ -14,7 +14,7 @@ from distcheck.explore.beside import explore_beside
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.request import Request
-from distcheck.plan.settings import SETTINGS, Asked, with_adaptation, with_settings
+from distcheck.plan.settings import SETTINGS, KeywordSettings, with_adaptation, with_settings
 from distcheck.records import Report
 from distcheck.store.run_folder import Store
 from distcheck.verification.given_objects import names_of
@@ -29,7 +29,7 @@ def verify(
     *,
     delays: Sequence[tuple[int, int, int]] = (),
     save: str | os.PathLike[str] | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[KeywordSettings],
 ) -> Report:
     """Judges one or more gradient-sync strategies against single-node training.
 

@@ -26,7 +26,7 @@ from distcheck.errors import (
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside, Search
+from distcheck.plan.thorough import NOTHING_BESIDE, Beside, SearchBeside
 from distcheck.records import (
     Case,
     CaseReport,
@@ -68,7 +68,7 @@ class Explorer(Protocol):
     def __call__(
         self,
         pool: Pool,
-        searches: Sequence[Search],
+        searches: Sequence[SearchBeside],
         reports: Sequence[CaseReport],
         left_out: Collection[str],
         *,

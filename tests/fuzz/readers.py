@@ -21,14 +21,14 @@ import msgspec
 
 from distcheck import cli
 from distcheck.backend_probe.document import read_sweeps, render_json
-from distcheck.backend_probe.records import Cell, Probe, Sweep
+from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
 from distcheck.compare import command as comparing
 from distcheck.compare.records import CompareRequest
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.job import judging, reading
-from distcheck.job.asked import Asked
-from distcheck.job.guard.records import Divergence, Finding, Sums
+from distcheck.job.asked import JobOptions
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
 from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
@@ -55,13 +55,16 @@ from tests.sealing import keep_digests, seal_again
 _MOST_BYTES = 24 << 30  # of addresses: what a number in a file must not make a reader take
 _PROBE = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
 _SWEEP = Sweep(
-    backend="gloo", device="cpu", world=3, cells=(Cell(probe=_PROBE, verdict="ok", elements=64),),
+    backend="gloo", device="cpu", world=3,
+    cells=(ProbedCell(probe=_PROBE, verdict="ok", elements=64),),
     environment={"torch": "2.13.0"},
 )  # fmt: skip
 _DIVERGENCE = Divergence(
     step=200, agreed_at=100, every=100, ranks=(0, 1), versions={"torch": "2"},
-    findings=(Finding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2),),
-    sums=(Sums(name="w", elements=64, by_rank=((1.0,) * 64, (1.1,) * 64)),),
+    findings=(
+        ReplicaFinding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2),
+    ),
+    sums=(TensorSums(name="w", elements=64, by_rank=((1.0,) * 64, (1.1,) * 64)),),
 )  # fmt: skip
 _EPOCH = TrainedEpoch(
     loss=1.0, accuracy=0.5, tested=10, mean_step_s=0.5, step_losses=(1.0, 0.5), step_s=(0.5, 0.5)
@@ -325,7 +328,7 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
     _damaged_in_place(file, draw, "json" if file.suffix == ".json" else "bytes")
 
     def judge() -> int:
-        asked = Asked(words=("python", "train.py"), steps=3, no_reference=True)
+        asked = JobOptions(words=("python", "train.py"), steps=3, no_reference=True)
         found = reading.read(job)
         report = judging.judge(asked, found, Ran(0, ()), None, "none was asked for")
         return {"pass": 0, "fail": 1, "unknown": 5}[report.verdict]

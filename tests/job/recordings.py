@@ -12,9 +12,9 @@ from distcheck.job import checks, reading, recording
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.reading import Recording
-from distcheck.job.recording import Batch, Clip, Iteration, LossCall, Pass, RankRecord
+from distcheck.job.recording import Clip, Iteration, LoadedBatch, LossCall, Pass, RankRecord
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import Replayed, Seen
+from distcheck.job.settings import Replayed, ReplayedStep
 from distcheck.records import CheckResult
 
 SHAPES = {"weight": (4, 3), "bias": (4,)}
@@ -70,7 +70,7 @@ class Facts:
             groups=self.groups, passes=tuple(self.passes), clips=self.clips, scale=self.scale,
             skipped=self.skipped, carried=self.carried, backwards=len(self.passes),
             batches=(
-                Batch(loader=0, epoch=self.epoch, number=self.step, leaves=(), rows=self.rows,
+                LoadedBatch(loader=0, epoch=self.epoch, number=self.step, leaves=(), rows=self.rows,
                       **self.of_batch),
             ),
             iterations=(
@@ -140,7 +140,7 @@ def reference(job: Recording, folder: Path, **changes: Any) -> Reference:
         losses = (2.0,) * len(job.records[0, step].passes)
         kind = changes.get("kind", "mean") if by is not None else ""
         seen.append(
-            Seen(
+            ReplayedStep(
                 step=step, groups=({"lr": rate},), losses=losses, draws=2, folded=kind,
                 clips=changes.get("clips", ()),
             )

@@ -16,7 +16,7 @@ from distcheck.job import reading
 from distcheck.job.inside import hooks
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.reading import Recording
-from distcheck.job.settings import Settings
+from distcheck.job.settings import JobSettings
 
 HEAD = """
 import sys, torch
@@ -62,7 +62,7 @@ def _run(script: str, folder: Path, *, steps: int) -> None:
     sys.stdout = os.fdopen(1, "w")
     torch.set_num_threads(1)  # threads of this process are not in a fork
     if steps:
-        recorder = Recorder(Settings(steps=steps, keep_going=True), folder)
+        recorder = Recorder(JobSettings(steps=steps, keep_going=True), folder)
         defect = folder / "defect"
         hooks.install(recorder, lambda: defect.write_text(traceback.format_exc()) and None)
     exec(compile(HEAD + script, "train.py", "exec"), {"__name__": "__main__"})

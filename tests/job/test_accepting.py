@@ -9,8 +9,8 @@ from msgspec import structs
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
-from distcheck.job.asked import Asked
-from distcheck.job.guard_command import Asked as OfGuard
+from distcheck.job.asked import JobOptions
+from distcheck.job.guard_command import JobOptions as OfGuard
 from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 
 Change = Callable[[Facts], None]
@@ -151,8 +151,8 @@ def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "kinds", "said"),
     [
-        (Asked, ("masks",), "choose same-randomness, learning-rate-differs, scheduler-steps"),
-        (Asked, (accepting.RATES, accepting.SCHEDULE), "takes one of"),
+        (JobOptions, ("masks",), "choose same-randomness, learning-rate-differs, scheduler-steps"),
+        (JobOptions, (accepting.RATES, accepting.SCHEDULE), "takes one of"),
         (OfGuard, (accepting.RATES,), "not supported with --guard; it takes same-randomness"),
     ],
 )

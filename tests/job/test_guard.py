@@ -19,7 +19,7 @@ import distcheck
 from distcheck.errors import UsageError
 from distcheck.job.guard import comparing, digests, explaining, records
 from distcheck.job.guard.guarding import DivergenceError, Guard, GuardWarning
-from distcheck.job.guard.records import Divergence, Finding, Sums
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
 from distcheck.job.guard.state import FIELDS
 
 LATE = 7  # the step in which a mistake is made, long after a start that was right
@@ -392,17 +392,17 @@ def test_digests_see_the_order() -> None:
 
 
 def bundle(**about: Any) -> Divergence:
-    one = Finding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2)
+    one = ReplicaFinding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2)
     given = {"step": 200, "agreed_at": 100, "every": 100, "ranks": (0, 1), "findings": (one,)}
     return Divergence(**{**given, **about})
 
 
-def sums(apart: float) -> tuple[Sums, ...]:
-    return (Sums(name="w", elements=64, by_rank=((1.0,) * 64, (1.0 + apart,) * 64)),)
+def sums(apart: float) -> tuple[TensorSums, ...]:
+    return (TensorSums(name="w", elements=64, by_rank=((1.0,) * 64, (1.0 + apart,) * 64)),)
 
 
-STATE = Finding(kind="optimizer state", first="exp_avg of w", groups=((0,), (1,)))
-HALF = Finding(kind="parameters", first="w", groups=((0,), (1,)), differing=1, compared=2)
+STATE = ReplicaFinding(kind="optimizer state", first="exp_avg of w", groups=((0,), (1,)))
+HALF = ReplicaFinding(kind="parameters", first="w", groups=((0,), (1,)), differing=1, compared=2)
 
 
 @pytest.mark.parametrize(

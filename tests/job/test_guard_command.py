@@ -13,10 +13,10 @@ from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import guard_command, running
 from distcheck.job.guard import records
 from distcheck.job.guard.checked import Checked
-from distcheck.job.guard.records import Divergence, Finding
-from distcheck.job.guard_command import Asked, guard_job
+from distcheck.job.guard.records import Divergence, ReplicaFinding
+from distcheck.job.guard_command import GuardOptions, guard_job
 from distcheck.job.running import Ran
-from distcheck.job.settings import Settings, read
+from distcheck.job.settings import JobSettings, read
 
 LOSES_A_REPLICA = """
 import sys, torch, torch.distributed as dist
@@ -77,7 +77,7 @@ def judged(
         return Ran(code, ())
 
     monkeypatch.setattr(running, "run", run)
-    report, exit_code = guard_job(Asked(words=(sys.executable, "train.py")))
+    report, exit_code = guard_job(GuardOptions(words=(sys.executable, "train.py")))
     return report.cases[0].checks[1].verdict, exit_code
 
 
@@ -106,7 +106,7 @@ def test_one_seed_for_all_ranks_may_be_meant(
     monkeypatch: pytest.MonkeyPatch, accept: tuple[str, ...]
 ) -> None:
     """Ranks are not asked to draw different numbers, and the report does not say that they did."""
-    asked: list[Settings] = []
+    asked: list[JobSettings] = []
 
     def run(command: Any, settings: Path, **_: Any) -> Ran:
         asked.append(read(settings))
@@ -116,7 +116,7 @@ def test_one_seed_for_all_ranks_may_be_meant(
         return Ran(0, ())
 
     monkeypatch.setattr(running, "run", run)
-    report, _ = guard_job(Asked(words=(sys.executable, "train.py"), accept=accept))
+    report, _ = guard_job(GuardOptions(words=(sys.executable, "train.py"), accept=accept))
     assert [one.randomness for one in asked] == [not accept]
     assert ("whether random streams differ" in report.not_shown) == bool(accept)
 
@@ -128,7 +128,7 @@ def test_nothing_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match="--every must be at least 1"):
-        Asked(words=("python",), every=0)
+        GuardOptions(words=("python",), every=0)
 
 
 @pytest.mark.parametrize("words", [["--every", "5"], ["--warn"]])
@@ -142,7 +142,7 @@ def test_options_of_a_guard_without_one(words: list[str], tmp_path: Path) -> Non
 def test_a_bundle_that_cannot_be_read_leaves_the_finding(tmp_path: Path) -> None:
     one = checked(0, first="step 4: w differs", file=str(tmp_path / "gone.json"))
     assert guard_command._causes(one) == []
-    found = Finding(kind="samples", first="samples", groups=((0, 1),))
+    found = ReplicaFinding(kind="samples", first="samples", groups=((0, 1),))
     file = records.write(
         Divergence(step=4, agreed_at=-1, every=4, ranks=(0, 1), findings=(found,)), tmp_path
     )

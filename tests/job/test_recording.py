@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job import reading, running, settings, sketches
-from distcheck.job.asked import Asked
+from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.alone import Alone
 from distcheck.job.inside.recorder import Recorder
@@ -102,7 +102,7 @@ def test_commands() -> None:
 )
 def test_numbers_out_of_range_are_refused(asked: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Asked(words=("python",), **asked)  # type: ignore[arg-type]
+        JobOptions(words=("python",), **asked)  # type: ignore[arg-type]
 
 
 GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
@@ -143,7 +143,7 @@ def test_the_sitecustomize_behind_still_runs_and_torch_is_not_imported(tmp_path:
     (tmp_path / "own" / "sitecustomize.py").write_text("mark = 'own'\n")
     asked = tmp_path / "asked"
     asked.mkdir()
-    file = settings.write(settings.Settings(), asked)
+    file = settings.write(settings.JobSettings(), asked)
     program = (
         "import sys, json, sitecustomize as s; "
         "print(json.dumps([getattr(s, 'mark', None), 'torch' in sys.modules, sys.path]))"
@@ -228,7 +228,7 @@ def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
 ) -> None:
     """Gradients of 1 and -0.5 leave half, and have been rounded twice where both were sent."""
     monkeypatch.setattr("distcheck.job.inside.recorder.exchanges", lambda model: exchanging)
-    recorder = Recorder(settings.Settings(steps=1, keep_going=True), tmp_path)
+    recorder = Recorder(settings.JobSettings(steps=1, keep_going=True), tmp_path)
     monkeypatch.setattr(hooks, "_listener", recorder)
     monkeypatch.setattr("distcheck.job.inside.recorder.ddp_in", lambda model: model)
     model = torch.nn.Linear(2, 1, bias=False)

@@ -24,7 +24,7 @@ from distcheck.job.inside.feeding import (
 from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.reading import Recording, read
-from distcheck.job.recording import Batch, Iteration, LossCall, Pass, RankRecord
+from distcheck.job.recording import Iteration, LoadedBatch, LossCall, Pass, RankRecord
 from distcheck.job.settings import Role
 
 
@@ -46,7 +46,7 @@ def job(tmp_path: Path) -> Recording:
         file.write(
             1 << 20, rank=rank, world=2, optimizer="", groups=(),
             passes=(Pass(inputs=(inputs,), rows=(), random={}, loss=1.0, losses=(call,)),),
-            batches=(Batch(loader=0, epoch=1, number=5, leaves=(inputs, target), rows=()),),
+            batches=(LoadedBatch(loader=0, epoch=1, number=5, leaves=(inputs, target), rows=()),),
             iterations=(Iteration(loader=0, epoch=1, length=7, sampler="", shuffles=False),),
         )  # fmt: skip
     return read(tmp_path)

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from distcheck.job import accepting, causes, checks, copying, judging, replaying
-from distcheck.job.asked import Asked
+from distcheck.job.asked import JobOptions
 from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import choosing, spawned
 from distcheck.job.inside.feeding import Feeding
-from distcheck.job.recording import Call, Clip, Term
+from distcheck.job.recording import Clip, CollectiveCall, Term
 from distcheck.job.running import Ran
-from distcheck.job.settings import Role, Settings, write
+from distcheck.job.settings import JobSettings, Role, write
 from distcheck.job.watching import Watch
 from distcheck.records.ends import RankEnd
 from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
@@ -64,7 +64,7 @@ def test_what_is_not_finite_is_named_and_nothing_after_it(tmp_path: Path) -> Non
     (result,) = finite(job)
     assert result.first is not None
     assert (result.first.step, result.first.rank) == (1, 1)
-    asked = Asked(words=("python", "train.py"), no_reference=True, steps=3)
+    asked = JobOptions(words=("python", "train.py"), no_reference=True, steps=3)
     case = judging.judge(asked, job, Ran(0, ()), None, "")
     assert case.verdict == "fail"
     assert [one.cause for one in case.diagnosis] == ["nonfinite"]
@@ -205,7 +205,9 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
     """Its own exchange of one rank changes its gradient by one over the old number."""
 
     def exchanges(facts: Facts) -> None:
-        call = Call(name="all_reduce", place="train.py:9", elements=9, after_backward=True)
+        call = CollectiveCall(
+            name="all_reduce", place="train.py:9", elements=9, after_backward=True
+        )
         facts.of_record = {"calls": (call,)}
 
     job = make(tmp_path, exchanges)
@@ -270,7 +272,7 @@ def test_one_seed_for_all_masks_is_a_remark_and_strictly_a_failure(
     def masks(facts: Facts) -> None:
         facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
 
-    asked = Asked(words=("python", "train.py"), no_reference=True, steps=3, strict=strict)
+    asked = JobOptions(words=("python", "train.py"), no_reference=True, steps=3, strict=strict)
     case = judging.judge(asked, make(tmp_path, masks), Ran(0, ()), None, "")
     assert case.verdict == verdict
     named = case.diagnosis if strict else case.remarks
@@ -290,7 +292,7 @@ def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_b
 
     job = make(tmp_path, sums)
     alone = reference(job, tmp_path, clipped=1 / divides / (4 + 1e-6), loss=4.0)
-    asked = Asked(words=("python", "train.py"), steps=3)
+    asked = JobOptions(words=("python", "train.py"), steps=3)
     case = judging.judge(asked, job, Ran(0, ()), alone, "")
     assert [one.cause for one in case.diagnosis if one.cause != "clip-by-local-norm"] == (
         [cause] if cause else []
@@ -443,7 +445,7 @@ print(start._Waiting.has_installed)
 
 
 def test_who_asks_where_torch_is_does_not_take_the_hook(tmp_path: Path) -> None:
-    file = write(Settings(), tmp_path)
+    file = write(JobSettings(), tmp_path)
     ran = subprocess.run(
         [sys.executable, "-c", ASKS_FIRST, str(file)], capture_output=True, text=True, timeout=120
     )

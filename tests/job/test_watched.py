@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.job.settings import Settings, write
+from distcheck.job.settings import JobSettings, write
 from tests.job.planted import FOLDER, SCRIPTS
 from tests.job.scripts import both, run
 
@@ -193,7 +193,7 @@ print(torch.ones(2).sum().item())
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_hooks_that_cannot_be_put_in_leave_the_script_alone(fails: bool, tmp_path: Path) -> None:
-    file = write(Settings(), tmp_path)
+    file = write(JobSettings(), tmp_path)
     ran = subprocess.run(
         [sys.executable, "-c", INSTALLS.replace("{fails}", str(fails)), str(file)],
         capture_output=True, text=True, timeout=300,

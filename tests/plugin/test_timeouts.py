@@ -46,7 +46,7 @@ def test_a_debugger_holds_a_world_back(item: pytest.Item, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -> None:
     """What has failed before is told. A second run of the test is not refused for it."""
-    search = timeouts.Search(item)
+    search = timeouts.ExampleSearch(item)
     timeouts.note(item, limit(1000, method=method))
     with pytest.raises(AssertionError), search.example({"n": 7}):
         raise AssertionError("unlike")
@@ -58,13 +58,13 @@ def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -
     told = r"^Timeout \(>0s\) from pytest-timeout\.\nBefore, the example n=7 had failed:\nunlike$"
     with pytest.raises(pytest.fail.Exception, match=told), search.whole():
         raise raised.value
-    with timeouts.Search(item).example({"n": 9}):
+    with timeouts.ExampleSearch(item).example({"n": 9}):
         pass
 
 
 def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
     """By itself, before anybody looked at the clock: it is not the smallest one."""
-    search, failure = timeouts.Search(item), AssertionError("unlike")
+    search, failure = timeouts.ExampleSearch(item), AssertionError("unlike")
     timeouts.note(item, limit(1000))
 
     def fail_late() -> None:
@@ -85,7 +85,7 @@ def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
 def test_a_limit_that_strikes_between_two_examples_tells_of_what_had_failed(
     item: pytest.Item,
 ) -> None:
-    search = timeouts.Search(item)
+    search = timeouts.ExampleSearch(item)
     timeouts.note(item, limit(1000, method="signal"))
     with pytest.raises(AssertionError), search.example({"n": 7}):
         raise AssertionError("unlike")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distcheck.compare.outputs import as_report
-from distcheck.compare.records import CaseComparison, Comparison, Moment, TraceComparison
+from distcheck.compare.records import CaseComparison, Moment, RunsComparison, TraceComparison
 from distcheck.errors import UsageError
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.reports import github, html_report, junit
@@ -44,7 +44,7 @@ def document() -> dict[str, Any]:
         for name in "abc"
     }
     made = Origin(date="2026-01-31T12:00:00+00:00", command="distcheck compare golden")
-    comparison = Comparison(then="golden", now="here and now", cases=cases)
+    comparison = RunsComparison(then="golden", now="here and now", cases=cases)
     return as_report(comparison, saved, made=made, command="distcheck compare golden")
 
 

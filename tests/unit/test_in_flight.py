@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from distcheck.worlds.simulated.calls import Call, calling_stack, is_shown_by_a_library
+from distcheck.worlds.simulated.calls import SimulatedCall, calling_stack, is_shown_by_a_library
 from distcheck.worlds.simulated.in_flight import InFlight
 
 Use = Callable[[torch.Tensor], object]
@@ -19,8 +19,8 @@ def accuse(what: str) -> None:
     raise AccusedError(what)
 
 
-def a_call(*, sends: list[torch.Tensor], leaves: list[torch.Tensor]) -> Call:
-    return Call(
+def a_call(*, sends: list[torch.Tensor], leaves: list[torch.Tensor]) -> SimulatedCall:
+    return SimulatedCall(
         kind="all_reduce" if leaves else "send", name="all_reduce" if leaves else "send", rank=0,
         group="0", number=1, peer=None if leaves else 1, inputs=sends, outputs=leaves,
         stack=calling_stack(),

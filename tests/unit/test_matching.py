@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.calls import Call
+from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.matching import Channel
 
 LOOKS = 0
 
 
-class Looked(Call):
+class Looked(SimulatedCall):
     """A call that counts how often its peer is looked at."""
 
     @property
@@ -26,7 +26,9 @@ class Looked(Call):
         self._peer = rank
 
 
-def message(kind: str, rank: int, peer: int | None, *, tag: int = 0, value: float = 0.0) -> Call:
+def message(
+    kind: str, rank: int, peer: int | None, *, tag: int = 0, value: float = 0.0
+) -> SimulatedCall:
     tensor = torch.tensor([value])
     return Looked(
         kind=kind, name=kind, rank=rank, group="0", number=1, peer=peer, tag=tag, counts=(1,),
@@ -34,7 +36,7 @@ def message(kind: str, rank: int, peer: int | None, *, tag: int = 0, value: floa
     )  # fmt: skip
 
 
-def got(channel: Channel, receive: Call) -> list[float]:
+def got(channel: Channel, receive: SimulatedCall) -> list[float]:
     """What a receive takes, of what has been sent before."""
     channel.post_message(receive)
     return [float(result) for result in receive.results]
@@ -63,7 +65,7 @@ def test_messages_meet_in_the_order_in_which_they_were_sent() -> None:
 def test_few_and_many_tensors_are_written_alike(count: int) -> None:
     sizes = [(2, 1 + place % 3) for place in range(count)]
     outputs = [torch.zeros(columns, rows).t() for rows, columns in sizes]  # with gaps
-    call = Call(
+    call = SimulatedCall(
         kind="all_to_all", name="all_to_all", rank=0, group="0", number=1, inputs=[],
         outputs=outputs,
     )  # fmt: skip

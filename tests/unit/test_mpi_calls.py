@@ -6,12 +6,12 @@ from distcheck.backends.mpi import calls
 from distcheck.worlds import flight
 
 
-def _called(what: str, group: str) -> calls.Call:
+def _called(what: str, group: str) -> calls.MPICall:
     """As a method of the group's does, which a line of this file calls by way of the backend."""
     code = compile("found = record(what, group, [ones], [ones, ones])", calls.__file__, "exec")
     names = {"record": calls.record, "what": what, "group": group, "ones": torch.ones(2, 3)}
     exec(code, names)
-    found: calls.Call = names["found"]  # type: ignore[assignment]
+    found: calls.MPICall = names["found"]  # type: ignore[assignment]
     return found
 
 

@@ -20,7 +20,7 @@ from distcheck.records.mesh import Mesh
 from distcheck.training.losses import LossOfShard
 from distcheck.training.outputs import MOST_NUMBERS, calls_of, per_sample
 from distcheck.training.recorder import TraceRecorder
-from distcheck.training.traces.layout import Kind, State, TraceLayout
+from distcheck.training.traces.layout import EntryState, Kind, TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.training.traces.writer import TraceWriter
 
@@ -137,15 +137,17 @@ def test_rows_lie_where_their_samples_do(fd: int) -> None:
 @pytest.mark.parametrize(
     ("returned", "state"),
     [
-        ([], State.ABSENT),
-        ([([1, 2], None)], State.MALFORMED),
-        ([([1], rows_of(1))], State.MALFORMED),  # and nothing of the other
-        ([([1, 2], torch.zeros(2, 3))], State.MALFORMED),
-        ([([1, 2], rows_of(1, 2).double())], State.MALFORMED),
-        ([([1, 2], rows_of(1, 2))], State.STORED),
+        ([], EntryState.ABSENT),
+        ([([1, 2], None)], EntryState.MALFORMED),
+        ([([1], rows_of(1))], EntryState.MALFORMED),  # and nothing of the other
+        ([([1, 2], torch.zeros(2, 3))], EntryState.MALFORMED),
+        ([([1, 2], rows_of(1, 2).double())], EntryState.MALFORMED),
+        ([([1, 2], rows_of(1, 2))], EntryState.STORED),
     ],
 )
-def test_what_is_no_table_is_not_taken_for_one(fd: int, returned: Returned, state: State) -> None:
+def test_what_is_no_table_is_not_taken_for_one(
+    fd: int, returned: Returned, state: EntryState
+) -> None:
     record(fd, 0, [1, 2], returned)
     assert TraceReader(fd, LAYOUT).entry(0, Kind.OUTPUT, 0, 0).state is state
 

@@ -12,8 +12,15 @@ import torch
 from distcheck.backend_probe import judging, patterns
 from distcheck.backend_probe.document import read_sweeps, render_json
 from distcheck.backend_probe.plan import OPERATIONS, plan_probes
-from distcheck.backend_probe.records import Baseline, Cell, Probe, RankResult, Sweep, exit_code_of
-from distcheck.backend_probe.scene import FORMS, Buffer, Scene, lay_out
+from distcheck.backend_probe.records import (
+    Baseline,
+    Probe,
+    ProbedCell,
+    RankResult,
+    Sweep,
+    exit_code_of,
+)
+from distcheck.backend_probe.scene import FORMS, Buffer, ProbeScene, lay_out
 from distcheck.backend_probe.sweep import _Episode, cell_of
 from distcheck.backend_probe.table import render_text
 from distcheck.errors import ExitCode, UsageError
@@ -29,10 +36,10 @@ CASES = [
 ]
 
 
-def scene(dtype: str, reduction: str = "SUM", **about: int) -> Scene:
+def scene(dtype: str, reduction: str = "SUM", **about: int) -> ProbeScene:
     about = {"rank": 0, "world": 3, "rows": 4, "salt": 8, **about}
     cols = about.pop("cols", max(6, about["world"]))
-    return Scene(dtype=dtype, reduction=reduction, cols=cols, **about)
+    return ProbeScene(dtype=dtype, reduction=reduction, cols=cols, **about)
 
 
 def tensor(values: list, dtype: str) -> torch.Tensor:
@@ -204,7 +211,7 @@ def test_a_cell_is_what_all_of_its_ranks_say(
 
 def swept(*verdicts: str, **about: object) -> Sweep:
     cells = [
-        Cell(
+        ProbedCell(
             probe=Probe(operation="reduce", reduction="SUM", form=form, dtype="bool", salt=1),
             verdict=verdict,  # type: ignore[arg-type]
         )
@@ -290,7 +297,7 @@ def test_the_table_fits_80_columns_without_colour() -> None:
     verdicts = ["right", "refused", "wrong", "crashes", "hangs", "not tried"]
     probes = plan_probes(world=3, operations=[], dtypes=[], forms=[])
     cells = [
-        Cell(probe=probe, verdict=verdicts[number % 6], detail="why")  # type: ignore[arg-type]
+        ProbedCell(probe=probe, verdict=verdicts[number % 6], detail="why")  # type: ignore[arg-type]
         for number, probe in enumerate(probes)
     ]
     text = render_text(Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells)), width=80)

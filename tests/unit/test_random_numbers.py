@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from distcheck.worlds.simulated.random_numbers import Generators, Numbers
+from distcheck.worlds.simulated.random_numbers import Generators, GeneratorStates
 
 TURNS = 6
 
@@ -45,7 +45,7 @@ def test_each_rank_draws_its_own_numbers(copied: bool) -> None:
         seeded(rank)
         alone.append([draws(turn) for turn in range(TURNS)])
     generators = Generators()
-    ranks: list[Numbers] = []
+    ranks: list[GeneratorStates] = []
     for rank in range(3):
         seeded(rank)
         ranks.append(generators.beginning())

@@ -21,7 +21,7 @@ from distcheck.records.schedules import (
 from distcheck.worlds.simulated.baton import Baton
 from distcheck.worlds.simulated.rounds import Tree
 from distcheck.worlds.simulated.schedules import Chooser
-from distcheck.worlds.simulated.search import Forks, RunAll, search
+from distcheck.worlds.simulated.search import RunAll, ScheduleForks, search
 
 
 @pytest.mark.parametrize("text", ["17", "3:1,7:0", "buffered", "buffered,3:1", ""])
@@ -175,7 +175,7 @@ def test_a_deadlock_that_buffers_hide_is_named_and_another_is_not() -> None:
     assert judged(search(all_of(lambda s: ran(s, end="deadlock")), 5))[2] == []
 
 
-class Shared(Forks):
+class Shared(ScheduleForks):
     """Processes whose worlds find what the ones before them in the same process have left, and
     what `one` makes of a schedule and of that.
     """

@@ -16,7 +16,7 @@ from distcheck.cli.commands.verify import command
 from distcheck.contract import Contract
 from distcheck.plan.configuration import TAKES, OfAll, OfStrategy
 from distcheck.plan.request import Request
-from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, Asked
+from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, KeywordSettings
 from distcheck.records import Case
 
 # Not of what is compared: where it runs, what is shown and written, and how it is shared out.
@@ -37,7 +37,7 @@ def test_every_option_and_field_is_a_setting() -> None:
     assert set(FIELDS) == (SETTINGS.keys() - CALLS.keys()) | MADE_FROM_OTHERS
     names = {setting.parameter for setting in SETTINGS.values()}
     assert set(PYTHON) == names | {"delays", "save"}
-    assert get_type_hints(Asked).keys() == names - {"strategy"}
+    assert get_type_hints(KeywordSettings).keys() == names - {"strategy"}
     keys = {field.encode_name for field in msgspec.structs.fields(OfAll)}
     assert keys == set(TAKES) == {setting.key for setting in SETTINGS.values()} | {"strategy"}
     of_all = {setting.key for setting in SETTINGS.values() if setting.of_all} | {"strategy"}

@@ -19,7 +19,7 @@ from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.request import Request
-from distcheck.plan.thorough import Search, beside, widened
+from distcheck.plan.thorough import SearchBeside, beside, widened
 from distcheck.records import Report
 from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
@@ -139,7 +139,7 @@ def test_a_budget_that_is_none_gets_one_sentence(words: str) -> None:
 
 def test_nothing_is_searched_where_cases_fail_already() -> None:
     entered: list[Explored] = []
-    asked = [Search(strategy=FAILED.case.strategy, budget_s=60.0)]
+    asked = [SearchBeside(strategy=FAILED.case.strategy, budget_s=60.0)]
     explore_beside(
         Pool(), asked, [FAILED], (), keep=False, show=lambda text: None,
         enter=lambda explored, found: entered.append(explored),
@@ -155,11 +155,13 @@ def test_nothing_is_searched_where_cases_fail_already() -> None:
 
 
 def test_words_are_left_out_for_cells_dtypes_and_what_did_not_count() -> None:
-    left = _without(Search(strategy="s", budget_s=1, without=("transposed", "resume")), [], ())
+    left = _without(
+        SearchBeside(strategy="s", budget_s=1, without=("transposed", "resume")), [], ()
+    )
     assert left == {"strided": "you gave --without transposed"}
-    left = _without(Search(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
+    left = _without(SearchBeside(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
     assert set(left) == {"float32", "bfloat16"}
-    left = _without(Search(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
+    left = _without(SearchBeside(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
     assert set(left) == {"float64", "bfloat16"}
 
 

@@ -17,9 +17,9 @@ from distcheck.training.traces.layout import (
     BYTES,
     OWNED_BY,
     TOGETHER,
+    EntrySource,
+    EntryState,
     Kind,
-    Source,
-    State,
     TraceLayout,
     memory_order,
     spec_bytes,
@@ -93,7 +93,7 @@ def test_a_gradient_that_one_rank_owns_is_the_owners_on_every_rank(fd: int, tmp_
             assert reader.entry(rank, Kind.GRADIENT, 0, 0).together
             owners = [reader.owner(rank, Kind.GRADIENT, 0, index) for index in range(3)]
             assert owners == [1, None, None]
-            assert reader.entry(rank, Kind.GRADIENT, 0, 1).state is State.ABSENT
+            assert reader.entry(rank, Kind.GRADIENT, 0, 1).state is EntryState.ABSENT
             assert reader.entry(rank, Kind.GRADIENT, 0, 2).together
     os.close(again)
 
@@ -132,8 +132,8 @@ def test_a_rerun_refers_to_its_baseline(fd: int) -> None:
     writer.put(Kind.PARAMETER, 1, 0, other)
     baseline = TraceReader(fd, LAYOUT)
     reader = TraceReader(again, LAYOUT, baseline=baseline)
-    assert reader.entry(1, Kind.PARAMETER, 0, 0).source is Source.BASELINE
-    assert reader.entry(1, Kind.PARAMETER, 1, 0).source is Source.OWN
+    assert reader.entry(1, Kind.PARAMETER, 0, 0).source is EntrySource.BASELINE
+    assert reader.entry(1, Kind.PARAMETER, 1, 0).source is EntrySource.OWN
     for slot, expected in ((0, same), (1, other)):
         found = reader.tensor(1, Kind.PARAMETER, slot, 0)
         assert found is not None
@@ -154,7 +154,12 @@ def test_absent_malformed_and_unwritten_are_told_apart(fd: int) -> None:
         reader.entry(0, Kind.GRADIENT, slot, index).state
         for slot, index in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
-    assert states == [State.ABSENT, State.MALFORMED, State.MALFORMED, State.UNWRITTEN]
+    assert states == [
+        EntryState.ABSENT,
+        EntryState.MALFORMED,
+        EntryState.MALFORMED,
+        EntryState.UNWRITTEN,
+    ]
     assert reader.tensor(0, Kind.GRADIENT, 0, 0) is None
     assert reader.tensor(0, Kind.GRADIENT, 0, 1) is None
 

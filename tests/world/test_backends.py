@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from distcheck.backend_probe.plan import plan_probes
-from distcheck.backend_probe.records import Cell
+from distcheck.backend_probe.records import ProbedCell
 from distcheck.backend_probe.sweep import sweep
 from distcheck.worlds.pool import Pool
 
@@ -20,7 +20,7 @@ def probe(
     forms: str = "plain",
     dtypes: str = "float32",
     deadline_s: float = 30.0,
-) -> dict[str, Cell]:
+) -> dict[str, ProbedCell]:
     probes = plan_probes(
         world=3, operations=ops.split(), dtypes=dtypes.split(), forms=forms.split()
     )

@@ -28,7 +28,7 @@ _MESSAGES = ("send", "recv")
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class MPICall:
     """One operation: its number among all of its group, and among the messages or the collectives
     of it. The shapes are those that the tensors had, of which none is kept.
     """
@@ -64,18 +64,18 @@ class Call:
         }
 
 
-_latest: deque[Call] = deque(maxlen=_KEPT)
+_latest: deque[MPICall] = deque(maxlen=_KEPT)
 _counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by group, and what is counted
 
 
 def record(
     what: str, group: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Call:
+) -> MPICall:
     """Notes an operation that is being started."""
     among = (group, "messages" if what in _MESSAGES else "collectives")
     _counts[group, "all"] += 1
     _counts[among] += 1
-    call = Call(
+    call = MPICall(
         what=what,
         group=group,
         of_all=_counts[group, "all"],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Work  # type: ignore[attr-defined]
 
-from distcheck.backends.mpi.calls import Call
+from distcheck.backends.mpi.calls import MPICall
 from distcheck.backends.mpi.runtime import mpi
 
 # Waiting must not keep a core busy: there may be fewer cores than ranks, and a rank that spins for
@@ -38,7 +38,7 @@ class MPIWork(Work):
 
     def __init__(
         self,
-        call: Call,
+        call: MPICall,
         requests: list[Any],
         *,
         results: list[torch.Tensor],

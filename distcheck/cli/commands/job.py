@@ -90,7 +90,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
         from distcheck.job import guard_command
 
         return guard_command.guard_job(
-            guard_command.Asked(
+            guard_command.GuardOptions(
                 words=words,
                 nproc=asked["nproc"],
                 every=100 if every is None else every,
@@ -101,8 +101,8 @@ def _run(words: tuple[str, ...], asked: dict[str, Any]) -> tuple[Any, int]:
         )
     if every is not None or warns:
         raise UsageError("--every and --warn belong to --guard; give --guard as well")
-    from distcheck.job.asked import Asked
+    from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
 
-    report = judge_job(Asked(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
+    report = judge_job(JobOptions(words=words, **{**asked, "budget": bytes_of(asked["budget"])}))
     return report, int(report.exit_code)

@@ -27,7 +27,7 @@ from distcheck.job.checks.reference import SPREADS, norm_of
 from distcheck.job.fitting import fit
 from distcheck.job.reading import Recording
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import Seen
+from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import by_norm
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine.numerics import gamma, unit_roundoff
@@ -89,7 +89,7 @@ def folded_steps(job: Recording, reference: Reference) -> Iterator[Folded]:
         )
 
 
-def _is_weighted(job: Recording, seen: Seen, factor: float) -> bool:
+def _is_weighted(job: Recording, seen: ReplayedStep, factor: float) -> bool:
     passes = _passes(job, seen)
     return any(
         _near(factor, wrong) and terms.may_be_weight(job, 0, seen.step, wrong)
@@ -101,7 +101,7 @@ def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(kind): t for n, t in found.items() if n.startswith(kind)}
 
 
-def _passes(job: Recording, seen: Seen) -> int:
+def _passes(job: Recording, seen: ReplayedStep) -> int:
     """How many backward passes the script made as one process."""
     return len(seen.losses) or len(job.records[0, seen.step].trained)
 

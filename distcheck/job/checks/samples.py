@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from distcheck.job.inside import tensors
 from distcheck.job.reading import Recording
-from distcheck.job.recording import Batch, Iteration, StepRecord
+from distcheck.job.recording import Iteration, LoadedBatch, StepRecord
 from distcheck.judge.checks.tally import Tally
 from distcheck.records import CheckResult
 from distcheck.records.layers import NO_LAYER
@@ -29,7 +29,7 @@ Key = object  # what says which sample it is
 class _Trained:
     """The batches that ranks trained on, by place, and the step that each was handed out in."""
 
-    batches: dict[tuple[int, Place], tuple[int, Batch]] = field(default_factory=dict)
+    batches: dict[tuple[int, Place], tuple[int, LoadedBatch]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)  # loaders of which each rank has its own data
     unclear: set[int] = field(default_factory=set)  # and of which that, or augmentation, is seen
 
@@ -96,7 +96,7 @@ def _trained(job: Recording) -> _Trained:
 
 def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> tuple[bool, bool]:
     """Whether one index of a loader is another sample on every rank, and whether reading drew."""
-    by_index: dict[int, dict[int, tuple[int, Batch, int]]] = {}
+    by_index: dict[int, dict[int, tuple[int, LoadedBatch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
         for row, index in enumerate(batch.indices if place[0] == loader else ()):
             by_index.setdefault(index, {}).setdefault(rank, (step, batch, row))
@@ -111,7 +111,7 @@ def _each_has_its_own(job: Recording, trained: _Trained, loader: int) -> tuple[b
     return len(met[:_MOST]) not in kept, drawn
 
 
-def _parts(job: Recording, rank: int, step: int, batch: Batch, row: int) -> list[str]:
+def _parts(job: Recording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
     """A digest of each part of a sample."""
     found = []
     for name in batch.leaves:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from distcheck.job.guard.records import Finding
+from distcheck.job.guard.records import ReplicaFinding
 
 PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
 SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
@@ -92,7 +92,7 @@ def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
 
 def of_names(
     kind: str, by_rank: Sequence[Mapping[str, object]], ranks: Sequence[int]
-) -> Finding | None:
+) -> ReplicaFinding | None:
     """The first name at which ranks differ, and how many do; None where none does."""
     names = list(dict.fromkeys(name for one in by_rank for name in one))
     wrong = [name for name in names if len({one.get(name) for one in by_rank}) > 1]
@@ -100,7 +100,7 @@ def of_names(
         return None
     places = groups_of([one.get(wrong[0]) for one in by_rank])
     values = tuple(str(one.get(wrong[0], "absent")) for one in by_rank)
-    return Finding(
+    return ReplicaFinding(
         kind=kind,
         first=wrong[0],
         groups=tuple(tuple(ranks[place] for place in group) for group in places),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from distcheck.job.guard.records import Divergence, Finding, Sums, named, sentence
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums, named, sentence
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
@@ -40,7 +40,7 @@ def causes(found: Divergence) -> list[Diagnosis]:
     return causes or [_unexplained(found)]
 
 
-def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
+def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
     if "samples" in by_kind:
         yield name_cause(
             "overlapping-data" if by_kind["samples"].is_partly else "same-data",
@@ -56,7 +56,7 @@ def _of_inputs(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagn
         )
 
 
-def _of_settings(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Diagnosis]:
+def _of_settings(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
     one = by_kind.get("settings")
     if one is not None:
         yield name_cause(
@@ -66,7 +66,7 @@ def _of_settings(found: Divergence, by_kind: dict[str, Finding]) -> Iterator[Dia
         )
 
 
-def _of_replicas(found: Divergence, one: Finding) -> Diagnosis:
+def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     """Replicas that have parted, from one start and with the same settings."""
     since = f"between steps {found.agreed_at} and {found.step}"
     if found.agreed_at < 0:
@@ -104,7 +104,7 @@ def _of_replicas(found: Divergence, one: Finding) -> Diagnosis:
     )
 
 
-def distance(sums: Sums) -> float:
+def distance(sums: TensorSums) -> float:
     """The largest L2 distance of a rank's tensor from the first rank's, over the norm of that."""
     first = sums.by_rank[0]
     size = math.hypot(*first)
@@ -114,7 +114,7 @@ def distance(sums: Sums) -> float:
     return apart / size if size else (math.inf if apart else 0.0)
 
 
-def _groups(one: Finding) -> str:
+def _groups(one: ReplicaFinding) -> str:
     return " and ".join(named(group) for group in one.groups[:4])
 
 

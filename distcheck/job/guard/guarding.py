@@ -12,9 +12,9 @@ import torch
 from distcheck import __version__
 from distcheck.job.guard import comparing, records, state
 from distcheck.job.guard.exchange import Peers
-from distcheck.job.guard.records import Divergence, Finding, Sums
-from distcheck.job.guard.state import FIELDS, State
-from distcheck.job.guard.watched import MOST_ROWS, Finder, Watched
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
+from distcheck.job.guard.state import FIELDS, ReplicaState
+from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.job.sketches import sketch
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
@@ -56,7 +56,7 @@ class Guard:
         *,
         every: int,
         action: Action,
-        watched: Watched | None,
+        watched: WatchedModel | None,
         finder: Finder | None,
         group: Any,
         save: str | None,
@@ -165,7 +165,7 @@ class Guard:
             row["rows"] = set(numbers[len(FIELDS) :]) - {0}
         return self._judge(own, rows)
 
-    def _own(self) -> tuple[State, dict[str, int]]:
+    def _own(self) -> tuple[ReplicaState, dict[str, int]]:
         """What this rank holds. A failure here ends the checks on all ranks, not the training."""
         try:
             if self._watched is not None and self._watched.failure is not None:
@@ -181,9 +181,9 @@ class Guard:
             )
         except Exception as error:
             self._remark(f"it failed ({type(error).__name__}: {error}), and has ended")
-            return State(), dict(_FAILED)
+            return ReplicaState(), dict(_FAILED)
 
-    def _judge(self, own: State, rows: Sequence[dict[str, Any]]) -> Divergence | None:
+    def _judge(self, own: ReplicaState, rows: Sequence[dict[str, Any]]) -> Divergence | None:
         if any(row["failed"] for row in rows):
             ranks = tuple(
                 r for r, row in zip(self._peers.ranks, rows, strict=True) if row["failed"]
@@ -212,7 +212,7 @@ class Guard:
         )
         return self._act(findings, sums, of_state)
 
-    def _say_what_is_not_compared(self, own: State) -> None:
+    def _say_what_is_not_compared(self, own: ReplicaState) -> None:
         if not own.compared:
             self._remark(
                 "no tensor of this job can be compared: no model was called in training, or its "
@@ -225,15 +225,15 @@ class Guard:
             )
 
     def _look_closer(
-        self, kinds: Sequence[str], own: State, rows: Sequence[dict[str, Any]]
-    ) -> tuple[tuple[Finding, ...], tuple[Sums, ...]]:
+        self, kinds: Sequence[str], own: ReplicaState, rows: Sequence[dict[str, Any]]
+    ) -> tuple[tuple[ReplicaFinding, ...], tuple[TensorSums, ...]]:
         """Makes ranks send their names and digests, and then sums of the first that differ."""
         others = self._documents(own)
         ranks = self._peers.ranks
-        findings: list[Finding] = []
+        findings: list[ReplicaFinding] = []
         for kind in kinds:
             field = comparing.ALIKE.get(kind, ("", ""))[1]
-            found: Finding | None = None
+            found: ReplicaFinding | None = None
             if kind == comparing.STATE and comparing.is_state_divided([o["state"] for o in others]):
                 self._is_state_divided = True
                 self._remark("the optimizer's state is divided among the ranks and not compared")
@@ -247,7 +247,7 @@ class Guard:
         names = [n for f in findings if f.kind in with_sums for n in f.names[:_MOST_SUMS]]
         return tuple(findings), self._sums(own, names)
 
-    def _documents(self, own: State) -> list[dict[str, dict[str, Any]]]:
+    def _documents(self, own: ReplicaState) -> list[dict[str, dict[str, Any]]]:
         """Digests by name, of every rank."""
         mine = {
             "parameters": own.parameters, "state": own.state, "buffers": own.buffers,
@@ -256,12 +256,12 @@ class Guard:
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine))
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
-    def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> Finding:
+    def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
         """A finding that the numbers alone give."""
         ranks = self._peers.ranks
         if kind == comparing.SAMPLES:
             (one, two), shared, least = comparing.overlapping(rows)[0]
-            return Finding(
+            return ReplicaFinding(
                 kind=kind, first=kind, groups=((ranks[one], ranks[two]),), differing=shared,
                 compared=least,
             )  # fmt: skip
@@ -275,9 +275,9 @@ class Guard:
         )
         values = tuple(str(row["step"]) for row in rows) if kind == comparing.STEPS else ()
         groups = tuple(tuple(ranks[place] for place in group) for group in places)
-        return Finding(kind=kind, first=kind, groups=groups, values=values)
+        return ReplicaFinding(kind=kind, first=kind, groups=groups, values=values)
 
-    def _sums(self, own: State, names: Sequence[str]) -> tuple[Sums, ...]:
+    def _sums(self, own: ReplicaState, names: Sequence[str]) -> tuple[TensorSums, ...]:
         """Every rank's sums of the tensors with these names, where they have one size."""
         mine: dict[str, tuple[int, list[float]]] = {}
         for name in names:
@@ -292,7 +292,7 @@ class Guard:
             for data in self._peers.gather_bytes(msgspec.json.encode(mine))
         ]
         return tuple(
-            Sums(
+            TensorSums(
                 name=name,
                 elements=of_ranks[0][name][0],
                 by_rank=tuple(tuple(one[name][1]) for one in of_ranks),
@@ -302,7 +302,7 @@ class Guard:
         )
 
     def _act(
-        self, findings: tuple[Finding, ...], sums: tuple[Sums, ...], of_state: int
+        self, findings: tuple[ReplicaFinding, ...], sums: tuple[TensorSums, ...], of_state: int
     ) -> Divergence:
         watched = self._watched
         difference = Divergence(
@@ -362,7 +362,7 @@ def _of_divided(
     documents: Sequence[dict[str, dict[str, Any]]],
     rows: Sequence[dict[str, Any]],
     ranks: Sequence[int],
-) -> Finding | None:
+) -> ReplicaFinding | None:
     """The first tensor of which ranks hold one part, and not the same of it."""
     for places in comparing.divided_groups(rows):
         own = [documents[place]["divided"] for place in places]

@@ -12,7 +12,7 @@ SCHEMA = "distcheck.guard/1"
 _MOST_BYTES = 64 << 20
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of thing in which ranks differ, or are alike and must not be.
 
     first        the first parameter, buffer or setting
@@ -36,7 +36,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return self.differing < self.compared
 
 
-class Sums(msgspec.Struct, frozen=True, kw_only=True):
+class TensorSums(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of every rank as 64 sums each (`distcheck.job.sketches`)."""
 
     name: str
@@ -54,8 +54,8 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     agreed_at: int
     every: int
     ranks: tuple[int, ...]
-    findings: tuple[Finding, ...]
-    sums: tuple[Sums, ...] = ()
+    findings: tuple[ReplicaFinding, ...]
+    sums: tuple[TensorSums, ...] = ()
     state_compared: int = 0
     optimizer: str = ""
     wrapper: str = ""
@@ -76,7 +76,7 @@ def named(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
-def sentence(found: Finding, of: Divergence) -> str:
+def sentence(found: ReplicaFinding, of: Divergence) -> str:
     """One finding for a person."""
     since = f"; they agreed at step {of.agreed_at}" if of.agreed_at >= 0 else ""
     groups = " and ".join(named(group) for group in found.groups[:4])

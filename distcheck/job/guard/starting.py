@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distcheck.errors import UsageError
 from distcheck.job.guard.guarding import Guard
-from distcheck.job.guard.watched import Finder, Watched
+from distcheck.job.guard.watched import Finder, WatchedModel
 
 _ending: list["weakref.ref[Guard]"] = []
 
@@ -36,7 +36,7 @@ def start(
     every: int,
     action: Any,
     model: torch.nn.Module | None,
-    watched: Watched | None = None,
+    watched: WatchedModel | None = None,
     hears: bool = True,
     **about: Any,
 ) -> Guard:
@@ -50,7 +50,7 @@ def start(
     if watched is None and model is not None:
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        watched = Watched(model)
+        watched = WatchedModel(model)
     elif watched is None:
         finder = Finder(functools.partial(has_parameters_of, optimizer))
     guard = Guard(optimizer, every=every, action=action, watched=watched, finder=finder, **about)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distcheck.job.guard.digests import combined, digests
-from distcheck.job.guard.watched import Watched, is_divided, is_in_one_piece, part_of
+from distcheck.job.guard.watched import WatchedModel, is_divided, is_in_one_piece, part_of
 from distcheck.job.inside.rank import numbers_of
 
 # What a rank says of itself in every check, as one number each.
@@ -18,7 +18,7 @@ FIELDS = (
 
 
 @dataclass
-class State:
+class ReplicaState:
     """Digests of one rank by kind and name, and what could not be compared."""
 
     parameters: dict[str, int] = field(default_factory=dict)
@@ -38,9 +38,9 @@ class State:
         return len(self.parameters) + len(self.state) + len(self.divided) + len(self.buffers)
 
 
-def take(optimizer: torch.optim.Optimizer, watched: Watched | None) -> State:
+def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> ReplicaState:
     """The state of this rank. `watched` is None where no model was seen in training."""
-    found = State()
+    found = ReplicaState()
     named = list(watched.parameters()) if watched is not None else []
     is_whole = watched is None or is_in_one_piece(watched.model)
     known = {id(p) for _, p in named}
@@ -79,7 +79,7 @@ def initial(optimizer: torch.optim.Optimizer) -> int:
     return combined(digests(held))
 
 
-def _put(found: State, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
+def _put(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
     """Digests tensors into their kind; those of which ranks hold parts into `divided`."""
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}
@@ -101,8 +101,8 @@ def _put(found: State, kind: str, named: list[tuple[str, torch.Tensor]]) -> None
 
 
 def numbers(
-    state: State, *, step: int, watched: Watched | None, samples: bool, randomness: bool,
-    initial: int | None = None,
+    state: ReplicaState, *, step: int, watched: WatchedModel | None, samples: bool,
+    randomness: bool, initial: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """What this rank says of itself, by the names of `FIELDS`."""
     of_state = [shape for shape in state.shapes if shape.startswith("state ")]

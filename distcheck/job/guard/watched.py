@@ -16,7 +16,7 @@ _STATISTICS = ("running_mean", "running_var")
 MOST_ROWS = 64  # that ranks send each other: of larger batches those with the smallest digests
 
 
-class Watched:
+class WatchedModel:
     """A model: what one rank's step was given, while `armed`, and its state before that."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -151,7 +151,7 @@ class Finder:
 
     def __init__(self, wanted: Callable[[torch.nn.Module], bool], *, several: bool = False) -> None:
         self._wanted, self._several = wanted, several
-        self.found: list[Watched] = []
+        self.found: list[WatchedModel] = []
         self._handle: Any = register_module_forward_pre_hook(self._called)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Finder:
             return
         if not self._wanted(module):
             return
-        watched = Watched(module)
+        watched = WatchedModel(module)
         self.found.append(watched)
         if watched._inside is module:  # its own hook is not asked for this call
             watched.enters(module, args, {})

@@ -10,7 +10,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from distcheck.job.inside import tensors
 from distcheck.job.reading import Recording
-from distcheck.job.recording import Batch
+from distcheck.job.recording import LoadedBatch
 from distcheck.job.settings import Read
 
 _LEAST_ROWS = 8  # chosen: labels of ten classes are then alike by chance once in 10^8
@@ -53,7 +53,7 @@ def _of_rank(job: Recording, rank: int, number: int, loader: Any) -> Read | None
     return None
 
 
-def _batches(job: Recording, rank: int, number: int) -> Iterator[tuple[int, Batch]]:
+def _batches(job: Recording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
     """Of the first ones that a rank had of a loader."""
     found = [
         (step, batch)

@@ -7,7 +7,7 @@ import torch
 
 from distcheck.job.inside.loaders import Place
 from distcheck.job.reading import Recording
-from distcheck.job.recording import Batch, Pass
+from distcheck.job.recording import LoadedBatch, Pass
 
 ALL = -1
 Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
@@ -23,7 +23,7 @@ class Feeding:
 
     def __init__(self, job: Recording) -> None:
         self._job = job
-        self._batches: dict[Place, dict[int, tuple[int, Batch]]] = {}
+        self._batches: dict[Place, dict[int, tuple[int, LoadedBatch]]] = {}
         self.lengths: dict[int, int] = {}
         self.pads = False  # batches of unlike shapes are put together
         self._padding: dict[tuple[int, int], float] = {}  # by loader and leaf
@@ -121,7 +121,7 @@ class Feeding:
         """The random streams before a forward pass, or when its batch had been handed out."""
         return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
 
-    def _leaves(self, rank: int, batch: Batch, step: int) -> list[torch.Tensor]:
+    def _leaves(self, rank: int, batch: LoadedBatch, step: int) -> list[torch.Tensor]:
         return [self._data(rank, step, name) for name in batch.leaves]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 from distcheck.job.guard import starting, state
 from distcheck.job.guard.checked import Checked
 from distcheck.job.guard.guarding import Guard
-from distcheck.job.guard.watched import Finder, Watched
-from distcheck.job.settings import Settings
+from distcheck.job.guard.watched import Finder, WatchedModel
+from distcheck.job.settings import JobSettings
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Entry:
 class Guarded:
     """Hears every optimizer's steps; one that another one calls has no guard of its own."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
         self._entries: dict[int, _Entry] = {}
         self._outermost: int | None = None
@@ -124,5 +124,5 @@ def _trains(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _is_of(watched: Watched, optimizer: torch.optim.Optimizer) -> bool:
+def _is_of(watched: WatchedModel, optimizer: torch.optim.Optimizer) -> bool:
     return starting.has_parameters_of(optimizer, watched.model)

@@ -10,7 +10,7 @@ from distcheck.job.inside.contents import read_again
 from distcheck.job.inside.feeding import ALL, Feeding, NotTogetherError, Pairs
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.reading import Recording
-from distcheck.job.settings import BY_RANK, IN_TURN, Read, Settings
+from distcheck.job.settings import BY_RANK, IN_TURN, JobSettings, Read
 
 
 class HandingOut:
@@ -19,7 +19,7 @@ class HandingOut:
     """
 
     def __init__(
-        self, job: Recording, settings: Settings, fails: Callable[[str], NoReturn]
+        self, job: Recording, settings: JobSettings, fails: Callable[[str], NoReturn]
     ) -> None:
         self._job, self._fails = job, fails
         self.feeding = Feeding(job)

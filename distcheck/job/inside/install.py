@@ -42,7 +42,7 @@ def install(file: str) -> None:
         give_up()
 
 
-def _install(settings: asked.Settings, folder: Path, give_up: Callable[[], None]) -> None:
+def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], None]) -> None:
     if settings.on_cpu:
         from distcheck.job.inside import on_cpu
 

@@ -11,7 +11,7 @@ import torch
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listening import Deaf
-from distcheck.job.recording import Batch, Iteration
+from distcheck.job.recording import Iteration, LoadedBatch
 
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
@@ -24,7 +24,7 @@ _MOST_AHEAD = 4096  # batches that workers have been asked for
 class _HandedOut:
     """A batch that no forward pass has had yet, or none of a step that is written."""
 
-    batch: Batch
+    batch: LoadedBatch
     tensors: list[torch.Tensor]
     rows: set[str]  # of each of its tensors
     is_used: bool = False
@@ -125,7 +125,7 @@ class Loaders:
             return
         loader, epoch, number = place
         rows = tensors.rows_of(given)
-        noted = Batch(
+        noted = LoadedBatch(
             loader=loader, epoch=epoch, number=number, leaves=(), rows=rows, indices=indices,
             drawn=drawn,
         )  # fmt: skip
@@ -153,7 +153,7 @@ class Loaders:
         rows = {row for one in inputs for row in tensors.rows_of([one])}
         return [one for one in self._handed if one.rows & rows]
 
-    def take(self, file: "StepFile") -> tuple[Batch, ...]:
+    def take(self, file: "StepFile") -> tuple[LoadedBatch, ...]:
         """The batches that were not written yet, their tensors given to a step's file. Used ones
         are dropped when the next step is written, to be used by several of its passes.
         """
@@ -162,7 +162,7 @@ class Loaders:
             leaves = tuple(file.add_data(tensor) for tensor in one.tensors)
             if not one.batch.leaves:
                 b = one.batch
-                one.batch = Batch(
+                one.batch = LoadedBatch(
                     loader=b.loader, epoch=b.epoch, number=b.number, leaves=leaves, rows=b.rows,
                     indices=b.indices, drawn=b.drawn,
                 )  # fmt: skip

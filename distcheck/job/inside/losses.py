@@ -9,7 +9,7 @@ from distcheck.job.inside.terms import Heard
 from distcheck.job.recording import LossCall, Pass, Term
 
 
-class Losses:
+class LossesHeard:
     """Those since the last backward pass."""
 
     def __init__(self) -> None:

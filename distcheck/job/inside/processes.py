@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.inside import start
-from distcheck.job.settings import Role, Settings
+from distcheck.job.settings import JobSettings, Role
 
 _MOST = 4  # at once; chosen: each holds a context, a model and its activations on the GPU
 _PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python, and measure kernels
@@ -59,7 +59,7 @@ class _Copy:
 class Processes:
     """Starts copies, at most some at once, and reads what they write."""
 
-    def __init__(self, folder: Path, asked: Settings) -> None:
+    def __init__(self, folder: Path, asked: JobSettings) -> None:
         self._folder, self._asked = folder, asked
         self._project = Path(asked.project)
         # Each is watched as the rank that it is.

@@ -11,7 +11,7 @@ from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.contributions import Contributions
 from distcheck.job.inside.listening import Deaf
 from distcheck.job.inside.loaders import Loaders
-from distcheck.job.inside.losses import Losses
+from distcheck.job.inside.losses import LossesHeard
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import (
     averages,
@@ -27,14 +27,14 @@ from distcheck.job.inside.rank import (
 )
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.inside.terms import terms_of
-from distcheck.job.recording import Call, Clip, Pass
-from distcheck.job.settings import Settings
+from distcheck.job.recording import Clip, CollectiveCall, Pass
+from distcheck.job.settings import JobSettings
 
 
 class Recorder(Deaf):
     """Hears of a script through `hooks`; one step at a time is in memory."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
         self.steps_over = 0  # that are over
         self.parameters = Parameters()
@@ -57,9 +57,9 @@ class Recorder(Deaf):
         self._passes: list[Pass] = []
         self._roots: list[torch.nn.Module] = []  # that these passes are of
         self._opaque: list[tuple[int, int]] = []  # passes that returned nothing to hear from
-        self._losses = Losses()
+        self._losses = LossesHeard()
         self._clips: list[Clip] = []
-        self._calls: list[Call] = []
+        self._calls: list[CollectiveCall] = []
         self._backwards, self._evaluations = 0, 0
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # of what `_raw` is what exchanges have left
@@ -205,7 +205,7 @@ class Recorder(Deaf):
         if self._passes:
             losses, terms = self._losses.of_backward(self._passes[-1])
             self._change_pass(-1, losses=losses, terms=terms)
-        self._losses, self._opaque = Losses(), []
+        self._losses, self._opaque = LossesHeard(), []
         for step, number in self._through:
             if step == self.steps_over and self._passes[number].exchanges:
                 wrapped = ddp_in(self._roots[number])
@@ -292,7 +292,7 @@ class Recorder(Deaf):
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             after = self._backwards > 0
             self._calls.append(
-                Call(name=name, place=place, elements=elements, after_backward=after)
+                CollectiveCall(name=name, place=place, elements=elements, after_backward=after)
             )
 
     def _finish(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:

@@ -26,13 +26,13 @@ from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import numbers_of, targets_of
 from distcheck.job.inside.terms import Heard, count_of
 from distcheck.job.recording import StepRecord
-from distcheck.job.settings import IN_TURN, Replayed, Role, Seen, Settings
+from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, Role
 
 
 class Replayer(Deaf):
     """Hears of a script through `hooks`, and hands it what the ranks had."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
         self._job = reading.read(Path(settings.recording))
         self._hands = HandingOut(self._job, settings, self._fail)
@@ -40,7 +40,7 @@ class Replayer(Deaf):
         self._parameters = Parameters()
         self._raw: dict[str, torch.Tensor] = {}  # gradients of the last backward passes
         self._left: dict[str, torch.Tensor] = {}  # what the script goes on with after them
-        self._seen: list[Seen] = []
+        self._seen: list[ReplayedStep] = []
         self._at = 0  # the place among the recorded steps
         self._begin()
 
@@ -349,7 +349,7 @@ class Replayer(Deaf):
         )
         losses = [self._losses[place] for place in self._losses_of_step()]
         self._seen.append(
-            Seen(
+            ReplayedStep(
                 step=self._step,
                 groups=self._groups,
                 losses=tuple(loss for loss in losses if abs(loss) < float("inf")),

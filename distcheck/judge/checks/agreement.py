@@ -15,7 +15,7 @@ from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.records.layers import TOGETHER
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -46,7 +46,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             tally.sums.add_digests(expectation.step, kind.name.lower(), digests)
             for index in range(len(layout.specs(kind))):
                 state = trace.entry(compared_with, kind, slot, index).state
-                if state not in (State.STORED, State.ABSENT):
+                if state not in (EntryState.STORED, EntryState.ABSENT):
                     continue  # nothing to agree with: counted as not compared
                 together = trace.entry(compared_with, kind, slot, index).together
                 name = layout.specs(kind)[index].name
@@ -83,7 +83,7 @@ def _digest(evidence: Evidence, rank: int, kind: Kind, slot: int) -> str:
     """One digest over what a rank recorded of a kind; empty where it never got there."""
     indices = range(len(evidence.trace.layout.specs(kind)))
     entries = [evidence.trace.entry(rank, kind, slot, index) for index in indices]
-    if any(entry.state is State.UNWRITTEN for entry in entries):
+    if any(entry.state is EntryState.UNWRITTEN for entry in entries):
         return ""
     text = b"".join(bytes([entry.state]) + entry.digest for entry in entries)
     return xxhash.xxh3_64_hexdigest(text)[:8]

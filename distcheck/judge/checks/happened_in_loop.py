@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.evidence import Expectation
-from distcheck.judge.checks.recording import Recording
+from distcheck.judge.checks.recording import RunOfEvents
 from distcheck.machine.numerics import real_parts
 from distcheck.records import expected_events as events
 from distcheck.training.traces.layout import Kind
@@ -23,7 +23,7 @@ def _steps(found: Collection[int]) -> str:
     return f"step{'s' * (len(set(found)) != 1)} {listed}" if found else "no step"
 
 
-def short_batch(event: events.ShortBatch, run: Recording) -> str:
+def short_batch(event: events.ShortBatch, run: RunOfEvents) -> str:
     """Fewer samples over all ranks than the case's batch."""
     sizes = [sum(len(header.ids) for header in step.headers) for step in run.steps]
     if any(size < run.case.batch for size in sizes):
@@ -31,7 +31,7 @@ def short_batch(event: events.ShortBatch, run: Recording) -> str:
     return f"seen: {', '.join(map(str, sizes))} samples, step by step"
 
 
-def tokens_apart(event: events.TokensApart, run: Recording) -> str:
+def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
     """Ranks whose tokens are not in the proportion of their samples."""
     others: list[tuple[int, int]] = []
     for step in run.steps:
@@ -44,7 +44,7 @@ def tokens_apart(event: events.TokensApart, run: Recording) -> str:
     return "seen: as many on every rank, at every step"
 
 
-def padding(event: events.Padding, run: Recording) -> str:
+def padding(event: events.Padding, run: RunOfEvents) -> str:
     """Fewer tokens than positions."""
     headers = [header for step in run.steps for header in step.headers]
     if any(h.tokens is not None and h.tokens < h.positions for h in headers):
@@ -52,7 +52,7 @@ def padding(event: events.Padding, run: Recording) -> str:
     return "seen: none"
 
 
-def other_order(event: events.OtherOrder, run: Recording) -> str:
+def other_order(event: events.OtherOrder, run: RunOfEvents) -> str:
     """Two epochs, whose first steps a rank read differently."""
     first: dict[int, list[tuple[int, ...]]] = {}
     for step in run.steps:
@@ -63,7 +63,7 @@ def other_order(event: events.OtherOrder, run: Recording) -> str:
     return "" if any(order != orders[0] for order in orders[1:]) else "seen: the same order"
 
 
-def resumed(event: events.Resumed, run: Recording) -> str:
+def resumed(event: events.Resumed, run: RunOfEvents) -> str:
     """The loop resumes before a step, so a step from there on was taken by what was resumed."""
     before = run.training.resume_before
     if before is not None and any(step.step >= before for step in run.steps):
@@ -72,7 +72,7 @@ def resumed(event: events.Resumed, run: Recording) -> str:
     return f"seen: {len(run.steps)} steps of a run that {when}"
 
 
-def rate_changed(event: events.RateChanged, run: Recording) -> str:
+def rate_changed(event: events.RateChanged, run: RunOfEvents) -> str:
     """The workload's schedule, called again for the steps that were taken."""
     rates = [step.rates for step in run.as_prepared]
     if any(rate != rates[0] for rate in rates[1:]):
@@ -80,33 +80,33 @@ def rate_changed(event: events.RateChanged, run: Recording) -> str:
     return f"seen: one rate in all {len(rates)} steps"
 
 
-def accumulated(event: events.Accumulated, run: Recording) -> str:
+def accumulated(event: events.Accumulated, run: RunOfEvents) -> str:
     """A shard is cut into as many stretches as it has samples, at most."""
     passes = run.training.accumulate
     least = [min(passes, *(len(header.ids) for header in step.headers)) for step in run.steps]
     return "" if max(least, default=0) > 1 else f"seen: {max(least, default=0)} backward pass"
 
 
-def _later_step(run: Recording, when: bool, what: str) -> str:
+def _later_step(run: RunOfEvents, when: bool, what: str) -> str:
     """That the loop does something between steps, and there were two."""
     if when and len(run.steps) > 1:
         return ""
     return f"seen: {len(run.steps)} step{'s' * (len(run.steps) != 1)} of a loop that {what}"
 
 
-def gradients_kept(event: events.GradientsKept, run: Recording) -> str:
+def gradients_kept(event: events.GradientsKept, run: RunOfEvents) -> str:
     """By what the loop was asked for."""
     kept = run.training.keeps_gradients
     return _later_step(run, kept, f"sets gradients to {'zero' if kept else 'None'}")
 
 
-def evaluated(event: events.Evaluated, run: Recording) -> str:
+def evaluated(event: events.Evaluated, run: RunOfEvents) -> str:
     """By what the loop was asked for."""
     evaluates = run.training.evaluates
     return _later_step(run, evaluates, "evaluates" if evaluates else "does not evaluate")
 
 
-def clipped(event: events.Clipped, run: Recording) -> str:
+def clipped(event: events.Clipped, run: RunOfEvents) -> str:
     """By what rank 0 held after the exchange."""
     limit, norms = run.training.clip_norm, []
     for step in run.steps:
@@ -118,12 +118,12 @@ def clipped(event: events.Clipped, run: Recording) -> str:
     return f"seen: norms up to {max(norms, default=0.0):.3g}, limit {limit}"
 
 
-def _not_finite(run: Recording, step: Expectation) -> bool:
+def _not_finite(run: RunOfEvents, step: Expectation) -> bool:
     owns = (run.own(step, index) for index in range(len(run.specs)))
     return any(g is not None and not bool(g.isfinite().all()) for own in owns for g in own)
 
 
-def scaler_skips(event: events.ScalerSkips, run: Recording) -> str:
+def scaler_skips(event: events.ScalerSkips, run: RunOfEvents) -> str:
     """By the ranks' own gradients, which are scaled."""
     scale = run.training.loss_scale
     over = [step.step for step in run.steps if _not_finite(run, step)]
@@ -133,13 +133,13 @@ def scaler_skips(event: events.ScalerSkips, run: Recording) -> str:
     return f"seen: {with_scaler}, overflow at {_steps(over)} of {len(run.steps)}"
 
 
-def called_twice(event: events.CalledTwice, run: Recording) -> str:
+def called_twice(event: events.CalledTwice, run: RunOfEvents) -> str:
     """Rank 0's forward pass of the first step, again."""
     calls = run.as_prepared[0].calls
     return "" if calls > 1 else f"seen: {calls} call"
 
 
-def own_random_numbers(event: events.OwnRandomNumbers, run: Recording) -> str:
+def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
     """By the state of torch's generators before each step."""
     states = [[header.rng_digest for header in step.headers] for step in run.steps]
     drew = any(
@@ -154,13 +154,13 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: Recording) -> str:
     return f"seen: {said}; generators {'differ' if apart else 'are alike'}"
 
 
-def starts_apart(event: events.StartsApart, run: Recording) -> str:
+def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:
     """What the workload does to each rank's model before the strategy is given it, again."""
     alike = run.as_prepared[0].starts_alike
     return "seen: the same parameters on every rank" if alike else ""
 
 
-def frozen(event: events.Frozen, run: Recording) -> str:
+def frozen(event: events.Frozen, run: RunOfEvents) -> str:
     """By the workload's model as it is prepared for each step that was taken."""
     trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
     trained = not event.after_training
@@ -172,7 +172,7 @@ def frozen(event: events.Frozen, run: Recording) -> str:
     return f"seen: {said} in all {len(trains)} steps"
 
 
-def unfrozen(event: events.Unfrozen, run: Recording) -> str:
+def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:
     """As for `frozen`."""
     trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
     if any(now and not before for before, now in pairwise(trains)):
@@ -180,7 +180,7 @@ def unfrozen(event: events.Unfrozen, run: Recording) -> str:
     return f"seen: it trains at {_steps([step for step, now in enumerate(trains) if now])}"
 
 
-def eval_mode(event: events.EvalMode, run: Recording) -> str:
+def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
     """By the modules' mode as the workload prepares them, and by what became of a buffer."""
     still, moved = set[int](), set[int]()
     trains = {expectation.step: expectation.what.training_mode for expectation in run.steps}
@@ -195,7 +195,7 @@ def eval_mode(event: events.EvalMode, run: Recording) -> str:
     return f"seen: {_steps(still)} in eval mode, {_steps(moved)} in training mode"
 
 
-def buffer_replaced(event: events.BufferReplaced, run: Recording) -> str:
+def buffer_replaced(event: events.BufferReplaced, run: RunOfEvents) -> str:
     """On any rank."""
     found = [not torch.equal(before, after) for _, before, after in run.buffers(event.buffer)]
     if any(found):
@@ -203,7 +203,7 @@ def buffer_replaced(event: events.BufferReplaced, run: Recording) -> str:
     return f"seen: {event.buffer} " + ("stays the same" if found else "is not a buffer")
 
 
-def integers_changed(event: events.IntegersChanged, run: Recording) -> str:
+def integers_changed(event: events.IntegersChanged, run: RunOfEvents) -> str:
     """On any rank."""
     seen = f"seen: {event.buffer} is not a buffer"
     for _, before, after in run.buffers(event.buffer):
@@ -218,7 +218,7 @@ def integers_changed(event: events.IntegersChanged, run: Recording) -> str:
     return seen
 
 
-LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
+LOOKS: Mapping[type, Callable[[Any, RunOfEvents], str]] = {
     events.ShortBatch: short_batch,
     events.TokensApart: tokens_apart,
     events.Padding: padding,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distcheck.judge.checks.recording import Recording, all_there, holds_any
+from distcheck.judge.checks.recording import RunOfEvents, all_there, holds_any
 from distcheck.machine.numerics import real_parts
 from distcheck.records import TensorSpec
 from distcheck.records import expected_events as events
@@ -33,7 +33,7 @@ def _counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
     return f"seen: {what} on {shown}"
 
 
-def no_gradient(event: events.NoGradient, run: Recording) -> str:
+def no_gradient(event: events.NoGradient, run: RunOfEvents) -> str:
     """None is what backward leaves where the loss does not reach a parameter."""
     found = [(step, [g is None for g in own]) for step, own in run.named(event.parameter)]
     had = not event.after_one
@@ -44,7 +44,7 @@ def no_gradient(event: events.NoGradient, run: Recording) -> str:
     return _counts(found, f"no gradient of {event.parameter}")
 
 
-def zero_gradient(event: events.ZeroGradient, run: Recording) -> str:
+def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
     """There, and zero everywhere."""
     found = [
         (step, [g is not None and not holds_any(g) for g in own])
@@ -55,7 +55,7 @@ def zero_gradient(event: events.ZeroGradient, run: Recording) -> str:
     return _counts(found, f"a gradient of zero of {event.parameter}")
 
 
-def not_finite(event: events.NotFinite, run: Recording) -> str:
+def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
     """On any rank, at any step."""
     if run.training.loss_scale is not None:
         return "seen: a GradScaler"
@@ -65,7 +65,7 @@ def not_finite(event: events.NotFinite, run: Recording) -> str:
     return f"seen: finite gradients of {event.parameter} in all {len(run.steps)} steps"
 
 
-def magnitude(event: events.Magnitude, run: Recording) -> str:
+def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
     """At some step, on every rank."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
@@ -81,7 +81,7 @@ def magnitude(event: events.Magnitude, run: Recording) -> str:
     return seen
 
 
-def rows_apart(event: events.RowsApart, run: Recording) -> str:
+def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
     """By which rows hold anything but zeros."""
     for _, own in run.named(event.parameter):
         rows = {tuple(g.reshape(len(g), -1).any(1).tolist()) for g in own if g is not None}
@@ -97,7 +97,7 @@ def _in_both_parts(gradient: torch.Tensor | None) -> bool:
     return holds_any(gradient.real) and holds_any(gradient.imag)
 
 
-def dtypes(event: events.Dtypes, run: Recording) -> str:
+def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
     """Complex ones need both parts."""
     found = {
         spec.dtype
@@ -109,7 +109,7 @@ def dtypes(event: events.Dtypes, run: Recording) -> str:
     return f"seen: none of {', '.join(missing)}" if missing else ""
 
 
-def twins(event: events.Twins, run: Recording) -> str:
+def twins(event: events.Twins, run: RunOfEvents) -> str:
     """At one step, on one rank."""
     most = 0
     for step in run.steps:
@@ -125,7 +125,7 @@ def twins(event: events.Twins, run: Recording) -> str:
     return "" if most >= event.least else f"seen: at most {most}"
 
 
-def _there(run: Recording, holds: Callable[[TensorSpec], bool]) -> list[TensorSpec]:
+def _there(run: RunOfEvents, holds: Callable[[TensorSpec], bool]) -> list[TensorSpec]:
     """The parameters with a property that every rank had a gradient of, at one step at least."""
     owns = ((s, i) for i, s in enumerate(run.specs) if holds(s))
     return [
@@ -135,33 +135,33 @@ def _there(run: Recording, holds: Callable[[TensorSpec], bool]) -> list[TensorSp
     ]
 
 
-def shapes(event: events.Shapes, run: Recording) -> str:
+def shapes(event: events.Shapes, run: RunOfEvents) -> str:
     """Also of shapes without elements, whose gradients cannot be other than zero."""
     found = {spec.shape for spec in _there(run, lambda spec: spec.shape in event.shapes)}
     missing = [shape for shape in event.shapes if shape not in found]
     return f"seen: none of shape {', '.join(map(str, missing))}" if missing else ""
 
 
-def more_elements(event: events.MoreElements, run: Recording) -> str:
+def more_elements(event: events.MoreElements, run: RunOfEvents) -> str:
     """The largest parameter that was exchanged."""
     most = max((s.elements for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.elements else f"seen: at most {most:,}"
 
 
-def more_bytes(event: events.MoreBytes, run: Recording) -> str:
+def more_bytes(event: events.MoreBytes, run: RunOfEvents) -> str:
     """The largest parameter that was exchanged."""
     most = max((spec_bytes(s) for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.nbytes else f"seen: at most {most:,}"
 
 
-def remainder(event: events.Remainder, run: Recording) -> str:
+def remainder(event: events.Remainder, run: RunOfEvents) -> str:
     """Of any parameter that was exchanged."""
     world = len(run.ranks)
     found = _there(run, lambda spec: spec.elements % world != 0)
     return "" if found else f"seen: every number of elements is a multiple of {world}"
 
 
-def permuted(event: events.Permuted, run: Recording) -> str:
+def permuted(event: events.Permuted, run: RunOfEvents) -> str:
     """As the ranks recorded it before the first step."""
     for index, spec in enumerate(run.specs):
         strides = torch.empty(spec.shape, device="meta").stride()
@@ -171,21 +171,21 @@ def permuted(event: events.Permuted, run: Recording) -> str:
     return "seen: every parameter lies in the order of its indices"
 
 
-def tied(event: events.Tied, run: Recording) -> str:
+def tied(event: events.Tied, run: RunOfEvents) -> str:
     """By the names that the model has for its parameters."""
     twice = run.as_prepared[0].twice_named
     found = [i for i, spec in enumerate(run.specs) if spec.name in twice and run.exchanged(i)]
     return "" if found else f"seen: {len(twice)} parameters with two names"
 
 
-def one_storage(event: events.OneStorage, run: Recording) -> str:
+def one_storage(event: events.OneStorage, run: RunOfEvents) -> str:
     """By the model as the workload builds it."""
     shared = run.as_prepared[0].in_one_storage
     found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
     return "" if len(found) > 1 else f"seen: {len(shared)} parameters with a storage in common"
 
 
-def kinds(event: events.Kinds, run: Recording) -> str:
+def kinds(event: events.Kinds, run: RunOfEvents) -> str:
     """Every parameter, on some rank and at some step."""
     there = run.as_prepared[0].kinds
     missing = [kind for kind in event.kinds if kind not in there]
@@ -199,7 +199,7 @@ def kinds(event: events.Kinds, run: Recording) -> str:
     return f"seen: no gradient of {', '.join(silent)}" if silent else ""
 
 
-LOOKS: Mapping[type, Callable[[Any, Recording], str]] = {
+LOOKS: Mapping[type, Callable[[Any, RunOfEvents], str]] = {
     events.NoGradient: no_gradient,
     events.ZeroGradient: zero_gradient,
     events.NotFinite: not_finite,

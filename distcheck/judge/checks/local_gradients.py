@@ -4,7 +4,7 @@ from distcheck.judge.checks.by_form import comparison_with
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -29,7 +29,7 @@ def _note_unseen(evidence: Evidence, tally: Tally, rank: int, step: int, index: 
     """Says once that a rank finished a step in which the recorder could not see a gradient."""
     trace = evidence.trace
     entry = trace.entry(rank, Kind.LOCAL_GRADIENT, step, index)
-    if entry.state is State.UNWRITTEN and trace.header(rank, step).written:
+    if entry.state is EntryState.UNWRITTEN and trace.header(rank, step).written:
         tally.remark(
             "the code passed parameters themselves to a collective during backward, where torch "
             "forgets their hooks: some local gradients were not seen and are not compared; give "

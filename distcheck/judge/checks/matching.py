@@ -11,7 +11,7 @@ from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import recorded
 from distcheck.judge.checks.tally import Tally
 from distcheck.records import TensorSpec
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 Compare = Callable[[torch.Tensor], Comparison]
@@ -47,7 +47,7 @@ def match_ranks(
             )
             continue
         state, digest = found.entry.state, found.entry.digest
-        if state is not State.STORED or compare is None:
+        if state is not EntryState.STORED or compare is None:
             _without_tensor(tally, state, spec, rank, step, expected=compare is not None)
             continue
         if digest not in known:
@@ -62,7 +62,7 @@ def note_not_given(
     """Says that a strategy's accessor has left a tensor out, on ranks that finished the step."""
     accessor = "full_gradients" if kind is Kind.GRADIENT else "full_parameters"
     for rank in ranks:
-        unwritten = trace.entry(rank, kind, slot, index).state is State.UNWRITTEN
+        unwritten = trace.entry(rank, kind, slot, index).state is EntryState.UNWRITTEN
         if unwritten and trace.header(rank, slot).written:
             name = trace.layout.specs(kind)[index].name
             tally.missing(f"{accessor}(model) returned nothing for {name}")
@@ -75,14 +75,18 @@ def is_zero(tensor: torch.Tensor | None) -> bool:
 
 
 def _without_tensor(
-    tally: Tally, state: State, spec: TensorSpec, rank: int, step: int, *, expected: bool
+    tally: Tally, state: EntryState, spec: TensorSpec, rank: int, step: int, *, expected: bool
 ) -> None:
-    if state is State.UNWRITTEN:
+    if state is EntryState.UNWRITTEN:
         return
     tally.count(parameter=spec.name, rank=rank, step=step, elements=spec.elements)
-    if state is State.ABSENT and not expected:
+    if state is EntryState.ABSENT and not expected:
         return
-    actual = {State.ABSENT: "absent", State.STORED: "a tensor", State.MALFORMED: "malformed"}
+    actual = {
+        EntryState.ABSENT: "absent",
+        EntryState.STORED: "a tensor",
+        EntryState.MALFORMED: "malformed",
+    }
     wanted = "a tensor" if expected else "absent"
     shape = f" of shape {spec.shape} and dtype {spec.dtype}" if expected else ""
     tally.fail(

@@ -13,7 +13,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Outputs
 from distcheck.records import TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
-from distcheck.training.traces.layout import OUTPUTS, Kind, State
+from distcheck.training.traces.layout import OUTPUTS, EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
@@ -38,12 +38,12 @@ def _compare_shard(
     for rank in ranks:
         entry = trace.entry(rank, Kind.OUTPUT, step, 0)
         given = given or entry.state.is_there
-        if entry.state is State.MALFORMED:
+        if entry.state is EntryState.MALFORMED:
             tally.missing(
                 f"at step {step}, rank {rank} computed its loss of outputs that have not the shape "
                 f"and dtype of one row for each of its samples ({_shape(trace.layout.outputs[0])})"
             )
-        if entry.state is not State.STORED:
+        if entry.state is not EntryState.STORED:
             continue
         if entry.digest not in known:
             tensor = trace.tensor(rank, Kind.OUTPUT, step, 0)

@@ -8,7 +8,7 @@ This check never fails: whether the ranks did right is for the others.
 
 from distcheck.judge.checks import happened_in_loop, happened_to_gradients
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.recording import Recording
+from distcheck.judge.checks.recording import RunOfEvents
 from distcheck.judge.checks.tally import Tally
 
 OVER_STEPS = True  # looks at all steps together
@@ -17,7 +17,7 @@ LOOKS = {**happened_in_loop.LOOKS, **happened_to_gradients.LOOKS}
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Every event that is declared."""
-    recording = Recording(evidence)
+    recording = RunOfEvents(evidence)
     for expectation in evidence.expectations:
         for rank, header in zip(evidence.with_data, expectation.headers, strict=True):
             read = len(header.ids)

@@ -10,7 +10,7 @@ from distcheck.records import TensorSpec
 from distcheck.training.traces.layout import Kind
 
 
-class Recording:
+class RunOfEvents:
     """A run as events are looked for in it: ranks with data only, numbered from 0."""
 
     def __init__(self, evidence: Evidence) -> None:

@@ -7,7 +7,7 @@ import torch
 from distcheck.judge.checks.comparison import Comparison, bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.tally import Tally
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 OVER_STEPS = True  # looks at all steps together, as they were recorded
@@ -61,7 +61,7 @@ def _compare_slot(
     spec = evidence.trace.layout.specs(kind)[index]
     one = evidence.trace.entry(rank, kind, slot, index)
     two = evidence.rerun.entry(rank, kind, slot, index)
-    if State.UNWRITTEN in (one.state, two.state):
+    if EntryState.UNWRITTEN in (one.state, two.state):
         return
     name = f"{spec.name} ({kind.label})"
     if (one.state, one.digest) == (two.state, two.digest):

@@ -15,7 +15,7 @@ from distcheck.judge.oracles.averaging import mean_of
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError, ShardResult
 from distcheck.machine.numerics import real_parts, unit_roundoff
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 # Chosen, of an update: with no more left over, it is a multiple of the right one.
@@ -199,7 +199,7 @@ def _is_average(expectation: StepExpectation) -> bool:
         entries = [
             trace.entry(r, Kind.PARAMETER, step + 1, index) for r in range(trace.layout.world)
         ]
-        if any(e.state is not State.STORED or e.digest != entries[0].digest for e in entries):
+        if any(e.state is not EntryState.STORED or e.digest != entries[0].digest for e in entries):
             return False
     try:
         updates = [expectation.update.run(rank, step) for rank in range(trace.layout.world)]

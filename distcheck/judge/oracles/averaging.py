@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from distcheck.judge.oracles.rounding import Interval, interval
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 
@@ -75,6 +75,6 @@ def _agree(trace: TraceReader, slot: int) -> bool:
         entries = [
             trace.entry(rank, Kind.PARAMETER, slot, index) for rank in range(trace.layout.world)
         ]
-        if any(e.state is not State.STORED or e.digest != entries[0].digest for e in entries):
+        if any(e.state is not EntryState.STORED or e.digest != entries[0].digest for e in entries):
             return False
     return True

@@ -10,7 +10,7 @@ from distcheck.judge.oracles.shards import NotRecordedError, all_finite, load_st
 from distcheck.machine import seeds
 from distcheck.training.building import Ingredients, state_tensors, trainable
 from distcheck.training.optimizers import implement, is_of_group, put_back
-from distcheck.training.traces.layout import Kind, State
+from distcheck.training.traces.layout import EntryState, Kind
 from distcheck.training.traces.reader import TraceReader
 
 
@@ -75,10 +75,10 @@ class UpdateReference:
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
         parameters = dict(trainable(model))
         for index, (name, parameter) in enumerate(parameters.items()):
-            if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
                 raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
             gradient = trace.tensor(rank, Kind.GRADIENT, step, index)
-            if trace.entry(rank, Kind.GRADIENT, step, index).state is State.UNWRITTEN:
+            if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
                 name = trace.layout.model.parameters[index].name
                 raise NotRecordedError(f"rank {rank} recorded no gradient of {name} at step {step}")
             gradient = None if index in absent else gradient

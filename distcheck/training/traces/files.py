@@ -27,7 +27,7 @@ from distcheck.records import TensorSpec
 from distcheck.records.decoding import read_bounded
 from distcheck.training.jobs import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.training.traces import seal
-from distcheck.training.traces.layout import ENTRY, Kind, Source, State, TraceLayout
+from distcheck.training.traces.layout import ENTRY, EntrySource, EntryState, Kind, TraceLayout
 from distcheck.training.traces.reader import TraceReader
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
@@ -128,7 +128,7 @@ def _held(
             for number, spec in enumerate(layout.specs(kind)):
                 at = layout.entry_offset(rank, kind, slot, number)
                 _, state, source, holder, _ = ENTRY.unpack_from(index, at)
-                if (state, source, holder) == (State.STORED, Source.OWN, rank):
+                if (state, source, holder) == (EntryState.STORED, EntrySource.OWN, rank):
                     yield rank, kind, number, spec
 
 

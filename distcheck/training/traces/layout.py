@@ -73,7 +73,7 @@ class Kind(IntEnum):
 OF_A_STEP = (Kind.LOCAL_GRADIENT, Kind.GRADIENT, Kind.OUTPUT)
 
 
-class State(IntEnum):
+class EntryState(IntEnum):
     """What a table entry says."""
 
     UNWRITTEN = 0  # the rank never got there
@@ -84,10 +84,10 @@ class State(IntEnum):
     @property
     def is_there(self) -> bool:
         """Whether the rank had a tensor, of the right shape or not."""
-        return self in (State.STORED, State.MALFORMED)
+        return self in (EntryState.STORED, EntryState.MALFORMED)
 
 
-class Source(IntEnum):
+class EntrySource(IntEnum):
     """Which trace holds the bytes of an entry."""
 
     OWN = 0

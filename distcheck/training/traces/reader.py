@@ -13,9 +13,9 @@ from distcheck.training.traces.layout import (
     ENTRY,
     OWNED_BY,
     TOGETHER,
+    EntrySource,
+    EntryState,
     Kind,
-    Source,
-    State,
     TraceLayout,
     steps_written,
 )
@@ -30,9 +30,9 @@ class Entry:
     hold, so that its bits say nothing of one rank's.
     """
 
-    state: State
+    state: EntryState
     digest: bytes
-    source: Source
+    source: EntrySource
     holder: int
     order: int = 0
     together: bool = False
@@ -100,7 +100,7 @@ class TraceReader:
         digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
         together = order >= OWNED_BY
         known = 0 if together else order
-        return Entry(State(state), digest, Source(source), holder, known, together)
+        return Entry(EntryState(state), digest, EntrySource(source), holder, known, together)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         """The recorded tensor, mapped; None where none of the layout's shape was recorded."""
@@ -111,11 +111,11 @@ class TraceReader:
         return self._tensor_of(self.own_entry(rank, kind, slot, index), kind, slot, index)
 
     def _tensor_of(self, entry: Entry, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        if entry.state is not State.STORED:
+        if entry.state is not EntryState.STORED:
             return None
         if not self._has_tensors:
             raise LookupError("the trace holds digests and no tensors")
-        if entry.source is Source.BASELINE:
+        if entry.source is EntrySource.BASELINE:
             if self._baseline is None:
                 raise LookupError("the rerun's trace was opened without the first run's")
             return self._baseline._mapped(entry.holder, kind, slot, index)

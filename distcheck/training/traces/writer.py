@@ -11,9 +11,9 @@ from distcheck.training.traces.header import StepHeader, write_header
 from distcheck.training.traces.layout import (
     ENTRY,
     NO_DIGEST,
+    EntrySource,
+    EntryState,
     Kind,
-    Source,
-    State,
     TraceLayout,
 )
 
@@ -50,26 +50,26 @@ class TraceWriter:
         """
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:
-            self._publish(at, NO_DIGEST, State.ABSENT, Source.OWN, self._rank, order)
+            self._publish(at, NO_DIGEST, EntryState.ABSENT, EntrySource.OWN, self._rank, order)
             return
         spec = self._layout.specs(kind)[index]
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
-            self._publish(at, NO_DIGEST, State.MALFORMED, Source.OWN, self._rank, order)
+            self._publish(at, NO_DIGEST, EntryState.MALFORMED, EntrySource.OWN, self._rank, order)
             return
         # A conjugate's or a negative's memory holds the other sign, which a bit takes back.
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         data = raw_bytes(dense)
         digest = xxhash.xxh3_128_digest(data)
         source, holder = self._holder(kind, slot, index, digest)
-        if source is Source.OWN and holder == self._rank:
+        if source is EntrySource.OWN and holder == self._rank:
             write_at(self._fd, data, self._layout.data_offset(self._rank, kind, slot, index))
-        self._publish(at, digest, State.STORED, source, holder, order)
+        self._publish(at, digest, EntryState.STORED, source, holder, order)
 
     def read_back(self, kind: Kind, slot: int, index: int) -> torch.Tensor:
         """A copy of a tensor that this rank recorded earlier."""
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         _, _, source, holder, _ = ENTRY.unpack_from(self._index, at)
-        fd = self._baseline_fd if source == Source.BASELINE else self._fd
+        fd = self._baseline_fd if source == EntrySource.BASELINE else self._fd
         assert fd is not None, "only a rerun refers to a baseline"
         spec = self._layout.specs(kind)[index]
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
@@ -83,27 +83,33 @@ class TraceWriter:
             self._index, self._layout, self._layout.header_offset(self._rank, step), header
         )
 
-    def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[Source, int]:
+    def _holder(self, kind: Kind, slot: int, index: int, digest: bytes) -> tuple[EntrySource, int]:
         """Who already holds these bytes; this rank itself if no other does."""
         others = [r for r in range(self._layout.world) if r != self._rank]
         if kind is Kind.LOCAL_GRADIENT:
             others = []
         for table, source, ranks in (
-            (self._baseline, Source.BASELINE, [self._rank]),
-            (self._index, Source.OWN, others),
+            (self._baseline, EntrySource.BASELINE, [self._rank]),
+            (self._index, EntrySource.OWN, others),
         ):
             if table is None:
                 continue
             for rank in ranks:
                 at = self._layout.entry_offset(rank, kind, slot, index)
                 known, state, where, holder, _ = ENTRY.unpack_from(table, at)
-                if state == State.STORED and where == Source.OWN and known == digest:
+                if state == EntryState.STORED and where == EntrySource.OWN and known == digest:
                     return source, holder
-        return Source.OWN, self._rank
+        return EntrySource.OWN, self._rank
 
     def _publish(
-        self, at: int, digest: bytes, state: State, source: Source, holder: int, order: int = 0
+        self,
+        at: int,
+        digest: bytes,
+        state: EntryState,
+        source: EntrySource,
+        holder: int,
+        order: int = 0,
     ) -> None:
         # The state byte goes in last: a peer that sees STORED also sees the digest.
-        ENTRY.pack_into(self._index, at, digest, State.UNWRITTEN, source, holder, order)
+        ENTRY.pack_into(self._index, at, digest, EntryState.UNWRITTEN, source, holder, order)
         self._index[at + 16] = state

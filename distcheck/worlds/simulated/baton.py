@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 _ASKING_S = 0.001  # chosen: code that asks in a loop often sleeps for as long between
 
 
-class State(Enum):
+class ThreadState(Enum):
     """What a rank's thread does."""
 
     READY = auto()
@@ -26,11 +26,11 @@ class State(Enum):
     OVER = auto()
 
 
-class Runner:
+class RankThread:
     """A rank's thread. `error` is what its wait is to raise when it gets the baton."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.state = rank, State.READY
+        self.rank, self.state = rank, ThreadState.READY
         self.turn = threading.Lock()
         self.turn.acquire()
         self.waits_for: Any = None
@@ -54,7 +54,7 @@ class Baton:
         most_sleep_s: float,
         choose: Callable[[int, Sequence[int], int | None], int] | None = None,
     ) -> None:
-        self.runners = [Runner(rank) for rank in range(size)]
+        self.runners = [RankThread(rank) for rank in range(size)]
         self._switch, self._stuck = switch, stuck
         self._overslept, self._most_sleep_s = overslept, most_sleep_s
         self._ready, self._choose = deque(self.runners), choose
@@ -92,7 +92,7 @@ class Baton:
         woken with.
         """
         own = self.runners[self.current]
-        own.state, own.waits_for = State.WAITING, waits_for
+        own.state, own.waits_for = ThreadState.WAITING, waits_for
         self._pass_on(own)
         own.waits_for = None
         if own.error is not None:
@@ -102,8 +102,8 @@ class Baton:
     def wake(self, rank: int, error: BaseException | None = None) -> None:
         """Makes a rank that waits ready."""
         runner = self.runners[rank]
-        if runner.state is State.WAITING:
-            runner.state, runner.error = State.READY, error
+        if runner.state is ThreadState.WAITING:
+            runner.state, runner.error = ThreadState.READY, error
             self._ready.append(runner)
 
     def give_way(self) -> None:
@@ -137,7 +137,7 @@ class Baton:
     def sleep(self, seconds: float) -> None:
         """Gives the baton away until so much time has passed."""
         own = self.runners[self.current]
-        own.state = State.ASLEEP
+        own.state = ThreadState.ASLEEP
         heapq.heappush(self._asleep, (self.time_s + max(0.0, seconds), own.rank))
         self._pass_on(own)
 
@@ -146,19 +146,19 @@ class Baton:
         threading.Event().wait()
         raise AssertionError("a frozen world went on")
 
-    def _live(self, runner: Runner, main: Callable[[int], None]) -> None:
+    def _live(self, runner: RankThread, main: Callable[[int], None]) -> None:
         self._own.rank = runner.rank
         runner.turn.acquire()
         try:
             main(runner.rank)
         finally:
-            runner.state = State.OVER
-            if all(other.state is State.OVER for other in self.runners):
+            runner.state = ThreadState.OVER
+            if all(other.state is ThreadState.OVER for other in self.runners):
                 self._over.set()
             else:
                 self._pass_on(runner)
 
-    def _next(self, chosen: int | None = None) -> Runner:
+    def _next(self, chosen: int | None = None) -> RankThread:
         """The runner that goes on: the chosen rank's, or the one that its schedule takes."""
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
@@ -168,7 +168,7 @@ class Baton:
         self._ready.remove(found)
         return found
 
-    def _pass_on(self, own: Runner, chosen: int | None = None) -> None:
+    def _pass_on(self, own: RankThread, chosen: int | None = None) -> None:
         while not self._ready:
             if self._asleep:
                 self._let_time_pass()
@@ -179,9 +179,9 @@ class Baton:
             self._switch(own.rank, following.rank)
             self.current = following.rank
             following.turn.release()
-            if own.state is not State.OVER:
+            if own.state is not ThreadState.OVER:
                 own.turn.acquire()
-        own.state = State.READY if own.state is not State.OVER else own.state
+        own.state = ThreadState.READY if own.state is not ThreadState.OVER else own.state
 
     def _let_time_pass(self) -> None:
         wakes_at, rank = self._asleep[0]
@@ -190,5 +190,5 @@ class Baton:
         wakes_at, rank = heapq.heappop(self._asleep)
         self.time_s = max(self.time_s, wakes_at)
         runner = self.runners[rank]
-        runner.state = State.READY
+        runner.state = ThreadState.READY
         self._ready.append(runner)

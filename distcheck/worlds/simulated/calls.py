@@ -30,7 +30,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(Posted):
+class SimulatedCall(Posted):
     """One operation that one rank has posted, with its tensors.
 
     A list or one tensor may be given for the same kind of operation. `results` [per output] are
@@ -45,7 +45,7 @@ class Call(Posted):
     complete: bool = False
     delivered: bool = False
     source: int = -1
-    sender: "Call | None" = None  # whose message a receive took
+    sender: "SimulatedCall | None" = None  # whose message a receive took
     work: Callable[[], Any] | None = None  # gives its Work while the code under test keeps it
     waits: int = 0  # how often its Work was waited for
     limit_s: float = math.inf  # the code's own, after which a wait for it gives up

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distcheck.backends.simulated import orders
-from distcheck.worlds.simulated.calls import Call
+from distcheck.worlds.simulated.calls import SimulatedCall
 
 _COMBINE: dict[str, orders.Combine] = {
     "SUM": torch.add,
@@ -23,7 +23,7 @@ _FEW = 4  # tensors that are written one by one; chosen
 REDUCE_OPERATIONS = tuple(_COMBINE)
 
 
-def compute(calls: Sequence[Call], order: str) -> None:
+def compute(calls: Sequence[SimulatedCall], order: str) -> None:
     """Fills `results` of every call of one collective, which are in the order of the group."""
     if calls[0].kind in _COMPUTE:
         with torch.no_grad():
@@ -50,7 +50,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return bool(tensor.storage_offset() + tensor.numel() <= whole)
 
 
-def deliver(call: Call) -> None:
+def deliver(call: SimulatedCall) -> None:
     """Writes the results to the tensors that were given for them. Versions of tensors do not
     change, as with a backend that writes to their memory.
     """
@@ -69,14 +69,14 @@ def deliver(call: Call) -> None:
     call.delivered, call.inputs, call.outputs, call.results = True, [], [], []
 
 
-def _whole(call: Call) -> torch.Tensor:
+def _whole(call: SimulatedCall) -> torch.Tensor:
     parts = [
         tensor.data.reshape(-1) if call.by_index else memory_of(tensor) for tensor in call.inputs
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _reduced(calls: Sequence[Call], order: str, collective: str) -> torch.Tensor:
+def _reduced(calls: Sequence[SimulatedCall], order: str, collective: str) -> torch.Tensor:
     return _combined([_whole(call) for call in calls], calls[0].op, order, collective)
 
 
@@ -89,19 +89,19 @@ def _cut(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     return list(whole.split([tensor.numel() for tensor in tensors])) if tensors else []
 
 
-def _all_reduce(calls: Sequence[Call], order: str) -> None:
+def _all_reduce(calls: Sequence[SimulatedCall], order: str) -> None:
     total = _reduced(calls, order, "all_reduce")
     for call in calls:
         call.results = _cut(total, call.outputs)
 
 
-def _reduce(calls: Sequence[Call], order: str) -> None:
+def _reduce(calls: Sequence[SimulatedCall], order: str) -> None:
     total = _reduced(calls, order, "reduce")
     for call in calls:
         call.results = [total] if call.outputs else []
 
 
-def _reduce_scatter(calls: Sequence[Call], order: str) -> None:
+def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
     """gloo reduces each tensor of a list to its rank, and one tensor as a whole (measured with
     torch 2.15, worlds 5 and 7).
     """
@@ -117,14 +117,14 @@ def _reduce_scatter(calls: Sequence[Call], order: str) -> None:
         call.results = [part]
 
 
-def _broadcast(calls: Sequence[Call], order: str) -> None:
+def _broadcast(calls: Sequence[SimulatedCall], order: str) -> None:
     root = next(call for call in calls if call.rank == call.root)
     given = [memory_of(tensor).clone() for tensor in root.inputs]
     for call in calls:
         call.results = given if call is not root else []
 
 
-def _all_gather(calls: Sequence[Call], order: str) -> None:
+def _all_gather(calls: Sequence[SimulatedCall], order: str) -> None:
     given = torch.cat([_whole(call) for call in calls])
     cut: dict[int, list[torch.Tensor]] = {}  # by their number, which says their sizes, too
     for call in calls:
@@ -134,20 +134,20 @@ def _all_gather(calls: Sequence[Call], order: str) -> None:
         call.results = cut[count]
 
 
-def _scatter(calls: Sequence[Call], order: str) -> None:
+def _scatter(calls: Sequence[SimulatedCall], order: str) -> None:
     root = next(call for call in calls if call.rank == call.root)
     for call, part in zip(calls, root.inputs, strict=True):
         call.results = [memory_of(part).clone()]
 
 
-def _all_to_all(calls: Sequence[Call], order: str) -> None:
+def _all_to_all(calls: Sequence[SimulatedCall], order: str) -> None:
     sent = [_whole(call).split(list(call.in_splits)) for call in calls]
     for place, call in enumerate(calls):
         received = torch.cat([parts[place] for parts in sent])
         call.results = _cut(received, call.outputs)
 
 
-_COMPUTE: dict[str, Callable[[Sequence[Call], str], None]] = {
+_COMPUTE: dict[str, Callable[[Sequence[SimulatedCall], str], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _all_reduce,
     "reduce": _reduce,

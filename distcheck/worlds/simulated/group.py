@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from distcheck.backends._python_group import PythonGroup, Tensors
 from distcheck.records.posted_calls import own_limit_s
 from distcheck.worlds.simulated import collectives, world
-from distcheck.worlds.simulated.calls import Call, calling_stack
+from distcheck.worlds.simulated.calls import SimulatedCall, calling_stack
 from distcheck.worlds.simulated.work import SimulatedWork
 
 TORCH_NAME = "distcheck_simulated"
@@ -219,7 +219,7 @@ class SimulatedGroup(PythonGroup):
         if self._made is not None:
             self._made.call()
         is_message = kind in ("send", "recv")
-        call = Call(
+        call = SimulatedCall(
             kind=kind,
             name=name,
             rank=rank,

@@ -27,8 +27,8 @@ from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import leaks, limits
 from distcheck.worlds.simulated import world as simulated
-from distcheck.worlds.simulated.baton import Runner, State
-from distcheck.worlds.simulated.calls import Call, is_theirs
+from distcheck.worlds.simulated.baton import RankThread, ThreadState
+from distcheck.worlds.simulated.calls import SimulatedCall, is_theirs
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
 from distcheck.worlds.simulated.requests import HostRequest
@@ -41,7 +41,7 @@ _STACK_BYTES = 8 << 20  # of address space: what is not used takes no memory
 
 def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     """The job of this process."""
-    Host(msgspec.msgpack.decode(payload, type=HostRequest), fds, reporter).run()
+    SimulatedHost(msgspec.msgpack.decode(payload, type=HostRequest), fds, reporter).run()
     return b""
 
 
@@ -92,7 +92,7 @@ class RankStream(io.TextIOBase):
             self._begun = ""
 
 
-class Host:
+class SimulatedHost:
     """The ranks of one world."""
 
     def __init__(
@@ -222,27 +222,33 @@ class Host:
             refusal = _refusal(f"{what}{_calling_line()}")
             self._reporters[rank].send(child.as_event(refusal))
         elif how in MISUSES:
-            self._tell_ranks(State.READY, State.WAITING, State.ASLEEP, why=_STOPPED)
+            self._tell_ranks(
+                ThreadState.READY, ThreadState.WAITING, ThreadState.ASLEEP, why=_STOPPED
+            )
         else:
-            self._tell_ranks(State.READY)
+            self._tell_ranks(ThreadState.READY)
         self._reporter.send(messages.Proven(how, messages.printable(what)))
 
     def tell_stacks(self) -> None:
         """Says what every rank is doing, where the world has hung."""
         if self._ending.acquire(blocking=False):
-            self._tell_ranks(State.READY, State.ASLEEP)
+            self._tell_ranks(ThreadState.READY, ThreadState.ASLEEP)
 
-    def _tell_ranks(self, *blameless: State, why: str = _NO_TURN) -> None:
+    def _tell_ranks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
         """Says of every rank what it does; those in a state that is not their doing did not end
         by what they do themselves, and `why` says so.
         """
         frames = sys._current_frames()
         for runner in self._world.baton.runners:
-            if runner.state is not State.OVER:
+            if runner.state is not ThreadState.OVER:
                 self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless, why))
 
     def _stacks_of(
-        self, runner: Runner, frames: Mapping[int, Any], blameless: Sequence[State], why: str
+        self,
+        runner: RankThread,
+        frames: Mapping[int, Any],
+        blameless: Sequence[ThreadState],
+        why: str,
     ) -> messages.Stacks:
         thread, baton = runner.thread, self._world.baton
         frame = frames.get(thread.ident or 0) if thread is not None else None
@@ -267,7 +273,7 @@ def _refusal(what: str) -> NotSimulatedError:
     )
 
 
-def _as_entry(call: Call) -> dict[str, Any]:
+def _as_entry(call: SimulatedCall) -> dict[str, Any]:
     return {
         "profiling_name": f"simulated:{call.name}",
         "input_sizes": call.sizes,

@@ -16,7 +16,7 @@ import torch
 import torch.utils._python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcheck.worlds.simulated.calls import Call, is_called_by_theirs, place_of_caller
+from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs, place_of_caller
 
 _SEEN = "aten"  # the operations that touch memory; others are of c10d, or only describe
 # Operations that take a tensor for its size or its storage, and touch no element.
@@ -33,7 +33,7 @@ _MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chos
 class Held:
     """A tensor of a call in flight: of the storage at `address` the bytes from `begin` to `end`."""
 
-    call: Call
+    call: SimulatedCall
     tensor: torch.Tensor
     writes: bool
     address: int
@@ -49,9 +49,9 @@ class InFlight(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rank, self._accuse = rank, accuse
         self._held: dict[int, list[Held]] = {}  # by the address of the storage
-        self._calls: dict[Call, list[int]] = {}
+        self._calls: dict[SimulatedCall, list[int]] = {}
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: SimulatedCall) -> None:
         """Notes a call that is posted now, and checks that its tensors are free for it."""
         of_their_code = is_called_by_theirs(call.stack)
         if not of_their_code and not self._held:
@@ -68,7 +68,7 @@ class InFlight(TorchDispatchMode):
                 self._calls.setdefault(call, []).append(held.address)
             self._look_on()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: SimulatedCall) -> None:
         """A call that was waited for."""
         for address in self._calls.pop(call, ()):
             left = [held for held in self._held.get(address, ()) if held.call is not call]
@@ -79,7 +79,7 @@ class InFlight(TorchDispatchMode):
         if not self._held:
             self._look_away()
 
-    def not_waited_for(self) -> list[Call]:
+    def not_waited_for(self) -> list[SimulatedCall]:
         """The calls that are in flight."""
         return list(self._calls)
 
@@ -164,7 +164,7 @@ def _put_modes(modes: Sequence[Any]) -> None:
         dispatch._push_mode(mode)
 
 
-def _only_gives(call: Call) -> bool:
+def _only_gives(call: SimulatedCall) -> bool:
     return call.kind == "broadcast" and call.rank == call.root
 
 

@@ -29,8 +29,8 @@ import torch
 
 from distcheck.worlds.simulated.owned import Owned
 from distcheck.worlds.simulated.patches import Patches
-from distcheck.worlds.simulated.random_numbers import Generators, Numbers
-from distcheck.worlds.simulated.settings import Settings
+from distcheck.worlds.simulated.random_numbers import Generators, GeneratorStates
+from distcheck.worlds.simulated.settings import ProcessSettings
 
 _COMPILED = (".so", ".pyd")
 _NOTHING = Owned()
@@ -40,7 +40,7 @@ _NOTHING = Owned()
 class Own:
     """What one rank has of its own."""
 
-    numbers: Numbers
+    numbers: GeneratorStates
     settings: Any
     patches: Sequence[Any]
     environment: Any
@@ -69,7 +69,7 @@ class Isolation:
         _folders.differ = False
         self._shared = _shared_folders()
         self._known_files: dict[str, bool] = {}  # whether a file's module is a rank's own
-        self._settings = Settings()
+        self._settings = ProcessSettings()
         self._patches = Patches(self._is_own, _libraries())
         self._first = frozenset(sys.modules)  # what all ranks share, whatever it is
         self._latest = next(reversed(sys.modules))

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from distcheck.records import posted_calls
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.calls import Call, place_of_caller
+from distcheck.worlds.simulated.calls import SimulatedCall, place_of_caller
 
 
 @dataclass(eq=False)
 class Meeting:
     """The calls of a group that have one number."""
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, SimulatedCall] = field(default_factory=dict)
     apart: bool = False
 
 
@@ -33,9 +33,11 @@ class Channel:
         self._posted: defaultdict[int, int] = defaultdict(int)
         self._messages: defaultdict[int, int] = defaultdict(int)
         # Those that nothing has met, by the rank that receives and the tag, as they were posted.
-        self._sends: defaultdict[tuple[int, int], deque[Call]] = defaultdict(deque)
-        self._receives: defaultdict[tuple[int, int], deque[Call]] = defaultdict(deque)
-        self.misfits: list[tuple[Call, Call]] = []  # messages that do not fit each other
+        self._sends: defaultdict[tuple[int, int], deque[SimulatedCall]] = defaultdict(deque)
+        self._receives: defaultdict[tuple[int, int], deque[SimulatedCall]] = defaultdict(deque)
+        self.misfits: list[
+            tuple[SimulatedCall, SimulatedCall]
+        ] = []  # messages that do not fit each other
 
     def number_for(self, rank: int, *, is_message: bool) -> int:
         """The number of a rank's next call, from 1."""
@@ -43,7 +45,7 @@ class Channel:
         counts[rank] += 1
         return counts[rank]
 
-    def post(self, call: Call) -> list[Call]:
+    def post(self, call: SimulatedCall) -> list[SimulatedCall]:
         """Takes a collective; returns the calls that it completes. A mismatch completes none."""
         meeting = self.meetings.setdefault(call.number, Meeting())
         first = next(iter(meeting.calls.values()), None)
@@ -59,7 +61,7 @@ class Channel:
         collectives.compute(calls, self.order)
         return calls
 
-    def post_message(self, call: Call) -> list[Call]:
+    def post_message(self, call: SimulatedCall) -> list[SimulatedCall]:
         """Takes a send or a receive; returns both where another one fits it."""
         is_send = call.kind == "send"
         receiver = call.peer if is_send else call.rank
@@ -83,7 +85,7 @@ class Channel:
         own[place].append(call)
         return []
 
-    def missing(self, call: Call) -> list[int]:
+    def missing(self, call: SimulatedCall) -> list[int]:
         """The ranks that a call waits for."""
         if call.is_message:
             if call.peer is not None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from distcheck.records import posted_calls
-from distcheck.worlds.simulated.calls import Call, is_called_by_theirs
+from distcheck.worlds.simulated.calls import SimulatedCall, is_called_by_theirs
 from distcheck.worlds.simulated.in_flight import Held, hold, overlap
 
 _MOST_SAID = 4  # remarks of one name; chosen
@@ -34,13 +34,13 @@ class OddCalls:
             if counts[name] <= _MOST_SAID:
                 yield name, text
 
-    def posted(self, call: Call) -> None:
+    def posted(self, call: SimulatedCall) -> None:
         """Looks at a call that is posted now."""
         self._look_for_gaps(call)
         if len(call.outputs) > 1 and (len(call.outputs) <= _MANY or call.rank == 0):
             self._look_for_overlaps(call)
 
-    def met(self, calls: Sequence[Call]) -> None:
+    def met(self, calls: Sequence[SimulatedCall]) -> None:
         """Looks at calls that complete each other: of a collective, or a send and its receive."""
         first = calls[0]
         if first.is_message:
@@ -54,7 +54,7 @@ class OddCalls:
         elif first.kind not in ("all_to_all", "barrier"):
             self._look_at_shapes(calls)
 
-    def _look_at_shapes(self, calls: Sequence[Call]) -> None:
+    def _look_at_shapes(self, calls: Sequence[SimulatedCall]) -> None:
         alike = [call for call in calls if call.name == calls[0].name]
         if len({_shapes(call) for call in alike}) > 1:
             said = posted_calls.called_in_words(alike)
@@ -63,7 +63,7 @@ class OddCalls:
         tensors = {call: call.inputs or call.outputs for call in alike}
         if calls[0].by_index or all(t.is_contiguous() for own in tensors.values() for t in own):
             return
-        orders: dict[tuple[tuple[int, ...], ...], list[Call]] = {}
+        orders: dict[tuple[tuple[int, ...], ...], list[SimulatedCall]] = {}
         for call, own in tensors.items():
             orders.setdefault(tuple(map(_order, own)), []).append(call)
         if len(orders) > 1:
@@ -73,7 +73,7 @@ class OddCalls:
             )
             self._say("other-shapes", alike[0], f"{said}: elements are taken as they lie in memory")
 
-    def _look_for_gaps(self, call: Call) -> None:
+    def _look_for_gaps(self, call: SimulatedCall) -> None:
         if call.by_index:
             return
         for tensor in (*call.inputs, *call.outputs):
@@ -88,7 +88,7 @@ class OddCalls:
                 )
                 return
 
-    def _look_for_overlaps(self, call: Call) -> None:
+    def _look_for_overlaps(self, call: SimulatedCall) -> None:
         held = [hold(call, output, True) for output in call.outputs]
         places = [(one, number) for number, one in enumerate(held) if one is not None]
         places.sort(key=lambda place: (place[0].address, place[0].begin))
@@ -103,16 +103,16 @@ class OddCalls:
                 )
                 return
 
-    def _say(self, name: str, call: Call, text: str) -> None:
+    def _say(self, name: str, call: SimulatedCall, text: str) -> None:
         if (name, call.where) not in self._said and is_called_by_theirs(call.stack):
             self._said[name, call.where] = text
 
 
-def _of_one(call: Call) -> str:
+def _of_one(call: SimulatedCall) -> str:
     return f"rank {call.rank} called {call.in_words()}{call.where}"
 
 
-def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
+def _shapes(call: SimulatedCall) -> tuple[tuple[int, ...], ...]:
     """Those that must be alike on all ranks: only the root of a scatter gives something."""
     return tuple(tuple(t.shape) for t in call.outputs) if call.kind == "scatter" else call.sizes
 

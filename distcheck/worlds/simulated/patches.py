@@ -27,7 +27,7 @@ _STORES = dis.opmap["STORE_GLOBAL"]
 
 
 @dataclass(frozen=True)
-class Place:
+class PatchedName:
     """A name in a module or class, and what it was before any rank had set it."""
 
     owner: Any
@@ -58,7 +58,7 @@ class Patches:
         self._files: set[str] = set()  # those that have been looked at
         self._shared: set[str] = set()  # of these, those of modules that all ranks share
         self._known: set[tuple[int, str]] = set()
-        self._places: list[Place] = []
+        self._places: list[PatchedName] = []
         for module, name in _watching.of_packages:
             self._add(module, name)
         _watch_imports()
@@ -111,7 +111,7 @@ class Patches:
         if found is _MISSING and isinstance(owner, ModuleType) and hasattr(type(owner), name):
             return
         self._known.add((id(owner), name))
-        self._places.append(Place(owner, name, found))
+        self._places.append(PatchedName(owner, name, found))
 
     def _of_code_under_test(self) -> bool:
         """Whether code under test imports what is imported now, and not a library."""

@@ -20,7 +20,7 @@ _Words = ctypes.c_uint32 * 625
 
 
 @dataclass
-class Numbers:
+class GeneratorStates:
     """The states of one rank. Of NumPy's, `numpy` is all of it and `words` its twister; both are
     None where NumPy is not there.
     """
@@ -41,19 +41,19 @@ class Generators:
         self._source: Any = None
         self._kept = 1  # whether NumPy now keeps a normal number for the next draw
 
-    def beginning(self) -> Numbers:
+    def beginning(self) -> GeneratorStates:
         """The states as they are now, for a rank to begin with."""
-        found = Numbers(torch.default_generator.get_state(), self._python_now())
+        found = GeneratorStates(torch.default_generator.get_state(), self._python_now())
         self._take_numpy(found)
         return found
 
-    def take(self, own: Numbers) -> None:
+    def take(self, own: GeneratorStates) -> None:
         """Notes the states of the rank that ran."""
         own.torch = torch.default_generator.get_state()
         own.python = self._python_now()
         self._take_numpy(own)
 
-    def give(self, own: Numbers) -> None:
+    def give(self, own: GeneratorStates) -> None:
         """Sets the states of the rank that runs now. Those of the last one have been taken."""
         torch.default_generator.set_state(own.torch)
         if self._python is None:
@@ -68,7 +68,7 @@ class Generators:
             return random.getstate()
         return bytes(self._python), random._inst.gauss_next  # type: ignore[attr-defined]
 
-    def _take_numpy(self, own: Numbers) -> None:
+    def _take_numpy(self, own: GeneratorStates) -> None:
         if (numpy := sys.modules.get("numpy.random")) is None:
             return
         source = _source_of(numpy)
@@ -81,7 +81,7 @@ class Generators:
             own.numpy, own.words, own.source = numpy.get_state(legacy=False), words, source
         self._kept = own.numpy.get("has_gauss", 1)
 
-    def _give_numpy(self, own: Numbers) -> None:
+    def _give_numpy(self, own: GeneratorStates) -> None:
         numpy: Any = sys.modules["numpy.random"]
         if own.source is not _source_of(numpy):
             numpy.set_bit_generator(own.source)

@@ -33,7 +33,7 @@ from distcheck.worlds import messages
 from distcheck.worlds.framing import Frames, frame, write_all
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
-from distcheck.worlds.simulated.host import Host
+from distcheck.worlds.simulated.host import SimulatedHost
 from distcheck.worlds.simulated.requests import SEARCH, SearchRequest
 from distcheck.worlds.simulated.rounds import NOT_SEEN, TURNS, Tree, drawn
 
@@ -63,7 +63,7 @@ class RunAll(Protocol):
 @SEARCH.does
 def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
     """The job of this process."""
-    return search(Forks(asked, fds, reporter).run_all, asked.schedules, asked.switches)
+    return search(ScheduleForks(asked, fds, reporter).run_all, asked.schedules, asked.switches)
 
 
 def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
@@ -144,7 +144,7 @@ def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[Sch
     return msgspec.structs.replace(best, schedule=str(told)), tried
 
 
-class Forks:
+class ScheduleForks:
     """Runs worlds in forks of this process, as many at a time as there are cores."""
 
     def __init__(self, asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> None:
@@ -220,7 +220,7 @@ class Forks:
             for schedule in schedules:
                 collected = _Collected(schedule, fd, tells_imports=not self._warm)
                 try:
-                    collected.host = Host(
+                    collected.host = SimulatedHost(
                         self._asked.host,
                         self._fds,
                         collected,
@@ -281,7 +281,7 @@ class _Collected(Reporter):
         self._known = set(sys.modules) if tells_imports else None
         self._results: dict[int, bytes] = {}
         self._raised: tuple[str, str] | None = None
-        self.host: Host | None = None
+        self.host: SimulatedHost | None = None
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
         """Notes what matters of an event; with a world that cannot go on, this process ends."""

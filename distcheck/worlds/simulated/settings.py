@@ -58,7 +58,7 @@ _PRECISIONS = (
 Pair = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-class Settings:
+class ProcessSettings:
     """Those of this process. What a rank has of its own is of no meaning elsewhere."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Work  # type: ignore[attr-defined]
 
-from distcheck.worlds.simulated.calls import Call
+from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.world import SimulatedWorld
 
 _NO_LIMIT = timedelta(0)
@@ -24,7 +24,7 @@ class SimulatedWork(Work):
     """
 
     def __init__(
-        self, world: SimulatedWorld, calls: Sequence[Call], results: list[torch.Tensor]
+        self, world: SimulatedWorld, calls: Sequence[SimulatedCall], results: list[torch.Tensor]
     ) -> None:
         super().__init__()
         self._world, self._calls, self._results = world, calls, results

@@ -16,9 +16,9 @@ from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.records.schedules import Schedule
 from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.baton import Baton, State
+from distcheck.worlds.simulated.baton import Baton, ThreadState
 from distcheck.worlds.simulated.calls import (
-    Call,
+    SimulatedCall,
     calling_stack,
     is_called_by_theirs,
     place_of_caller,
@@ -70,7 +70,9 @@ class SimulatedWorld:
         self.size, self.order = size, order
         self.chooser = None if schedule is None else Chooser(schedule, size, keeps=keeps_choices)
         self._buffered = schedule is not None and schedule.buffered
-        self.turns: list[tuple[Call, int]] = []  # where there is a schedule: calls as posted
+        self.turns: list[
+            tuple[SimulatedCall, int]
+        ] = []  # where there is a schedule: calls as posted
         self.baton = Baton(
             size,
             switch=switch,
@@ -83,7 +85,7 @@ class SimulatedWorld:
         self.usual_limit_s = 0.0  # a shorter one of a group's calls is the code's own
         self.stored: dict[str, bytes] = {}
         self.stores: list[object] = []
-        self.latest: list[deque[Call]] = [deque(maxlen=_KEPT) for _ in range(size)]
+        self.latest: list[deque[SimulatedCall]] = [deque(maxlen=_KEPT) for _ in range(size)]
         self._channels: dict[str, Channel] = {}
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
@@ -107,7 +109,7 @@ class SimulatedWorld:
             return None
         return self.kept.made(rank, place_of_caller(), tuple(ranks))
 
-    def post(self, channel: Channel, call: Call) -> None:
+    def post(self, channel: Channel, call: SimulatedCall) -> None:
         """Notes a call of the rank that runs, and completes what it completes."""
         self.latest[call.rank].append(call)
         self._in_flight[call.rank].begin(call)
@@ -127,7 +129,7 @@ class SimulatedWorld:
                 self.turns.append((call, len(self.chooser.switches)))
             self.baton.offer()
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: SimulatedCall) -> None:
         """Gives way until a call is complete, and writes its results."""
         self.running_rank("waits for a collective")
         while not call.complete:
@@ -139,7 +141,7 @@ class SimulatedWorld:
             with unseen():
                 collectives.deliver(call)
 
-    def look(self, call: Call) -> bool:
+    def look(self, call: SimulatedCall) -> bool:
         """Whether a call is complete; others run first, so that code that asks again and again
         comes to an end.
         """
@@ -150,7 +152,7 @@ class SimulatedWorld:
             self.wait(call)
         return call.complete
 
-    def wait_again(self, call: Call) -> None:
+    def wait_again(self, call: SimulatedCall) -> None:
         """The code under test has called `wait` of a Work once more than before. Over gloo the
         second wait for a message never ends (measured with torch 2.15).
         """
@@ -216,7 +218,7 @@ class SimulatedWorld:
         """A rank has raised or left: those that wait for it will lose their peer."""
         self._lost.add(rank)
 
-    def _wake(self, call: Call) -> None:
+    def _wake(self, call: SimulatedCall) -> None:
         if self.baton.runners[call.rank].waits_for is call:
             self.baton.wake(call.rank)
 
@@ -238,7 +240,7 @@ class SimulatedWorld:
         """Wakes the rank that would give up first, where one has a time limit of its own: after
         that it may go on, so that no deadlock is proven. No clock runs here to tell who would.
         """
-        waiting = [r for r in self.baton.runners if r.state is State.WAITING]
+        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
         first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
         if first is None or first.waits_for.limit_s == math.inf:
             return False
@@ -257,7 +259,7 @@ class SimulatedWorld:
 
     def _lose_peers(self) -> None:
         """Ranks that wait for one that has ended lose it; where none does, all that wait do."""
-        waiting = [r for r in self.baton.runners if r.state is State.WAITING]
+        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:
             gone = ranks_in_words(self._lost)
@@ -266,7 +268,7 @@ class SimulatedWorld:
             )
 
     def _missing(self, waits_for: Any) -> list[int]:
-        if not isinstance(waits_for, Call):
+        if not isinstance(waits_for, SimulatedCall):
             return []
         return self._channels[waits_for.group].missing(waits_for)
 
@@ -275,15 +277,15 @@ class SimulatedWorld:
         found = {}
         for runner in self.baton.runners:
             on = runner.waits_for
-            if runner.state is State.WAITING:
-                call = on if isinstance(on, Call) else None
+            if runner.state is ThreadState.WAITING:
+                call = on if isinstance(on, SimulatedCall) else None
                 ranks = self._channels[call.group].ranks if call else ()
                 words = "" if call else f"for {on}"
                 found[runner.rank] = Wait(call, self._missing(on), words, ranks)
         return found
 
     def _over(self) -> list[int]:
-        return [runner.rank for runner in self.baton.runners if runner.state is State.OVER]
+        return [runner.rank for runner in self.baton.runners if runner.state is ThreadState.OVER]
 
 
 _here: SimulatedWorld | None = None
