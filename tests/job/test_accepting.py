@@ -10,7 +10,7 @@ from msgspec import structs
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
 from distcheck.job.asked import JobOptions
-from distcheck.job.guard_command import JobOptions as OfGuard
+from distcheck.job.guard_command import GuardOptions as OfGuard
 from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 
 Change = Callable[[Facts], None]
