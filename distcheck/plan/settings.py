@@ -2,15 +2,15 @@
 and `plan`, a key of the configuration, a parameter of `distcheck.verify(...)`, and a field of a
 request.
 
-A new one is a field here with its line in `Asked`, and the place that reads it. Other commands
-take theirs by name (`cli/options.py`); tests/unit/test_settings.py holds all of them equal. No
-torch, and no click.
+A new one is a field here with its line in `KeywordSettings`, and the place that reads it. Other
+commands take theirs by name (`cli/options.py`); tests/unit/test_settings.py holds all of them
+equal. No torch, and no click.
 """
 
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -35,7 +35,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     kind      what its key takes, and `takes` the same in words
     help      of its option; `metavar` stands for the value there
     default   in words, where that says more than the value
-    type      of one value of the option, where the field's type does not say it
+    type      of one value of the option, as the field has it
     repeated  whether the option may be given several times
     names     what it may be; `is_open` where a file or a module may be as well
     of_all    whether its key holds for all strategies of a matrix alike
@@ -142,7 +142,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             help="Number of ranks; may be given several times.",
             default="4, or what a launcher has started",
             metavar="N",
-            type=int,
             repeated=True,
             option="--world",
             parameter="world",
@@ -213,7 +212,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             takes="a number of steps, at least 1",
             help="Steps to record; fewer than 3 miss bugs that begin late.",
             metavar="N",
-            type=int,
             default="each workload's own number",
         ),
     ] = None
@@ -447,7 +445,6 @@ class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
             takes="numbers of ranks, from 0, as in [0]",
             help="A rank without a shard of the batch, for example a parameter server.",
             metavar="RANK",
-            type=int,
             repeated=True,
         ),
     ] = ()
@@ -493,11 +490,19 @@ def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
             setting = next(s for s in hint.__metadata__ if isinstance(s, Setting))
             found[name] = msgspec.structs.replace(
                 setting,
+                type=_type_of(get_args(hint)[0]),
                 option=setting.option or f"--{name.replace('_', '-')}",
                 key=setting.key or name,
                 parameter=setting.parameter or name,
             )
     return found
+
+
+def _type_of(kind: Any) -> Any:
+    """`int` of `int | None` and of `tuple[int, ...]`; None of a flag."""
+    while arguments := get_args(kind):
+        kind = arguments[0]
+    return None if kind is bool else kind
 
 
 CALLS: Mapping[str, Setting] = _declared(CallSettings)

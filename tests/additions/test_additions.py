@@ -351,16 +351,20 @@ SETTING = """
         Setting(kind=Annotated[int, Meta(ge=1)], takes="a number of cases", help="No more cases."),
     ] = None
 """
+_FIELDS = '    """What is compared, with what it is if it is not given."""\n'
+_BY_NAME = '    """What `distcheck.verify(...)` takes by name, for type checkers."""\n'
 # File: what stands there, and what it becomes.
 OPTION = {
-    "distcheck/plan/settings.py": (
-        '    """What can be set, with what it is if it is not."""\n',
-        f'    """What can be set, with what it is if it is not."""\n{SETTING}',
-    ),
-    "distcheck/plan/cases.py": (
-        "    return name_apart(cases)\n",
-        "    return name_apart(cases)[: request.most_cases]\n",
-    ),
+    "distcheck/plan/settings.py": [
+        (_FIELDS, _FIELDS + SETTING),
+        (_BY_NAME, f"{_BY_NAME}\n    most_cases: int | None\n"),
+    ],
+    "distcheck/plan/cases.py": [
+        (
+            "    return name_apart(cases)\n",
+            "    return name_apart(cases)[: request.most_cases]\n",
+        )
+    ],
 }
 # The matrix on the command line and in a file; in Python, with no rank started.
 USES_OPTION = """
@@ -380,7 +384,7 @@ def planned(*words):
     return len(json.loads(pathlib.Path("plan.json").read_text())["cases"])
 
 def verified(**settings):
-    verifying.verify_cases = lambda cases, **rest: cases
+    verifying.verify_cases = lambda cases, *rest: cases
     return len(distcheck.verify("allreduce", world=2, **settings))
 
 pathlib.Path("two.toml").write_text('strategies = ["allreduce"]\\nworlds = [2]\\nmost_cases = 2\\n')
@@ -394,10 +398,12 @@ planned("--config", "bad.toml")
 
 def test_an_option_takes_its_declaration_and_the_place_that_reads_it(tmp_path: Path) -> None:
     copied(folder := tmp_path / "copy")
-    for name, (before, after) in OPTION.items():
+    for name, edits in OPTION.items():
         text = (folder / name).read_text()
-        assert text.count(before) == 1, name
-        (folder / name).write_text(text.replace(before, after))
+        for before, after in edits:
+            assert text.count(before) == 1, name
+            text = text.replace(before, after)
+        (folder / name).write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", USES_OPTION],

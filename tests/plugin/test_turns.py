@@ -119,7 +119,7 @@ def test_a_turn_within_a_turn_is_the_same(crowd: int) -> None:
 
 def test_verify_takes_a_turn(crowd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    monkeypatch.setattr(verification, "run_cases", lambda cases, **_: held.append(len(turns._held)))
+    monkeypatch.setattr(verification, "run_cases", lambda *_: held.append(len(turns._held)))
     verification.verify_cases([])
     assert held == [1]
 

@@ -15,7 +15,9 @@ def _names() -> list[str]:
 
 
 @click.command("explain", cls=Command)
-@click.argument("what", metavar="[CAUSE|FILE]", required=False, **of(_names, files=True))
+@click.argument(
+    "what", metavar="[CAUSE|FILE]", type=click.Path(), required=False, **of(_names, files=True)
+)
 def command(what: str | None) -> int:
     """Explain a cause that a report names: how it shows, an example, and how to repair it; or a
     bundle that distcheck.guard has saved. Without an argument, list all causes.
