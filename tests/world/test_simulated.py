@@ -358,6 +358,19 @@ def test_what_cannot_be_simulated_is_refused(pool: Pool, name: str, said: str) -
     assert refused.exit_code == ExitCode.CANNOT_RUN == 3
 
 
+def test_a_front_that_is_slow_hears_the_same_refusal(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that waits for the thread raises its error as well, which says less."""
+    ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program="talks_from_a_pool")
+    pump = pool.pump
+    monkeypatch.setattr(pool, "pump", lambda wait_s: (time.sleep(1.0), pump(wait_s)))
+    run_until_over(pool, ranks)
+    refused = refusal_of(ranks)
+    ranks.close()
+    assert str(refused).startswith("backend simulated cannot run this code: a thread that is not")
+
+
 def test_a_gpu_cannot_be_simulated(pool: Pool) -> None:
     ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program="uses_a_gpu")
     run_until_over(pool, ranks)

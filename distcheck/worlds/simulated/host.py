@@ -128,6 +128,7 @@ class SimulatedHost:
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # of its own in a search
         self._ending = threading.Lock()
+        self._refused = False
         self._done = 0  # ranks whose job has returned
 
     @property
@@ -173,6 +174,8 @@ class SimulatedHost:
             reporter.send(messages.Left(left.status))
             self._world.lose(rank)
         except BaseException as error:
+            if self._refused and isinstance(error, NotSimulatedError):
+                self._world.baton.freeze()  # a thread's refusal, which the front has been told
             self._flush(rank)
             if place := limits.place_of_cuda(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
@@ -218,6 +221,7 @@ class SimulatedHost:
         if not self._ending.acquire(blocking=False):
             self._world.baton.freeze()
         if how == "refused":
+            self._refused = True
             rank = self._world.baton.current
             refusal = _refusal(f"{what}{_calling_line()}")
             self._reporters[rank].send(child.as_event(refusal))
