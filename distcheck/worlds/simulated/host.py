@@ -175,7 +175,7 @@ class SimulatedHost:
             self._world.lose(rank)
         except BaseException as error:
             if self._refused and isinstance(error, NotSimulatedError):
-                self._world.baton.freeze()  # a thread's refusal, which the front has been told
+                self._world.baton.freeze()  # a thread's refusal, of which the front knows
             self._flush(rank)
             if place := limits.place_of_cuda(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
